@@ -1,0 +1,1 @@
+"""People and programs: the client of a head."""

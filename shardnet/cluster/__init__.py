@@ -1,0 +1,1 @@
+"""Many nodes: profile, placement, membership, and the node that ties the rooms together."""

@@ -1,0 +1,155 @@
+"""The exceptions of shardnet.
+
+Knows which failures exist and the code each has in an ERROR frame. Knows nothing of how they arise.
+
+    ShardnetError                     the root; every named failure a user can meet
+    ├── UsageError                    a request that no cluster could carry out
+    │   └── SamplingError             a sampling parameter outside its range
+    ├── ConfigurationError            an unknown or unusable configuration key
+    ├── CheckpointError               a checkpoint that is missing, damaged or inconsistent
+    │   └── UnsupportedModelError     a model feature that is not implemented, by name
+    ├── PlanError                     no plan fits, or the nodes do not agree on the model
+    ├── CapacityError                 a request that needs more memory or context than there is
+    ├── BusyError                     the node serves another ring while requests run
+    ├── LinkError                     a link to a peer ended or never came up
+    │   ├── LinkClosedError           the peer closed, or we did
+    │   ├── PeerUnreachableError      nothing answers at that address
+    │   ├── PeerSilentError           no byte, heartbeat or progress for the allowed silence
+    │   ├── VersionMismatchError      the peer speaks another protocol version
+    │   └── ProtocolError             bytes that break docs/protocol.md
+    │       ├── LocalProtocolError    our own bug: we tried to send or do what is not allowed
+    │       └── RemoteProtocolError   the peer's fault
+    ├── PeerFailedError               a node of the ring was lost or reported a failure
+    └── CancelledRequestError         the client cancelled, or went away
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ShardnetError(Exception):
+    """The root of every named failure. `code` stands in ERROR frames (docs/protocol.md)."""
+
+    code: ClassVar[int] = 1
+
+
+class UsageError(ShardnetError):
+    """A request that no cluster could carry out as asked."""
+
+    code = 2
+
+
+class SamplingError(UsageError):
+    """A sampling parameter outside its range."""
+
+    code = 3
+
+
+class ConfigurationError(ShardnetError):
+    """An unknown or unusable configuration key or value."""
+
+    code = 4
+
+
+class CheckpointError(ShardnetError):
+    """A checkpoint that is missing, damaged or inconsistent."""
+
+    code = 10
+
+
+class UnsupportedModelError(CheckpointError):
+    """A model feature that is not implemented; the message names it."""
+
+    code = 11
+
+
+class PlanError(ShardnetError):
+    """No plan fits, or the nodes of a plan do not hold the same model."""
+
+    code = 20
+
+
+class CapacityError(ShardnetError):
+    """A request that needs more memory or context than there is."""
+
+    code = 21
+
+
+class BusyError(ShardnetError):
+    """The node serves another ring while requests run."""
+
+    code = 22
+
+
+class LinkError(ShardnetError):
+    """A link to a peer ended or never came up."""
+
+    code = 30
+
+
+class LinkClosedError(LinkError):
+    """The link is closed: by the peer, or by us."""
+
+    code = 31
+
+
+class PeerUnreachableError(LinkError):
+    """Nothing answers at that address."""
+
+    code = 32
+
+
+class PeerSilentError(LinkError):
+    """No byte, heartbeat or progress report came for the allowed silence."""
+
+    code = 33
+
+
+class VersionMismatchError(LinkError):
+    """The peer speaks another version of the protocol; the message names both."""
+
+    code = 34
+
+
+class ProtocolError(LinkError):
+    """Bytes or calls that break docs/protocol.md."""
+
+    code = 35
+
+
+class LocalProtocolError(ProtocolError):
+    """Our own bug: we tried to send or do what the protocol does not allow."""
+
+    code = 36
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer's fault: it sent what the protocol does not allow."""
+
+    code = 37
+
+
+class PeerFailedError(ShardnetError):
+    """A node of the ring was lost or reported a failure; the message names it."""
+
+    code = 40
+
+
+class CancelledRequestError(ShardnetError):
+    """The client cancelled the request, or went away."""
+
+    code = 41
+
+
+def _tree(root: type[ShardnetError]) -> list[type[ShardnetError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+def error_for_code(code: int, message: str) -> ShardnetError:
+    """Make the exception that an ERROR frame's `code` stands for.
+
+    An unknown code, from a newer peer, becomes a plain ShardnetError with the same message.
+    """
+    by_code = {kind.code: kind for kind in _tree(ShardnetError)}
+    return by_code.get(code, ShardnetError)(message)

@@ -1,0 +1,1 @@
+"""Tensors, without network: checkpoints, layers, families, KV cache, sampler, tokenizer."""

@@ -1,0 +1,1 @@
+"""One model, running: stage, executor, scheduler, pipeline, engine."""

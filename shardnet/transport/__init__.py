@@ -1,0 +1,1 @@
+"""Bytes in motion: links over TCP and in memory."""
