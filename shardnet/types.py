@@ -23,7 +23,7 @@ BLOCK_POSITIONS = 256
 """Positions in one block of KV room (design: slot, block)."""
 
 PREFILL_CHUNK_ROWS = 256
-"""Rows of one prefill chunk. Fixed and counted from position 0, so that any split gives the same bits."""
+"""Rows of one prefill chunk: fixed, counted from position 0, so any split gives the same bits."""
 
 
 class DType(enum.Enum):

@@ -1,0 +1,127 @@
+"""What a stage computes, behind a small protocol (design decision 15).
+
+Knows the values that go in and come out of one stage's compute. Must not know links, rings or
+time. `torch_compute.py` is the real implementation; tests bring a fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardnet.errors import ShardnetError
+from shardnet.types import (
+    DType,
+    MicroBatch,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+    TokenLogprobs,
+)
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """The hidden states of a micro-batch: `rows x width` of `dtype`, row-major, little-endian."""
+
+    payload: Buffer
+    dtype: DType
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What the tail sampled: one id per sampled row, and logprobs where they were asked for."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+class StageCompute(Protocol):
+    """One stage's layers, KV cache and, on the tail, sampler. Called from the compute thread only.
+
+    Calls come in data order: what a step sees is what the calls before it left.
+    """
+
+    def open_sequence(
+        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
+    ) -> None:
+        """Let the sequence own the slot."""
+
+    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
+        """Free the slot. Unknown sequences are ignored: their opening was lost with a ring."""
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        """Run the stage's layers over the rows of `batch`.
+
+        `activations` is None on the first stage, which embeds the token ids. The last stage
+        returns Samples. Raises CapacityError when the KV room is full, ShardnetError for inputs
+        that do not fit the model.
+        """
+
+    def reset(self) -> None:
+        """Forget all sequences and free all slots; keep the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTiming:
+    """Where one step's time went in one stage, read from that stage's clock."""
+
+    rank: int
+    compute_us: int
+    queue_us: int
+
+
+# What travels through a stage, decoded. A stage forwards what it does not consume.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrived:
+    """Rows to compute. `arrived_ns` is when they reached this stage (time.perf_counter_ns)."""
+
+    batch: MicroBatch
+    activations: Activations | None
+    timings: tuple[StageTiming, ...]
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOpened:
+    """The head gave a slot to a sequence."""
+
+    sequence_id: SequenceId
+    slot: SlotId
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceClosed:
+    """The head took the slot back."""
+
+    sequence_id: SequenceId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComputed:
+    """A stage's result of one step."""
+
+    batch: MicroBatch
+    result: Activations | Samples
+    timings: tuple[StageTiming, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """A step that some stage could not compute; it travels on to the head in place of its rows."""
+
+    step: StepId
+    error: ShardnetError
+
+
+StageInput = StepArrived | SequenceOpened | SequenceClosed | StepFailed
+StageOutput = StepComputed | SequenceOpened | SequenceClosed | StepFailed

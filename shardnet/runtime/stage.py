@@ -1,0 +1,120 @@
+"""A stage at work: takes what arrives, computes it in order, passes the result on.
+
+Knows the order of things: one compute thread, results leave as they are made, the next rows are
+handed to the thread while the last ones are sent. Must not know tensors, sockets or who is head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.compute import (
+    SequenceClosed,
+    SequenceOpened,
+    StageCompute,
+    StageInput,
+    StageOutput,
+    StageTiming,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
+from shardnet.runtime.executor import Executor, Timed
+from shardnet.types import StepId
+
+_HANDED_OVER = 2
+"""Inputs given to the compute thread and not sent on yet: one computes, one waits at its side."""
+
+
+class StageSource(Protocol):
+    """Where a stage's inputs come from: the previous stage, or the head's own pipeline."""
+
+    async def receive(self) -> StageInput:
+        """Return the next input in data order. Raises LinkError when the ring is broken."""
+
+
+class StageSink(Protocol):
+    """Where a stage's outputs go: the next stage, or the head."""
+
+    def send(self, output: StageOutput) -> None:
+        """Pass one output on at once. Raises LinkError when the ring is broken."""
+
+    async def drain(self) -> None:
+        """Wait until there is room for more."""
+
+
+class StageWorker:
+    """Runs one stage between its source and its sink until the ring breaks or it is cancelled."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        compute: StageCompute,
+        executor: Executor,
+        source: StageSource,
+        sink: StageSink,
+        on_step_done: Callable[[StepId], None],
+    ) -> None:
+        self._rank = rank
+        self._compute = compute
+        self._executor = executor
+        self._source = source
+        self._sink = sink
+        self._on_step_done = on_step_done
+        self._under_way: asyncio.Queue[asyncio.Task[StageOutput]] = asyncio.Queue(_HANDED_OVER)
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises the LinkError that broke the ring, in a group of one."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._take_in(tasks), name=f"stage {self._rank}: take in")
+                tasks.create_task(self._pass_on(), name=f"stage {self._rank}: pass on")
+        finally:
+            await self._executor.run(self._compute.reset)
+
+    async def _take_in(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            arrived = await self._source.receive()
+            await self._under_way.put(tasks.create_task(self._process(arrived)))
+
+    async def _pass_on(self) -> None:
+        while True:
+            output = await (await self._under_way.get())
+            self._sink.send(output)
+            if isinstance(output, StepComputed):
+                self._on_step_done(output.batch.step)
+            await self._sink.drain()
+
+    async def _process(self, arrived: StageInput) -> StageOutput:
+        compute = self._compute
+        match arrived:
+            case StepArrived():
+                return await self._step(arrived)
+            case SequenceOpened(sequence_id=sequence_id, slot=slot, sampling=sampling):
+                await self._executor.run(lambda: compute.open_sequence(sequence_id, slot, sampling))
+            case SequenceClosed(sequence_id=sequence_id, slot=slot):
+                await self._executor.run(lambda: compute.close_sequence(sequence_id, slot))
+            case StepFailed():
+                pass
+        return arrived
+
+    async def _step(self, arrived: StepArrived) -> StepComputed | StepFailed:
+        try:
+            timed = await self._executor.run_timed(
+                lambda: self._compute.compute(arrived.batch, arrived.activations),
+                arrived_ns=arrived.arrived_ns,
+            )
+        except ShardnetError as error:
+            return StepFailed(step=arrived.batch.step, error=error)
+        return StepComputed(
+            batch=arrived.batch,
+            result=timed.value,
+            timings=(*arrived.timings, self._timing(timed)),
+        )
+
+    def _timing(self, timed: Timed[object]) -> StageTiming:
+        return StageTiming(rank=self._rank, compute_us=timed.compute_us, queue_us=timed.queue_us)
