@@ -1,0 +1,199 @@
+"""Frames: the header's 24 bytes, the kinds, and the caps that are checked before memory is taken.
+
+Knows the layout of docs/protocol.md sections 2 and 3. Knows nothing of what meta and payload say,
+and nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import LocalProtocolError, RemoteProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+PROTOCOL_VERSION: Final = 1
+PREAMBLE_MAGIC: Final = b"shrdnt"
+PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
+
+FRAME_MAGIC: Final = 0x4E53
+HEADER: Final = struct.Struct("<HBBIIIQ")
+"""magic, kind, flags, meta length, payload length, epoch, step."""
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is. The numbers stand in docs/protocol.md section 3."""
+
+    HELLO = 1
+    ERROR = 2
+    HEARTBEAT = 3
+    BYE = 4
+    CONTROL = 5
+    DATA = 6
+    TOKENS = 7
+    EXTRAS = 8
+    SEQUENCE = 9
+    BULK = 10
+
+
+class FrameFlags(enum.IntFlag):
+    """Bits of the header's flags byte. All others are 0."""
+
+    NONE = 0
+    TIMINGS_WANTED = 1
+
+
+_ALLOWED_FLAGS: Final[Mapping[FrameKind, FrameFlags]] = {
+    FrameKind.DATA: FrameFlags.TIMINGS_WANTED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One length-prefixed message on a link.
+
+    `meta` and `payload` are flat bytes. The payload of a received frame is a writable memoryview
+    whose first byte is aligned to 64 bytes and which nobody else holds; the payload of a sent frame
+    must not change until the link has drained.
+    """
+
+    kind: FrameKind
+    epoch: int = 0
+    step: int = 0
+    flags: FrameFlags = FrameFlags.NONE
+    meta: Buffer = b""
+    payload: Buffer = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Largest meta and payload of each kind, in bytes, while a link is up."""
+
+    hello_meta_bytes: int = 4 * KIB
+    error_meta_bytes: int = 4 * KIB
+    control_meta_bytes: int = 4 * MIB
+    data_meta_bytes: int = 1 * MIB
+    data_payload_bytes: int = 256 * MIB
+    tokens_payload_bytes: int = 64 * KIB
+    extras_meta_bytes: int = 16 * MIB
+    sequence_meta_bytes: int = 64 * KIB
+
+    def caps(self, kind: FrameKind) -> tuple[int, int]:
+        """Give the largest meta and payload of `kind`, in bytes."""
+        match kind:
+            case FrameKind.HELLO:
+                return self.hello_meta_bytes, 0
+            case FrameKind.ERROR:
+                return self.error_meta_bytes, 0
+            case FrameKind.CONTROL:
+                return self.control_meta_bytes, 0
+            case FrameKind.DATA:
+                return self.data_meta_bytes, self.data_payload_bytes
+            case FrameKind.TOKENS:
+                return 0, self.tokens_payload_bytes
+            case FrameKind.EXTRAS:
+                return self.extras_meta_bytes, 0
+            case FrameKind.SEQUENCE:
+                return self.sequence_meta_bytes, 0
+            case FrameKind.HEARTBEAT | FrameKind.BYE | FrameKind.BULK:
+                return 0, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A frame's header, checked: kind known, lengths within the caps, flags allowed."""
+
+    kind: FrameKind
+    flags: FrameFlags
+    meta_length: int
+    payload_length: int
+    epoch: int
+    step: int
+
+
+def unpack_header(
+    data: Buffer, *, allowed: frozenset[FrameKind], limits: Limits, state: str
+) -> Header:
+    """Read and check the 24 bytes at the start of `data`. Takes no memory for meta or payload.
+
+    `allowed` are the kinds that may come now and `state` says when now is, for the message.
+
+    Raises RemoteProtocolError when the magic, kind, flags or a length is not allowed.
+    """
+    magic, number, flags, meta_length, payload_length, epoch, step = HEADER.unpack_from(data)
+    if magic != FRAME_MAGIC:
+        raise RemoteProtocolError(
+            f"a frame should start with {FRAME_MAGIC:#06x}, got {magic:#06x}: the stream is damaged"
+        )
+    kind = _kind(number, allowed, state)
+    if flags & ~_ALLOWED_FLAGS.get(kind, FrameFlags.NONE):
+        raise RemoteProtocolError(f"a {kind.name} frame came with unknown flags {flags:#04x}")
+    max_meta, max_payload = limits.caps(kind)
+    for part, length, cap in (
+        ("meta", meta_length, max_meta),
+        ("payload", payload_length, max_payload),
+    ):
+        if length > cap:
+            raise RemoteProtocolError(
+                f"a {kind.name} frame claims {length} bytes of {part}; at most {cap} are allowed"
+            )
+    return Header(
+        kind=kind,
+        flags=FrameFlags(flags),
+        meta_length=meta_length,
+        payload_length=payload_length,
+        epoch=epoch,
+        step=step,
+    )
+
+
+def _kind(number: int, allowed: frozenset[FrameKind], state: str) -> FrameKind:
+    try:
+        kind = FrameKind(number)
+    except ValueError:
+        raise RemoteProtocolError(f"a frame of unknown kind {number} came {state}") from None
+    if kind not in allowed:
+        raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
+    return kind
+
+
+def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
+    """Give the buffers to write for `frame`: header and meta joined, then the payload as it is.
+
+    The payload is not copied. Raises LocalProtocolError when the frame breaks the caps, its flags
+    or its numbers do not fit: the peer would refuse it.
+    """
+    payload = memoryview(frame.payload)
+    if payload.ndim != 1 or payload.format != "B":
+        payload = payload.cast("B")
+    max_meta, max_payload = limits.caps(frame.kind)
+    if len(frame.meta) > max_meta or len(payload) > max_payload:
+        raise LocalProtocolError(
+            f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "
+            f"the caps of {max_meta} + {max_payload}"
+        )
+    if frame.flags & ~_ALLOWED_FLAGS.get(frame.kind, FrameFlags.NONE):
+        raise LocalProtocolError(f"a {frame.kind.name} frame cannot have flags {frame.flags!r}")
+    try:
+        header = HEADER.pack(
+            FRAME_MAGIC,
+            frame.kind,
+            frame.flags,
+            len(frame.meta),
+            len(payload),
+            frame.epoch,
+            frame.step,
+        )
+    except struct.error as error:
+        raise LocalProtocolError(
+            f"epoch {frame.epoch} or step {frame.step} does not fit its field: {error}"
+        ) from error
+    head = header + frame.meta if frame.meta else header
+    return [head, payload] if len(payload) else [head]
