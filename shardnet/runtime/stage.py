@@ -12,6 +12,8 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.compute import (
+    Activations,
+    Samples,
     SequenceClosed,
     SequenceOpened,
     StageCompute,
@@ -116,5 +118,5 @@ class StageWorker:
             timings=(*arrived.timings, self._timing(timed)),
         )
 
-    def _timing(self, timed: Timed[object]) -> StageTiming:
+    def _timing(self, timed: Timed[Activations | Samples]) -> StageTiming:
         return StageTiming(rank=self._rank, compute_us=timed.compute_us, queue_us=timed.queue_us)
