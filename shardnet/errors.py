@@ -19,6 +19,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   └── ProtocolError             bytes that break docs/protocol.md
     │       ├── LocalProtocolError    our own bug: we tried to send or do what is not allowed
     │       └── RemoteProtocolError   the peer's fault
+    ├── NumericalError                the model computed something that is not a number
     ├── PeerFailedError               a node of the ring was lost or reported a failure
     └── CancelledRequestError         the client cancelled, or went away
 """
@@ -128,6 +129,17 @@ class RemoteProtocolError(ProtocolError):
     """The peer's fault: it sent what the protocol does not allow."""
 
     code = 37
+
+
+class NumericalError(ShardnetError):
+    """The model computed something that is not a number.
+
+    `rows` lists the sampled rows at fault, as indices into the micro-batch's sampled rows; it does
+    not travel.
+    """
+
+    code = 50
+    rows: tuple[int, ...] = ()
 
 
 class PeerFailedError(ShardnetError):
