@@ -225,13 +225,13 @@ class ModelIdentity(_Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     model_id: Digest
-    n_layers: U32
 
 
 class LoadStage(_Tagged, frozen=True, kw_only=True):
-    """Tell a node to load its stage of a ring. `model_id` "" is not checked.
+    """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
-    `addresses` are the nodes of the ring in order; `room_blocks` the KV blocks to keep room for.
+    `addresses` are the nodes of the ring in order; `room_blocks` the KV blocks to keep room for;
+    `threads` 0 leaves the number to the node.
     """
 
     request: RequestId
@@ -243,7 +243,6 @@ class LoadStage(_Tagged, frozen=True, kw_only=True):
     model_id: Digest
     layers: tuple[U32, U32]
     dtype: Name
-    kv_dtype: Name
     context: U32
     max_slots: U32
     room_blocks: U32
@@ -260,13 +259,26 @@ class LoadProgress(_Tagged, frozen=True, kw_only=True):
 
 
 class StageReady(_Tagged, frozen=True, kw_only=True):
-    """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path."""
+    """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
+
+    `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
+    """
 
     request: RequestId
     weight_bytes: Count
-    kv_block_bytes: Count
+    room_blocks: Count
+    reused: bool
     kernel: Name
     load_s: Seconds
+
+
+class RingBroken(_Tagged, frozen=True, kw_only=True):
+    """Tell the head, unasked, that the sender's stage left a ring, and why."""
+
+    ring: Name
+    epoch: U32
+    code: U32
+    message: Explanation
 
 
 class ConnectRing(_Tagged, frozen=True, kw_only=True):
@@ -309,15 +321,58 @@ class ModelChoice(_Strict, frozen=True, kw_only=True):
     layers: Annotated[list[tuple[U32, U32]], Meta(max_length=MAX_STAGES)] = []
     context: U32 = 0
     dtype: Name = "auto"
-    kv_dtype: Name = "auto"
     threads: U32 = 0
 
 
 class PlanRequest(_Tagged, frozen=True, kw_only=True):
-    """Ask for the plan that would be used."""
+    """Ask for the plan that would be used. Answered by PlanReply or Redirect."""
 
     request: RequestId
     choice: ModelChoice
+
+
+class PlannedStage(_Strict, frozen=True, kw_only=True):
+    """One stage of a plan, its memory as predicted."""
+
+    rank: Rank
+    node: Name
+    name: Name
+    address: Address
+    layers: tuple[U32, U32]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Seconds | None = None
+
+
+class LeftOut(_Strict, frozen=True, kw_only=True):
+    """A node that a plan does not use, and why."""
+
+    node: Name
+    name: Name
+    why: Explanation
+
+
+class PlanReply(_Tagged, frozen=True, kw_only=True):
+    """A plan. It answers PlanRequest, and precedes the tokens of Generate."""
+
+    request: RequestId
+    model: PathText
+    model_id: Digest
+    dtype: Name
+    context: U32
+    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
+    left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = []
+    predicted_tok_s: Seconds | None = None
+    why: Explanation
+
+
+class NodeProgress(_Tagged, frozen=True, kw_only=True):
+    """Tells the client of a Generate how far the node of a stage is with loading."""
+
+    request: RequestId
+    rank: Rank
+    done_bytes: Count
+    total_bytes: Count
 
 
 class Generate(_Tagged, frozen=True, kw_only=True):
@@ -327,12 +382,10 @@ class Generate(_Tagged, frozen=True, kw_only=True):
     choice: ModelChoice
     sampling: Sampling
     prompt: Text = ""
-    token_ids: TokenIds = []
-    chat: bool = False
+    token_ids: TokenIds | None = None
     max_tokens: U32 = 256
-    stop: Annotated[list[Name], Meta(max_length=64)] = []
+    stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = []
     stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = []
-    ignore_eos: bool = False
     bos: Name = "auto"
     keep_special_tokens: bool = False
 
@@ -344,7 +397,7 @@ class Cancel(_Tagged, frozen=True, kw_only=True):
 
 
 class Unload(_Tagged, frozen=True, kw_only=True):
-    """Ask a node to free the model of its ring on every node. Answered by Done."""
+    """Ask a node to free the model of its ring on every node. Answered by Done or Redirect."""
 
     request: RequestId
 
@@ -356,12 +409,22 @@ class Redirect(_Tagged, frozen=True, kw_only=True):
     address: Address
 
 
-class RingChosen(_Tagged, frozen=True, kw_only=True):
-    """The ring that will answer a Generate, in order, and why."""
+class TopToken(_Row, frozen=True, array_like=True):
+    """One of the most likely tokens of a row, with its text."""
 
-    request: RequestId
-    stages: Annotated[list[NodeInfo], Meta(max_length=MAX_STAGES)]
-    why: Explanation
+    token_id: U32
+    token: Text
+    logprob: float
+
+
+class TokenDetail(_Strict, frozen=True, kw_only=True):
+    """The logprob of a generated token and of the most likely ones in its place."""
+
+    token_id: U32
+    token: Text
+    bytes: Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(max_length=4096)]
+    logprob: float
+    top: Annotated[list[TopToken], Meta(max_length=1024)]
 
 
 class TextPiece(_Tagged, frozen=True, kw_only=True):
@@ -369,20 +432,38 @@ class TextPiece(_Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     token_ids: TokenIds
+    tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
     text: Text
-    logprobs: Annotated[list[RowLogprobs], Meta(max_length=1 << 14)] = []
+    logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+
+
+class StageShare(_Strict, frozen=True, kw_only=True):
+    """Where the time of a mean decode step went, for one stage."""
+
+    rank: Rank
+    compute_ms: Seconds
+    queue_ms: Seconds
+    wire_ms: Seconds
+
+
+class Timing(_Strict, frozen=True, kw_only=True):
+    """How long a request took, by the head's clock."""
+
+    load_s: Seconds
+    ttft_s: Seconds
+    decode_tok_s: Seconds
+    total_s: Seconds
+    per_stage: Annotated[list[StageShare], Meta(max_length=MAX_STAGES)]
 
 
 class Finished(_Tagged, frozen=True, kw_only=True):
-    """The answer is complete."""
+    """The answer is complete. `text` is what was held back until now."""
 
     request: RequestId
     finish_reason: Name
     prompt_token_ids: TokenIds
-    load_s: Seconds = 0.0
-    ttft_s: Seconds = 0.0
-    decode_tok_s: Seconds = 0.0
-    total_s: Seconds = 0.0
+    text: Text
+    timing: Timing
 
 
 ControlMessage = (
@@ -394,15 +475,17 @@ ControlMessage = (
     | LoadProgress
     | StageReady
     | ConnectRing
+    | RingBroken
     | UnloadStage
     | Done
     | Failed
     | PlanRequest
+    | PlanReply
+    | NodeProgress
     | Generate
     | Cancel
     | Unload
     | Redirect
-    | RingChosen
     | TextPiece
     | Finished
 )
