@@ -1,0 +1,1 @@
+"""The parts of `train_default_model.py`: corpus, model, optimizer, checkpoint."""
