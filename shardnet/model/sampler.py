@@ -1,0 +1,194 @@
+"""The sampler of the tail: logits in, token ids and logprobs out.
+
+Knows the order of filters and the noise that docs/protocol.md, "Sampling", fixes. Must not know
+sequences, slots or frames: a row's token is a pure function of its logits, parameters, seed, sample
+index and position, whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardnet.errors import NumericalError
+from shardnet.model.philox import gumbel_noise
+from shardnet.types import SamplingParams, TokenLogprobs
+
+CUT = 40.0
+"""Tokens further than this below the maximum, after temperature, are out.
+
+The noise spans 26.02, so no token below the cut could have been drawn.
+"""
+
+_FIRST_NUCLEUS_GUESS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """What the sampler must know of one row beside its logits.
+
+    `position` is the position of the row, that is of its input token; the drawn token takes the
+    next one.
+    """
+
+    params: SamplingParams
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """One token id per row, in row order, and its logprobs where the row asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Draws the next token of each row of a micro-batch."""
+
+    def __init__(self, vocab_size: int, n_tokens: int | None = None) -> None:
+        """Take the width of the LM head and how many ids the tokenizer has.
+
+        Columns from `n_tokens` on pad the vocabulary: no token stands behind them, they are left
+        out before anything is computed. None: no padding.
+        """
+        self._vocab_size = vocab_size
+        self._n_tokens = vocab_size if n_tokens is None else min(n_tokens, vocab_size)
+        assert self._n_tokens > 0
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> SampleResult:
+        """Choose one token per row.
+
+        `logits` is float32 [R, V] on any device, R = len(rows), V = vocab_size; it is not changed.
+        Greedy rows cost one argmax. Filters run on the device of the logits; only the tokens they
+        leave come to the CPU, for the noise. Raises NumericalError, which lists the rows at fault,
+        when a row holds NaN or has no finite maximum.
+        """
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(rows), self._vocab_size)
+        if not rows:
+            return SampleResult(token_ids=[], logprobs=[])
+        logits = logits[:, : self._n_tokens]  # [R, n_tokens], a view
+        best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
+        maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
+        _refuse_rows_without_maximum(maxima)
+        token_ids: list[int] = best_ids.tolist()
+        for index, row in enumerate(rows):
+            if row.params.temperature > 0:
+                token_ids[index] = _draw(logits[index], row)
+        logprobs = [
+            None
+            if row.params.n_logprobs is None
+            else token_logprobs(logits[index], token_ids[index], row.params.n_logprobs)
+            for index, row in enumerate(rows)
+        ]
+        return SampleResult(token_ids=token_ids, logprobs=logprobs)
+
+
+def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Apply temperature, cut, top-k and top-p, in this order, to one row.
+
+    `row` is float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on the device
+    of the row, the ids that are left, int64 [S] ascending, and their gaps, float64 [S]:
+    (logit - maximum) / temperature.
+
+    The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper and
+    TopPLogitsWarper. Ties: top-k keeps every token that equals the k-th logit; top-p keeps, of
+    equal logits at its border, the smaller ids.
+    """
+    maximum = row.max()
+    ids = None
+    if 0 < params.top_k < len(row):  # temperature does not change ranks: top-k may come first
+        ids = (row >= torch.topk(row, params.top_k).values[-1]).nonzero().squeeze(1)
+        row = row[ids]
+    gaps = (row.to(torch.float64) - maximum).div_(params.temperature)
+    ids, gaps = _select(gaps >= -CUT, ids, gaps)
+    if params.top_p < 1:
+        ids, gaps = _select(_nucleus(gaps, params.top_p), ids, gaps)
+    return ids, gaps
+
+
+def _select(mask: Tensor, ids: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep what `mask` says; `ids` None stands for 0, 1, 2, …"""
+    places = mask.nonzero().squeeze(1)
+    return places if ids is None else ids[places], values[places]
+
+
+def token_logprobs(row: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
+    """Log-softmax of one raw row: the token's own and the `n_top` best by rank.
+
+    `row` is float32 [V], before any filter; the sum is taken in float64. Equal logits rank by id,
+    the smaller first.
+    """
+    logprobs = torch.log_softmax(row.to(torch.float64), dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        n_top = min(n_top, len(row))
+        ids = (row >= torch.topk(row, n_top).values[-1]).nonzero().squeeze(1)  # ascending
+        order = torch.argsort(row[ids], descending=True, stable=True)[:n_top]
+        ids = ids[order]
+        top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
+
+
+def _draw(row: Tensor, sample: SampleRow) -> int:
+    ids, gaps = surviving_tokens(row, sample.params)
+    candidates = ids.cpu().numpy()
+    if len(candidates) == 1:
+        return int(candidates[0])
+    noise = gumbel_noise(
+        sample.params.seed, sample.position, sample.params.sample_index, candidates
+    )
+    noise += gaps.cpu().numpy()
+    return int(candidates[np.argmax(noise)])  # the first maximum: ties to the smaller id
+
+
+def _nucleus(gaps: Tensor, top_p: float) -> Tensor:
+    """Choose the fewest tokens that hold the mass `top_p`; returns a mask, bool [S].
+
+    Going down by probability, a token stays while the mass before it is below `top_p`. Only as
+    many tokens are sorted as that takes.
+    """
+    weights = gaps.exp()
+    total = weights.sum()
+    mass_wanted = top_p * total
+    # Tokens lighter than this weigh less than 1 - top_p all together, so none of them stays. Half
+    # of that bound, so that rounding cannot matter.
+    heavy = gaps[weights > 0.5 * (1 - top_p) * total / len(gaps)]
+    for n_sorted in (min(_FIRST_NUCLEUS_GUESS, len(heavy)), len(heavy)):
+        largest = _descending(heavy, n_sorted)
+        masses = largest.exp().cumsum(0)
+        if masses[-1] >= mass_wanted:
+            break
+    n_kept = 1 + int((masses[:-1] < mass_wanted).sum())
+    border = largest[n_kept - 1]
+    kept = gaps > border
+    ties = (gaps == border).nonzero().squeeze(1)
+    kept[ties[: n_kept - int(kept.sum())]] = True
+    return kept
+
+
+def _descending(values: Tensor, limit: int) -> Tensor:
+    """Sort the `limit` largest values, largest first."""
+    if limit < len(values):
+        return torch.topk(values, limit).values
+    if values.device.type == "cpu":  # numpy sorts 4 times faster than torch there
+        return -torch.from_numpy(np.sort(-values.numpy()))
+    return torch.sort(values, descending=True).values
+
+
+def _refuse_rows_without_maximum(maxima: Tensor) -> None:
+    finite = torch.isfinite(maxima)
+    if bool(finite.all()):
+        return
+    rows = tuple((~finite).nonzero().squeeze(1).tolist())
+    error = NumericalError(
+        f"the logits of row {rows[0]} have maximum {float(maxima[rows[0]])}, not a finite number; "
+        "the model overflowed: try --dtype float32, or check the checkpoint"
+    )
+    error.rows = rows
+    raise error
