@@ -33,7 +33,8 @@ Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 PathText = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=1 << 20)]
-Explanation = Annotated[str, Meta(max_length=2000)]
+MAX_EXPLANATION: Final = 2000
+Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 """Text for a person: an error's message, the reason of a plan."""
 TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
 
@@ -130,14 +131,7 @@ class CloseSequence(_Tagged, frozen=True, kw_only=True):
     slot: U32
 
 
-class TrimSlot(_Tagged, frozen=True, kw_only=True):
-    """A slot keeps only its first `n_positions` positions."""
-
-    slot: U32
-    n_positions: U32
-
-
-SlotOperation = OpenSequence | CloseSequence | TrimSlot
+SlotOperation = OpenSequence | CloseSequence
 
 
 class StageTiming(_Row, frozen=True, array_like=True):

@@ -1,0 +1,176 @@
+"""Control links: requests and what answers them, between two nodes or a client and a node.
+
+Knows how to match answers to requests, that progress may precede a reply, and that every wait has
+an end. Must not know what the requests do: whoever owns the link hands in a handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TypeVar
+
+from shardnet.errors import PeerSilentError, RemoteProtocolError, ShardnetError
+from shardnet.transport.link import Link
+from shardnet.wire.frames import FrameKind
+from shardnet.wire.messages import (
+    MAX_EXPLANATION,
+    Cancel,
+    ConnectRing,
+    ControlMessage,
+    Failed,
+    Generate,
+    IdentifyModel,
+    LoadProgress,
+    LoadStage,
+    PlanRequest,
+    RingBroken,
+    Status,
+    Unload,
+    UnloadStage,
+    control_frame,
+    read_control,
+    reported_error,
+)
+
+REPLY_SILENCE_S = 30.0
+"""A peer whose link lives but that neither replies nor reports progress for so long has failed."""
+
+Request = (
+    Status | IdentifyModel | LoadStage | ConnectRing | UnloadStage | PlanRequest | Generate | Unload
+)
+Incoming = Request | Cancel | RingBroken
+Answer = TypeVar("Answer", bound=ControlMessage)
+Handler = Callable[["ControlLink", Incoming], Awaitable[None]]
+
+
+class ControlLink:
+    """Requests and answers over one link, in both directions.
+
+    Whatever comes in and answers none of our requests goes to `handler`, each message in a task of
+    its own. A ShardnetError that the handler raises is sent back as Failed.
+    """
+
+    def __init__(self, link: Link, handler: Handler) -> None:
+        self.link = link
+        self._handler = handler
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
+        self._ended: ShardnetError | None = None
+
+    @property
+    def peer_name(self) -> str:
+        """How to call the peer in messages to people."""
+        return f"{self.link.peer.name} ({self.link.peer_address})"
+
+    def next_request(self) -> int:
+        """Return a request number that is not used yet on this side of the link."""
+        return next(self._numbers)
+
+    def send(self, message: ControlMessage) -> None:
+        """Send one message. Raises LinkError when the link has ended."""
+        self.link.send(control_frame(message))
+
+    async def ask(
+        self,
+        message: Request,
+        expected: type[Answer],
+        *,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Answer:
+        """Send a request and return its one reply.
+
+        Raises what the peer reported, LinkError when the link ends, PeerSilentError after 30 s
+        without reply or progress, RemoteProtocolError for a reply of another kind.
+        """
+        async with self.conversation(message) as answers:
+            while True:
+                try:
+                    answer = await asyncio.wait_for(anext(answers), REPLY_SILENCE_S)
+                except TimeoutError:
+                    raise PeerSilentError(
+                        f"{self.peer_name} did not answer {type(message).__name__} for "
+                        f"{REPLY_SILENCE_S:.0f} s; look at that node's output or restart it"
+                    ) from None
+                if isinstance(answer, LoadProgress) and on_progress is not None:
+                    on_progress(answer)
+                elif isinstance(answer, expected):
+                    return answer
+                else:
+                    raise RemoteProtocolError(
+                        f"{self.peer_name} answered {type(message).__name__} with "
+                        f"{type(answer).__name__}"
+                    )
+
+    @asynccontextmanager
+    async def conversation(self, message: Request) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+        """Send a request and give everything that answers it, without a deadline of its own.
+
+        The iterator raises what the peer reported with Failed, and LinkError when the link ends.
+        """
+        answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
+        if self._ended is not None:
+            raise self._ended
+        self._answers[message.request] = answers
+        try:
+            self.send(message)
+            yield _unpacked(answers, self.peer_name)
+        finally:
+            del self._answers[message.request]
+
+    async def serve(self) -> None:
+        """Read the link until it ends. Returns the way it ended by raising its LinkError.
+
+        Handlers that still run are cancelled then.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._read(tasks)
+        except* ShardnetError as group:
+            error = _first(group)
+            self._ended = error
+            for answers in self._answers.values():
+                answers.put_nowait(error)
+            raise error from None
+
+    async def _read(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            frame = await self.link.receive()
+            if frame.kind is not FrameKind.CONTROL:
+                raise RemoteProtocolError(f"{self.peer_name} sent {frame.kind.name} for control")
+            message = read_control(frame)
+            if isinstance(message, Incoming):
+                tasks.create_task(self._handle(message))
+            elif message.request in self._answers:
+                self._answers[message.request].put_nowait(message)
+
+    async def _handle(self, message: Incoming) -> None:
+        try:
+            await self._handler(self, message)
+        except ShardnetError as error:
+            if not (self.link.closed or isinstance(message, Cancel | RingBroken)):
+                text = str(error)[:MAX_EXPLANATION]
+                self.send(Failed(request=message.request, code=error.code, message=text))
+
+
+async def _unpacked(
+    answers: asyncio.Queue[ControlMessage | ShardnetError], peer_name: str
+) -> AsyncIterator[ControlMessage]:
+    while True:
+        answer = await answers.get()
+        if isinstance(answer, ShardnetError):
+            raise answer
+        if isinstance(answer, Failed):
+            raise reported_error(answer, peer_name)
+        yield answer
+
+
+def _first(group: BaseExceptionGroup[ShardnetError]) -> ShardnetError:
+    """Return the first error inside nested groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ShardnetError)
+    return error

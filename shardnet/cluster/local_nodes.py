@@ -1,0 +1,96 @@
+"""The nodes of this machine: a folder with one small file per running node.
+
+Knows where the folder is and which of its files speak of a process that still lives. It finds the
+node that a command on this machine should ask, and how many nodes share the cores. Must not talk
+to the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+RUNTIME_DIR_VARIABLE = "SHARDNET_RUNTIME_DIR"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """A node process on this machine. `started` is its process's start time, seconds since 1970."""
+
+    node: str
+    name: str
+    address: str
+    pid: int
+    started: float
+
+
+def runtime_dir(environment: Mapping[str, str]) -> Path:
+    """Return the folder: $SHARDNET_RUNTIME_DIR, else one per user in the system's place."""
+    if RUNTIME_DIR_VARIABLE in environment:
+        return Path(environment[RUNTIME_DIR_VARIABLE])
+    if "XDG_RUNTIME_DIR" in environment:
+        return Path(environment["XDG_RUNTIME_DIR"]) / "shardnet"
+    owner = os.getuid() if hasattr(os, "getuid") else os.getlogin()
+    return Path(tempfile.gettempdir()) / f"shardnet-{owner}"
+
+
+class LocalNodes:
+    """The register of this machine's nodes in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, *, node: str, name: str, address: str, pid: int) -> LocalNode:
+        """Register a node process. The folder is made for its owner alone."""
+        started = psutil.Process(pid).create_time()
+        entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished = self._path(entry).with_suffix(".new")
+        unfinished.write_text(json.dumps(asdict(entry)))
+        unfinished.replace(self._path(entry))
+        return entry
+
+    def remove(self, entry: LocalNode) -> None:
+        """Take a node out. One that is not there is fine."""
+        self._path(entry).unlink(missing_ok=True)
+
+    def list(self) -> list[LocalNode]:
+        """Return the nodes whose processes live, oldest first; files of dead ones are deleted."""
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            entry = _read(path)
+            if entry is not None and _lives(entry):
+                found.append(entry)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return sorted(found, key=lambda entry: (entry.started, entry.pid))
+
+    def _path(self, entry: LocalNode) -> Path:
+        return self._folder / f"{entry.node}.json"
+
+
+def share_of_cores(n_cores: int, n_nodes: int) -> int:
+    """Threads for one of `n_nodes` nodes on a machine of `n_cores`, at least one."""
+    return max(1, n_cores // max(1, n_nodes))
+
+
+def _read(path: Path) -> LocalNode | None:
+    try:
+        return LocalNode(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # half-written, another version's, or gone
+        return None
+
+
+def _lives(entry: LocalNode) -> bool:
+    try:
+        return abs(psutil.Process(entry.pid).create_time() - entry.started) < 1.0
+    except psutil.Error:
+        return False

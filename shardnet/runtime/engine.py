@@ -1,0 +1,287 @@
+"""The engine: requests in, text out. The head's shell around the scheduler and the pipeline.
+
+Knows requests, their text and their timings. Must not decide what is sent (scheduler.py) nor how it
+travels (pipeline.py), and knows nothing of nodes or plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.compute import SequenceClosed, SequenceOpened, StepFailed
+from shardnet.runtime.pipeline import Pipeline, StepAnswered
+from shardnet.runtime.scheduler import (
+    CloseSlot,
+    FinishReason,
+    OpenSlot,
+    Outcome,
+    Scheduler,
+    SendStep,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    TokenSampled,
+)
+from shardnet.types import SamplingParams, SequenceId, TokenLogprobs
+
+
+class TextAssembler(Protocol):
+    """Turns a sequence's tokens into text that may be shown (model/text.py)."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Return the text that is certain now, and whether a stop string was met."""
+
+    def finish(self) -> str:
+        """Return what was held back; nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to continue. `stop_ids` end it and their text is not shown."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    text: TextAssembler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMean:
+    """Mean of one stage's time over decode steps, in milliseconds."""
+
+    rank: int
+    compute_ms: float
+    queue_ms: float
+    wire_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTiming:
+    """How long a request took, by the head's clock."""
+
+    ttft_s: float
+    decode_tok_s: float
+    total_s: float
+    per_stage: tuple[StageMean, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGenerated:
+    """One more token, and the text that became certain with it."""
+
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFinished:
+    """The end of a request. `text` is what was held back until now."""
+
+    reason: FinishReason
+    text: str
+    timing: RequestTiming
+
+
+GenerationEvent = TokenGenerated | GenerationFinished
+
+
+@dataclass(slots=True, kw_only=True)
+class _StageSums:
+    n_steps: int = 0
+    round_trip_us: int = 0
+    compute_us: dict[int, int] = field(default_factory=dict)
+    queue_us: dict[int, int] = field(default_factory=dict)
+
+    def add(self, answered: StepAnswered) -> None:
+        self.n_steps += 1
+        self.round_trip_us += answered.round_trip_us
+        for timing in answered.answer.timings:
+            rank = timing.rank
+            self.compute_us[rank] = self.compute_us.get(rank, 0) + timing.compute_us
+            self.queue_us[rank] = self.queue_us.get(rank, 0) + timing.queue_us
+
+    def means(self) -> tuple[StageMean, ...]:
+        """Split what is neither compute nor queueing over the hops; a ring of one has none."""
+        if not self.n_steps:
+            return ()
+        n_hops = len(self.compute_us) if len(self.compute_us) > 1 else 0
+        in_stages = sum(self.compute_us.values()) + sum(self.queue_us.values())
+        wire_us = max(0, self.round_trip_us - in_stages) / n_hops if n_hops else 0.0
+        return tuple(
+            StageMean(
+                rank=rank,
+                compute_ms=self.compute_us[rank] / self.n_steps / 1000,
+                queue_ms=self.queue_us[rank] / self.n_steps / 1000,
+                wire_ms=wire_us / self.n_steps / 1000,
+            )
+            for rank in sorted(self.compute_us)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    """A request whose end its client has not seen."""
+
+    request: GenerationRequest
+    submitted_ns: int
+    events: asyncio.Queue[GenerationEvent | ShardnetError] = field(default_factory=asyncio.Queue)
+    sums: _StageSums = field(default_factory=_StageSums)
+    n_tokens: int = 0
+    first_ns: int = 0
+    last_ns: int = 0
+
+
+class Engine:
+    """Runs the requests of one ring. All calls are made on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        make_pipeline: Callable[
+            [Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline
+        ],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self.pipeline = make_pipeline(self._on_answered, self._on_failed)
+        self._clock_ns = clock_ns
+        self._live: dict[SequenceId, _Live] = {}
+        self._next_sequence = 1
+        self._broken: ShardnetError | None = None
+
+    @property
+    def n_active(self) -> int:
+        """Requests that wait or run."""
+        return self._scheduler.n_active
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+        """Run one request and yield its events, the last a GenerationFinished.
+
+        Closing the iterator early cancels the request and frees its slot on every stage. Raises
+        SamplingError, UsageError or CapacityError before a slot is taken, and whatever ended the
+        ring or the request.
+        """
+        request.sampling.check()
+        if self._broken is not None:
+            raise self._broken
+        sequence_id = SequenceId(self._next_sequence)
+        self._next_sequence += 1
+        self._scheduler.submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt=request.prompt,
+                max_tokens=request.max_tokens,
+                stop_ids=request.stop_ids,
+            )
+        )
+        live = _Live(request=request, submitted_ns=self._clock_ns())
+        self._live[sequence_id] = live
+        try:
+            self._pump()
+            while True:
+                event = await live.events.get()
+                if isinstance(event, ShardnetError):
+                    raise event
+                yield event
+                if isinstance(event, GenerationFinished):
+                    return
+        finally:
+            self._live.pop(sequence_id, None)
+            if self._scheduler.end(sequence_id):
+                self._pump()
+
+    def fail(self, error: ShardnetError) -> None:
+        """End every request with `error`, and refuse new ones: the ring is gone."""
+        self._broken = error
+        for sequence_id, live in self._live.items():
+            self._scheduler.end(sequence_id)
+            live.events.put_nowait(error)
+
+    def _pump(self) -> None:
+        """Carry out what the scheduler wants sent now."""
+        if self._broken is not None:
+            return
+        for instruction in self._scheduler.next_instructions():
+            match instruction:
+                case SendStep(batch=batch):
+                    self.pipeline.send(batch)
+                case OpenSlot(sequence_id=sequence_id, slot=slot):
+                    sampling = self._live[sequence_id].request.sampling
+                    self.pipeline.operate(
+                        SequenceOpened(sequence_id=sequence_id, slot=slot, sampling=sampling)
+                    )
+                case CloseSlot(sequence_id=sequence_id, slot=slot):
+                    self.pipeline.operate(SequenceClosed(sequence_id=sequence_id, slot=slot))
+                case _:
+                    assert_never(instruction)
+
+    def _on_answered(self, answered: StepAnswered) -> None:
+        outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
+        self._count_time(answered)
+        self._deliver(outcomes, answered)
+        self._pump()
+
+    def _on_failed(self, failed: StepFailed) -> None:
+        self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
+        self._pump()
+
+    def _count_time(self, answered: StepAnswered) -> None:
+        """Book a decode step's time with each of its sequences; prefill steps are not counted."""
+        for group in answered.batch.groups:
+            live = self._live.get(group.sequence_id)
+            if live is not None and group.position >= len(live.request.prompt):
+                live.sums.add(answered)
+
+    def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
+        for outcome in outcomes:
+            live = self._live.get(outcome.sequence_id)
+            if live is None:
+                continue
+            match outcome:
+                case TokenSampled(row=row):
+                    logprobs = answered.answer.logprobs[row] if answered else None
+                    self._on_token(live, outcome, logprobs)
+                case SequenceFinished(reason=reason):
+                    self._finish(live, outcome.sequence_id, reason)
+                case SequenceFailed(error=error):
+                    del self._live[outcome.sequence_id]
+                    live.events.put_nowait(error)
+                case _:
+                    assert_never(outcome)
+
+    def _on_token(self, live: _Live, sampled: TokenSampled, logprobs: TokenLogprobs | None) -> None:
+        live.last_ns = self._clock_ns()
+        live.first_ns = live.first_ns or live.last_ns
+        live.n_tokens += 1
+        is_stop_id = sampled.token_id in live.request.stop_ids
+        text, stopped = ("", False) if is_stop_id else live.request.text.push(sampled.token_id)
+        live.events.put_nowait(
+            TokenGenerated(token_id=sampled.token_id, text=text, logprobs=logprobs)
+        )
+        if stopped:
+            self._scheduler.end(sampled.sequence_id)
+            self._finish(live, sampled.sequence_id, FinishReason.STOP)
+
+    def _finish(self, live: _Live, sequence_id: SequenceId, reason: FinishReason) -> None:
+        del self._live[sequence_id]
+        live.events.put_nowait(
+            GenerationFinished(
+                reason=reason, text=live.request.text.finish(), timing=self._timing(live)
+            )
+        )
+
+    def _timing(self, live: _Live) -> RequestTiming:
+        decode_s = (live.last_ns - live.first_ns) / 1e9
+        return RequestTiming(
+            ttft_s=(live.first_ns - live.submitted_ns) / 1e9,
+            decode_tok_s=(live.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
+            total_s=(live.last_ns - live.submitted_ns) / 1e9,
+            per_stage=live.sums.means(),
+        )

@@ -1,0 +1,247 @@
+"""The ring's data links: frames to what a stage takes in, what a stage gives to frames.
+
+The only place in `runtime` that knows both. Must not compute, nor decide what to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from shardnet.errors import RemoteProtocolError, error_for_code
+from shardnet.runtime.compute import (
+    Activations,
+    Samples,
+    SequenceClosed,
+    SequenceOpened,
+    StageInput,
+    StageOutput,
+    StageTiming,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
+from shardnet.runtime.pipeline import StepAnswer
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, SequenceId, SlotId, StepId, TokenLogprobs
+from shardnet.wire import messages
+from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.messages import (
+    CloseSequence,
+    Extras,
+    OpenSequence,
+    RowLogprobs,
+    Sampling,
+    SlotOperation,
+    TopLogprob,
+    error_frame,
+    extras_frame,
+    read_error,
+    read_extras,
+    read_sequence,
+    sequence_frame,
+)
+
+_NO_EXTRAS = Extras()
+
+
+class LinkSource:
+    """What the previous stage sends, as a stage takes it in."""
+
+    def __init__(self, link: Link, epoch: Epoch, clock_ns: Callable[[], int]) -> None:
+        self._link = link
+        self._epoch = epoch
+        self._clock_ns = clock_ns
+        self._extras: dict[int, Extras] = {}
+
+    async def receive(self) -> StageInput:
+        """Return the next input. Raises LinkError when the link ends or breaks the protocol."""
+        while True:
+            frame = await self._link.receive()
+            _check_epoch(frame, self._epoch, self._link)
+            match frame.kind:
+                case FrameKind.DATA:
+                    return self._step(read_data(frame))
+                case FrameKind.SEQUENCE:
+                    return _slot_operation(read_sequence(frame))
+                case FrameKind.ERROR:
+                    return _step_failed(frame)
+                case FrameKind.EXTRAS:
+                    self._extras[frame.step] = read_extras(frame)
+                case _:
+                    raise _unexpected(frame, self._link)
+
+    def _step(self, step: Step) -> StepArrived:
+        extras = self._extras.pop(step.batch.step, _NO_EXTRAS)
+        return StepArrived(
+            batch=step.batch,
+            activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
+            timings=_timings(extras),
+            arrived_ns=self._clock_ns(),
+        )
+
+
+class TailLink:
+    """What the tail sends to the head."""
+
+    def __init__(self, link: Link, epoch: Epoch) -> None:
+        self._link = link
+        self._epoch = epoch
+        self._extras: dict[int, Extras] = {}
+
+    async def receive(self) -> StepAnswer | StepFailed:
+        """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
+        while True:
+            frame = await self._link.receive()
+            match frame.kind:
+                case FrameKind.TOKENS:
+                    return self._answer(frame)
+                case FrameKind.ERROR:
+                    return _step_failed(frame)
+                case FrameKind.EXTRAS:
+                    self._extras[frame.step] = read_extras(frame)
+                case _:
+                    raise _unexpected(frame, self._link)
+
+    def _answer(self, frame: Frame) -> StepAnswer:
+        token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
+        extras = self._extras.pop(frame.step, _NO_EXTRAS)
+        return StepAnswer(
+            epoch=Epoch(frame.epoch),
+            step=StepId(frame.step),
+            token_ids=token_ids,
+            logprobs=_logprobs(extras, len(token_ids)),
+            timings=_timings(extras),
+        )
+
+
+class LinkSink:
+    """What a stage gives, as frames to the next stage or, from the tail, to the head."""
+
+    def __init__(self, link: Link, epoch: Epoch) -> None:
+        self._link = link
+        self._epoch = epoch
+
+    def send(self, output: StageOutput) -> None:
+        """Send one output. Raises LinkError when the link has ended."""
+        match output:
+            case StepComputed(batch=batch, timings=timings, result=result):
+                self._link.send(self._extras(batch.step, timings, result))
+                self._link.send(self._result(output))
+            case StepFailed(step=step, error=error):
+                self._link.send(error_frame(error, epoch=self._epoch, step=step))
+            case SequenceOpened() | SequenceClosed():
+                self._link.send(sequence_frame(_slot_message(output), epoch=self._epoch))
+            case _:
+                assert_never(output)
+
+    async def drain(self) -> None:
+        """Wait until the link has room. Raises LinkError when it ends meanwhile."""
+        await self._link.drain()
+
+    def _result(self, computed: StepComputed) -> Frame:
+        batch, result = computed.batch, computed.result
+        if isinstance(result, Samples):
+            return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
+        return data_frame(
+            Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+        )
+
+    def _extras(
+        self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
+    ) -> Frame:
+        logprobs = _logprob_rows(result) if isinstance(result, Samples) else []
+        extras = Extras(
+            timings=[
+                messages.StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
+                for t in timings
+            ],
+            logprobs=logprobs,
+        )
+        return extras_frame(extras, epoch=self._epoch, step=step)
+
+
+class TailSink(LinkSink):
+    """The tail's sink: answers go to the head; slot operations have reached everyone and end."""
+
+    def send(self, output: StageOutput) -> None:
+        """Send one answer."""
+        if isinstance(output, StepComputed | StepFailed):
+            super().send(output)
+
+
+def _check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+    if frame.epoch != epoch:
+        raise RemoteProtocolError(
+            f"{link.peer.name} ({link.peer_address}) sent {frame.kind.name} of epoch {frame.epoch} "
+            f"on a link of epoch {epoch}"
+        )
+
+
+def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{link.peer.name} ({link.peer_address}) sent {frame.kind.name}, which does not travel "
+        "this way round the ring"
+    )
+
+
+def _slot_operation(operation: SlotOperation) -> SequenceOpened | SequenceClosed:
+    match operation:
+        case OpenSequence(sequence_id=sequence_id, slot=slot, sampling=sampling):
+            return SequenceOpened(
+                sequence_id=SequenceId(sequence_id), slot=SlotId(slot), sampling=sampling.params()
+            )
+        case CloseSequence(sequence_id=sequence_id, slot=slot):
+            return SequenceClosed(sequence_id=SequenceId(sequence_id), slot=SlotId(slot))
+        case _:
+            assert_never(operation)
+
+
+def _slot_message(operation: SequenceOpened | SequenceClosed) -> SlotOperation:
+    if isinstance(operation, SequenceClosed):
+        return CloseSequence(sequence_id=operation.sequence_id, slot=operation.slot)
+    return OpenSequence(
+        sequence_id=operation.sequence_id,
+        slot=operation.slot,
+        sampling=Sampling.of(operation.sampling),
+    )
+
+
+def _step_failed(frame: Frame) -> StepFailed:
+    report = read_error(frame)
+    return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
+
+
+def _timings(extras: Extras) -> tuple[StageTiming, ...]:
+    return tuple(
+        StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
+        for t in extras.timings
+    )
+
+
+def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
+    return [
+        RowLogprobs(
+            row=row,
+            token_id=logprobs.token_id,
+            logprob=logprobs.logprob,
+            top=[TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+        )
+        for row, logprobs in enumerate(samples.logprobs)
+        if logprobs is not None
+    ]
+
+
+def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
+    """Put the rows' logprobs at their places. Raises RemoteProtocolError for a row of none."""
+    rows: list[TokenLogprobs | None] = [None] * n_rows
+    for entry in extras.logprobs:
+        if entry.row >= n_rows:
+            raise RemoteProtocolError(f"logprobs of row {entry.row} came with {n_rows} tokens")
+        rows[entry.row] = TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            top=tuple((top.token_id, top.logprob) for top in entry.top),
+        )
+    return rows

@@ -1,0 +1,105 @@
+"""A stage's compute in torch: the layers and KV cache of a StageModel, and on the tail the sampler.
+
+Knows how to go from wire values to tensors and back. Must not know links, rings or threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardnet.errors import RemoteProtocolError
+from shardnet.model.codec import from_bytes, to_bytes
+from shardnet.model.sampler import Sampler, SampleRow
+from shardnet.model.stage_model import StageModel
+from shardnet.runtime.compute import Activations, Samples
+from shardnet.types import DType, MicroBatch, SamplingParams, SequenceId, SlotId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """The sequence that owns a slot, and how the tail samples it."""
+
+    sequence_id: SequenceId
+    sampling: SamplingParams
+
+
+class TorchCompute:
+    """StageCompute over a loaded StageModel. `sampler` is None but on the tail.
+
+    Activations travel in `wire_dtype`; a stage that computes in another dtype rounds at its border.
+    """
+
+    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: DType) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._wire_dtype = wire_dtype
+        self._owners: dict[SlotId, _Owner] = {}
+
+    def open_sequence(
+        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
+    ) -> None:
+        """Let the sequence own the slot, whatever the slot held before."""
+        self._model.kv.free(slot)
+        self._owners[slot] = _Owner(sequence_id=sequence_id, sampling=sampling)
+
+    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
+        """Free the slot if the sequence owns it."""
+        owner = self._owners.get(slot)
+        if owner is not None and owner.sequence_id == sequence_id:
+            del self._owners[slot]
+            self._model.kv.free(slot)
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        """Run the layers; see StageCompute. Raises RemoteProtocolError for rows of no owner."""
+        for group in batch.groups:
+            owner = self._owners.get(group.slot)
+            if owner is None or owner.sequence_id != group.sequence_id:
+                raise RemoteProtocolError(
+                    f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
+                    f"{group.slot}, which that sequence does not own"
+                )
+        output = self._model.forward(batch, self._hidden(batch, activations))
+        if self._sampler is not None:
+            return self._sample(self._sampler, batch, output)
+        wire = output.to(torch_dtype(self._wire_dtype))
+        return Activations(
+            payload=to_bytes(wire), dtype=self._wire_dtype, width=int(output.shape[-1])
+        )
+
+    def reset(self) -> None:
+        """Forget all sequences and free all slots; keep the weights."""
+        for slot in self._owners:
+            self._model.kv.free(slot)
+        self._owners.clear()
+
+    def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
+        if activations is None:
+            return None
+        if activations.width != self._model.width:
+            raise RemoteProtocolError(
+                f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
+            )
+        hidden = from_bytes(
+            activations.payload,
+            activations.dtype,
+            batch.n_rows,
+            activations.width,
+            self._model.device,
+        )
+        return hidden.to(self._model.dtype)
+
+    def _sample(self, sampler: Sampler, batch: MicroBatch, logits: torch.Tensor) -> Samples:
+        """Sample the last `n_sampled` rows of each group."""
+        rows = [
+            SampleRow(params=self._owners[group.slot].sampling, position=position)
+            for group in batch.groups
+            for position in range(
+                group.position + group.n_rows - group.n_sampled, group.position + group.n_rows
+            )
+        ]
+        if not rows:
+            return Samples(token_ids=(), logprobs=())
+        result = sampler.sample(logits, rows)
+        return Samples(token_ids=result.token_ids, logprobs=result.logprobs)
