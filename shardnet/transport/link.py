@@ -1,0 +1,101 @@
+"""What a link is to everything above: frames out, frames in, a clean or a named end.
+
+Knows the interface and the options every transport shares. Knows nothing of TCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardnet.wire.frames import Frame, Limits
+from shardnet.wire.messages import Hello
+
+
+def _no_progress() -> tuple[int, int]:
+    return (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """How a link behaves.
+
+    `heartbeat_s`: a heartbeat goes out when nothing else did for this long.
+    `silence_s`: a peer that sends no byte for this long is given up (PeerSilentError).
+    `handshake_s`: from the first attempt to connect to the peer's hello.
+    `close_s`: how long a last word may take to leave and the peer to answer it.
+    `user_timeout_s`: TCP_USER_TIMEOUT. The kernel counts it also against a live peer that has
+    stopped reading because it is busy, so it is far longer than `silence_s`.
+    `receive_frames`: reading pauses while this many received frames wait; what one read of at most
+    64 KiB has already brought still joins them.
+    `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
+    `max_handshakes`: connections a listener lets wait for their hello at one time.
+    `progress`: gives (epoch, last completed step) for heartbeats.
+    """
+
+    heartbeat_s: float = 2.0
+    silence_s: float = 10.0
+    handshake_s: float = 5.0
+    close_s: float = 2.0
+    user_timeout_s: float = 120.0
+    receive_frames: int = 64
+    socket_buffer_bytes: int | None = None
+    max_handshakes: int = 64
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[], tuple[int, int]] = _no_progress
+
+
+class Link(Protocol):
+    """One connection between two nodes, or a client and a node, for one purpose.
+
+    Every error names the peer. After a failure `receive` still gives the frames that came before.
+    """
+
+    @property
+    def peer(self) -> Hello:
+        """The peer's hello."""
+
+    @property
+    def peer_address(self) -> str:
+        """`host:port` of the peer's end."""
+
+    @property
+    def peer_progress(self) -> tuple[int, int]:
+        """(epoch, last completed step) as the peer's last heartbeat told."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link has ended: nothing can be sent any more."""
+
+    def send(self, frame: Frame) -> None:
+        """Hand `frame` to the transport at once, without copying or waiting.
+
+        The payload must not change until `drain` returns. Raises the error that ended the link,
+        or LocalProtocolError when the frame is not allowed.
+        """
+
+    async def drain(self) -> None:
+        """Wait while more waits to be sent than the transport likes; call it after `send`.
+
+        The wait ends in PeerSilentError when the peer falls silent. Cancelling it aborts the link,
+        since the frame may be half sent. Raises the error that ended the link.
+        """
+
+    async def receive(self) -> Frame:
+        """Wait for the next frame. Only one task may wait at a time.
+
+        Raises the error that ended the link: LinkClosedError after BYE or a lost connection,
+        PeerSilentError, RemoteProtocolError, or what the peer reported in an ERROR frame.
+        """
+
+    async def close(self) -> None:
+        """Say goodbye and close; returns when the connection is gone, within `close_s`."""
+
+    def abort(self, reason: str) -> None:
+        """Drop the connection at once; what waits to be sent is lost."""
+
+
+def format_address(host: str, port: int) -> str:
+    """Write `host:port`, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

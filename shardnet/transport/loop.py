@@ -1,0 +1,27 @@
+"""Which event loop shardnet runs on: uvloop where it exists, else asyncio's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Give uvloop's loop factory, or None for asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:  # not built for this platform
+        return None
+    return uvloop.new_event_loop
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end on a new event loop, and close the loop.
+
+    Ctrl-C cancels `main` and then raises KeyboardInterrupt, as `asyncio.run` does.
+    """
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main)

@@ -1,0 +1,172 @@
+"""The in-memory twin: the same link over a transport that is two byte queues in one process.
+
+Knows how an asyncio transport behaves (flow control, half-close, reset) and imitates it without
+sockets. It exists for tests and for rings whose stages share a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.machine_link import MachineLink
+from shardnet.wire.frames import KIB, Buffer
+from shardnet.wire.machine import HelloAnswer
+from shardnet.wire.messages import Hello
+
+_DEFAULT_BUFFER_BYTES: Final = 64 * KIB
+
+
+async def memory_pair(
+    hello_a: Hello, hello_b: Hello | HelloAnswer, *, options: LinkOptions | None = None
+) -> tuple[Link, Link]:
+    """Make two ends of one link that are up; the first is the initiator's.
+
+    `socket_buffer_bytes` bounds how much waits between them. Raises as `tcp.connect` does when the
+    hellos do not agree.
+    """
+    options = options or LinkOptions()
+    a = MachineLink(hello_a, initiator=True, options=options)
+    b = MachineLink(hello_b, initiator=False, options=options)
+    join(a, b, buffer_bytes=options.socket_buffer_bytes)
+    await a.wait_up()
+    await b.wait_up()
+    return a, b
+
+
+def join(
+    a: asyncio.BufferedProtocol, b: asyncio.BufferedProtocol, *, buffer_bytes: int | None = None
+) -> None:
+    """Connect two protocols by a pair of memory transports; more than `buffer_bytes` that wait
+    make a protocol pause writing.
+    """
+    high_water = _DEFAULT_BUFFER_BYTES if buffer_bytes is None else buffer_bytes
+    end_a = _MemoryTransport(a, "memory-b", high_water)
+    end_b = _MemoryTransport(b, "memory-a", high_water)
+    end_a.other, end_b.other = end_b, end_a
+    a.connection_made(end_a)
+    b.connection_made(end_b)
+
+
+class _MemoryTransport(asyncio.Transport):
+    """One end. Bytes wait at their sender and are copied into the other protocol's buffer, one
+    buffer to one turn of the loop.
+    """
+
+    other: _MemoryTransport
+
+    def __init__(self, protocol: asyncio.BufferedProtocol, peer: str, high_water: int) -> None:
+        super().__init__(extra={"peername": (peer, 0)})
+        self._loop = asyncio.get_running_loop()
+        self._protocol = protocol
+        self._high_water = high_water
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._reading = True
+        self._writing_paused = False
+        self._eof_written = False
+        self._eof_delivered = False
+        self._closing = False
+        self._lost = False
+
+    # --- what a protocol may ask of its transport
+
+    def write(self, data: Buffer) -> None:
+        """Take bytes to deliver; they are copied only when they are delivered."""
+        self.writelines([data])
+
+    def writelines(self, list_of_data: Iterable[Buffer]) -> None:
+        """Take several buffers to deliver."""
+        if self._closing:
+            return
+        for data in list_of_data:
+            self._unsent.append(view := memoryview(data))
+            self._unsent_bytes += view.nbytes
+        if self._unsent_bytes > self._high_water and not self._writing_paused:
+            self._writing_paused = True
+            self._protocol.pause_writing()
+        self._loop.call_soon(self._deliver)
+
+    def write_eof(self) -> None:
+        """Promise that nothing more will be written."""
+        self._eof_written = True
+        self._loop.call_soon(self._deliver)
+
+    def can_write_eof(self) -> bool:
+        """Say that half-close works."""
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        """Give the number of bytes not delivered yet."""
+        return self._unsent_bytes
+
+    def pause_reading(self) -> None:
+        """Let the other end's bytes wait."""
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        """Take the other end's bytes again."""
+        self._reading = True
+        self._loop.call_soon(self.other._deliver)
+
+    def is_closing(self) -> bool:
+        """Say whether `close` or `abort` was called or the other end is gone."""
+        return self._closing
+
+    def close(self) -> None:
+        """Deliver what waits, then end; the other end sees the end of the bytes."""
+        self._closing = self._eof_written = True
+        self._loop.call_soon(self._deliver)
+
+    def abort(self) -> None:
+        """End at once; the other end sees a reset connection."""
+        self._loop.call_soon(self._lose, None)
+        self._loop.call_soon(self.other._lose, ConnectionResetError("reset in memory"))
+        self._closing = self.other._closing = True
+
+    # --- the way across
+
+    def _deliver(self) -> None:
+        """Copy what fits into one buffer of the other protocol; come again for the rest."""
+        if self._lost:
+            return
+        if self._unsent and (self.other._closing or self.other._lost):
+            self._forget_unsent()
+        if self._unsent and self.other._reading:
+            self._copy_once()
+            self._loop.call_soon(self._deliver)
+        if self._unsent:
+            return
+        if self._eof_written and not self._eof_delivered and self.other._reading:
+            self._eof_delivered = True
+            if not self.other._closing and not self.other._protocol.eof_received():
+                self.other.close()
+        if self._closing and self._eof_delivered:
+            self._lose(None)
+
+    def _copy_once(self) -> None:
+        target = memoryview(self.other._protocol.get_buffer(-1))
+        data = self._unsent.popleft()
+        n = min(len(target), len(data))
+        target[:n] = data[:n]
+        if n < len(data):
+            self._unsent.appendleft(data[n:])
+        self._unsent_bytes -= n
+        self.other._protocol.buffer_updated(n)
+        if self._writing_paused and self._unsent_bytes <= self._high_water // 4:
+            self._writing_paused = False
+            self._protocol.resume_writing()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        self._unsent_bytes = 0
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._lost:
+            return
+        self._lost = self._closing = True
+        self._forget_unsent()
+        self._protocol.connection_lost(error)

@@ -1,0 +1,245 @@
+"""Links over TCP: connect, listen, and the socket options they need.
+
+Knows addresses, sockets and what the errors of the operating system mean to a person. Knows nothing
+of what travels on a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+
+from shardnet.errors import (
+    ConfigurationError,
+    LinkError,
+    PeerSilentError,
+    PeerUnreachableError,
+    ShardnetError,
+)
+from shardnet.transport.link import Link, LinkOptions, format_address
+from shardnet.transport.machine_link import MachineLink
+from shardnet.wire.machine import HelloAnswer
+from shardnet.wire.messages import Hello
+
+_log = logging.getLogger(__name__)
+
+OnLink = Callable[[Link], Awaitable[None]]
+OnFailure = Callable[[ShardnetError], None]
+"""Called with why a peer's link did not come up, or its handler failed. It names the peer."""
+
+
+async def connect(
+    host: str, port: int, hello: Hello, *, options: LinkOptions | None = None
+) -> Link:
+    """Open a link to the node at `host` and `port`, and wait for its hello.
+
+    Raises PeerUnreachableError when nothing answers there within `handshake_s`,
+    VersionMismatchError, RemoteProtocolError when something else answers, or whatever error the
+    node refuses the link with.
+    """
+    options = options or LinkOptions()
+    where = format_address(host, port)
+    link = _TcpLink(hello, initiator=True, options=options)
+    up = False
+    try:
+        async with asyncio.timeout(options.handshake_s):
+            await asyncio.get_running_loop().create_connection(lambda: link, host, port)
+            await link.wait_up()
+            up = True
+    except OSError as error:
+        raise _unreachable(where, error, options) from error
+    finally:
+        if not up:
+            link.abort("the link did not come up")
+    return link
+
+
+async def listen(
+    host: str,
+    port: int,
+    hello: Hello | HelloAnswer,
+    on_link: OnLink,
+    *,
+    on_failure: OnFailure | None = None,
+    options: LinkOptions | None = None,
+) -> Listener:
+    """Accept links on the first address of `host`; port 0 takes a free one.
+
+    `hello` is sent to every peer with purpose, ring and epoch of the peer's own, or is a function
+    that makes the answer to the peer's hello and may refuse it by raising ShardnetError. `on_link`
+    runs as a task for each link that is up and owns it: when it raises, the link is aborted, when
+    it returns, the link goes on. Failed handshakes go to `on_failure` (default: the log).
+
+    Raises ConfigurationError when the address cannot be used.
+    """
+    listener = Listener(hello, on_link, on_failure or _log_failure, options or LinkOptions())
+    await listener.start(host, port)
+    return listener
+
+
+class Listener:
+    """A listening socket, the handshakes in progress and the handlers of the links."""
+
+    def __init__(
+        self,
+        hello: Hello | HelloAnswer,
+        on_link: OnLink,
+        on_failure: OnFailure,
+        options: LinkOptions,
+    ) -> None:
+        self._hello = hello
+        self._on_link = on_link
+        self._on_failure = on_failure
+        self._options = options
+        self._server: asyncio.Server | None = None
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._n_handshakes = 0
+        self._host = ""
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        return format_address(self._host, self.port)
+
+    async def start(self, host: str, port: int) -> None:
+        """Bind and listen. Raises ConfigurationError when the address cannot be used."""
+        try:
+            listening = await _bind(host, port)
+        except OSError as error:
+            where = format_address(host, port)
+            raise ConfigurationError(_cannot_listen(where, error)) from error
+        self._server = await asyncio.get_running_loop().create_server(self._accept, sock=listening)
+        self._host, self.port = listening.getsockname()[:2]
+
+    async def close(self) -> None:
+        """Stop listening and cancel the handlers; their links are aborted."""
+        if self._server is not None:
+            self._server.close()
+        for handler in self._handlers:
+            handler.cancel()
+        if self._handlers:
+            await asyncio.wait(self._handlers)
+
+    def _accept(self) -> _TcpLink:
+        return _TcpLink(
+            self._hello, initiator=False, options=self._options, on_connected=self._start_handler
+        )
+
+    def _start_handler(self, link: _TcpLink) -> None:
+        handler = asyncio.get_running_loop().create_task(self._supervise(link))
+        self._handlers.add(handler)
+        handler.add_done_callback(self._handlers.discard)
+
+    async def _supervise(self, link: _TcpLink) -> None:
+        """Run one link's handler; whatever ends it, the link does not outlive a failure."""
+        try:
+            await self._shake_hands(link)
+            await self._on_link(link)
+        except ShardnetError as error:
+            link.abort("its handler failed")
+            self._on_failure(error)
+        except BaseException:
+            link.abort("its handler was stopped")
+            raise
+
+    async def _shake_hands(self, link: _TcpLink) -> None:
+        if self._n_handshakes >= self._options.max_handshakes:
+            raise LinkError(
+                f"{link.peer_address}: refused, {self._n_handshakes} other handshakes are open"
+            )
+        self._n_handshakes += 1
+        try:
+            async with asyncio.timeout(self._options.handshake_s):
+                await link.wait_up()
+        except TimeoutError:
+            raise PeerSilentError(f"no hello came within {self._options.handshake_s:g} s") from None
+        except ShardnetError:
+            await link.wait_lost()  # it may still be telling the peer why
+            raise
+        finally:
+            self._n_handshakes -= 1
+
+
+class _TcpLink(MachineLink):
+    """A link whose transport is a TCP socket."""
+
+    def __init__(
+        self,
+        hello: Hello | HelloAnswer,
+        *,
+        initiator: bool,
+        options: LinkOptions,
+        on_connected: Callable[[_TcpLink], None] | None = None,
+    ) -> None:
+        super().__init__(hello, initiator=initiator, options=options)
+        self._on_connected = on_connected
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set the socket's options, then begin the handshake."""
+        tcp = transport.get_extra_info("socket")
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            user_timeout_ms = int(self._options.user_timeout_s * 1000)
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
+        if self._options.socket_buffer_bytes is not None:
+            for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                tcp.setsockopt(socket.SOL_SOCKET, direction, self._options.socket_buffer_bytes)
+        super().connection_made(transport)
+        if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
+            # A free port that we try to connect to may be given to our own end.
+            self.abort("nothing listens there; the connection met itself")
+        if self._on_connected is not None:
+            self._on_connected(self)
+
+
+async def _bind(host: str, port: int) -> socket.socket:
+    infos = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, number, _, address = infos[0]
+    listening = socket.socket(family, kind, number)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _unreachable(where: str, error: OSError, options: LinkOptions) -> PeerUnreachableError:
+    match error:
+        case socket.gaierror():
+            cause = f"the host is unknown ({error.strerror}); check the name or use its IP address"
+        case TimeoutError(errno=None):
+            cause = (
+                f"no answer within {options.handshake_s:g} s; check that a node runs there "
+                "and that no firewall is between"
+            )
+        case ConnectionRefusedError():
+            cause = "nothing listens there; start `shardnet node` on that machine or check the port"
+        case _:
+            cause = f"it cannot be reached ({error}); check the address and the network"
+    return PeerUnreachableError(f"{where}: {cause}")
+
+
+def _cannot_listen(where: str, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            cause = "the port is in use; choose another with --port, or stop what holds it"
+        case errno.EADDRNOTAVAIL | socket.EAI_NONAME:
+            cause = "this machine has no such address; choose another with --host"
+        case errno.EACCES:
+            cause = "this user may not use that port; choose one above 1023 with --port"
+        case _:
+            cause = f"{error}; choose another with --host or --port"
+    return f"cannot listen on {where}: {cause}"
+
+
+def _log_failure(error: ShardnetError) -> None:
+    _log.warning("a link failed: %s", error)

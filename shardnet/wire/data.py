@@ -1,0 +1,197 @@
+"""DATA and TOKENS frames: row groups, token ids and the raw activations; 4 bytes per token back.
+
+Knows the byte layout of docs/protocol.md sections 8 and 9. Every number that a peer sends is
+checked here, and the payload against shape and dtype to the byte. Knows nothing of tensors: the
+payload stays the bytes that came.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import LocalProtocolError, RemoteProtocolError
+from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.wire.frames import Buffer, Frame, FrameFlags, FrameKind
+
+_HEAD: Final = struct.Struct("<HBBII")
+"""n_groups, dtype code, reserved 0, n_rows, width."""
+_GROUP: Final = struct.Struct("<QIIII")
+"""sequence id, slot, position, n_rows, n_sampled."""
+_TOKEN_BYTES: Final = 4
+_MAX_POSITIONS: Final = 2**32 - 1
+
+_CODE_OF_DTYPE: Final = {DType.FLOAT32: 1, DType.FLOAT16: 2, DType.BFLOAT16: 3}
+_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a DATA frame says: the micro-batch and its activations.
+
+    `payload` is the raw tensor, `batch.n_rows` rows of `width` elements of `dtype`, little-endian.
+    """
+
+    batch: MicroBatch
+    dtype: DType
+    width: int
+    payload: Buffer
+    timings_wanted: bool = False
+
+
+def data_frame(step: Step) -> Frame:
+    """Make the DATA frame of `step`. The payload is not copied.
+
+    Raises LocalProtocolError when the peer would refuse the frame.
+    """
+    batch = step.batch
+    try:
+        meta = b"".join(
+            (
+                _HEAD.pack(
+                    len(batch.groups), _CODE_OF_DTYPE[step.dtype], 0, batch.n_rows, step.width
+                ),
+                *(
+                    _GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled)
+                    for g in batch.groups
+                ),
+                _pack_tokens(batch.token_ids),
+            )
+        )
+    except struct.error as error:
+        raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
+    fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
+    if fault is not None:
+        raise LocalProtocolError(f"step {batch.step}: {fault}")
+    return Frame(
+        kind=FrameKind.DATA,
+        epoch=batch.epoch,
+        step=batch.step,
+        flags=FrameFlags.TIMINGS_WANTED if step.timings_wanted else FrameFlags.NONE,
+        meta=meta,
+        payload=step.payload,
+    )
+
+
+def read_data(frame: Frame) -> Step:
+    """Read a DATA frame. The payload is the frame's own.
+
+    Raises RemoteProtocolError when a length, count, dtype, slot or position is not allowed, or
+    when rows x width x dtype is not the payload's length.
+    """
+    try:
+        batch, dtype, width = _read_meta(frame)
+    except _MalformedMeta as error:
+        raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {error}") from None
+    fault = _fault(batch, dtype, width, len(frame.payload))
+    if fault is not None:
+        raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {fault}")
+    return Step(
+        batch=batch,
+        dtype=dtype,
+        width=width,
+        payload=frame.payload,
+        timings_wanted=FrameFlags.TIMINGS_WANTED in frame.flags,
+    )
+
+
+def tokens_frame(token_ids: Sequence[int], *, epoch: int, step: int) -> Frame:
+    """Make the TOKENS frame that answers a step: one id per sampled row, possibly none.
+
+    Raises LocalProtocolError when an id does not fit 32 bits.
+    """
+    try:
+        payload = _pack_tokens(token_ids)
+    except struct.error as error:
+        raise LocalProtocolError(f"step {step}: a token id does not fit: {error}") from error
+    return Frame(kind=FrameKind.TOKENS, epoch=epoch, step=step, payload=payload)
+
+
+def read_tokens(frame: Frame, *, n_sampled: int) -> tuple[int, ...]:
+    """Read a TOKENS frame that must answer `n_sampled` rows.
+
+    Raises RemoteProtocolError when it holds another number of ids.
+    """
+    expected = n_sampled * _TOKEN_BYTES
+    if len(frame.payload) != expected:
+        raise RemoteProtocolError(
+            f"the TOKENS frame of step {frame.step} has {len(frame.payload)} bytes; "
+            f"{n_sampled} sampled rows need {expected}"
+        )
+    return struct.unpack(f"<{n_sampled}I", frame.payload)
+
+
+class _MalformedMeta(Exception):
+    """The meta cannot be taken apart; the text says why."""
+
+
+def _read_meta(frame: Frame) -> tuple[MicroBatch, DType, int]:
+    meta = memoryview(frame.meta)
+    if len(meta) < _HEAD.size:
+        raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
+    n_groups, code, reserved, n_rows, width = _HEAD.unpack_from(meta)
+    expected = _HEAD.size + n_groups * _GROUP.size + n_rows * _TOKEN_BYTES
+    if len(meta) != expected:
+        raise _MalformedMeta(
+            f"its meta has {len(meta)} bytes; {n_groups} groups and {n_rows} rows need {expected}"
+        )
+    if reserved:
+        raise _MalformedMeta(f"its reserved byte is {reserved}, not 0")
+    if code not in _DTYPE_OF_CODE:
+        raise _MalformedMeta(f"dtype code {code} is not one of {sorted(_DTYPE_OF_CODE)}")
+    tokens_start = _HEAD.size + n_groups * _GROUP.size
+    groups = tuple(
+        RowGroup(
+            sequence_id=SequenceId(sequence_id),
+            slot=SlotId(slot),
+            position=position,
+            n_rows=rows,
+            n_sampled=n_sampled,
+        )
+        for sequence_id, slot, position, rows, n_sampled in _GROUP.iter_unpack(
+            meta[_HEAD.size : tokens_start]
+        )
+    )
+    if sum(group.n_rows for group in groups) != n_rows:
+        raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
+    batch = MicroBatch(
+        epoch=Epoch(frame.epoch),
+        step=StepId(frame.step),
+        groups=groups,
+        token_ids=struct.unpack_from(f"<{n_rows}I", meta, tokens_start),
+    )
+    return batch, _DTYPE_OF_CODE[code], width
+
+
+def _fault(batch: MicroBatch, dtype: DType, width: int, payload_bytes: int) -> str | None:
+    """Say what is wrong with a step, whoever made it; None when all is well."""
+    if not batch.groups:
+        return "it has no row group"
+    for group in batch.groups:
+        if group.n_rows < 1:
+            return f"sequence {group.sequence_id} has no row"
+        if group.n_sampled > group.n_rows:
+            return f"{group.n_sampled} of {group.n_rows} rows cannot be sampled"
+        if group.position + group.n_rows > _MAX_POSITIONS:
+            return f"position {group.position} + {group.n_rows} rows is out of range"
+    if len({group.slot for group in batch.groups}) != len(batch.groups):
+        return "one slot stands in two row groups"
+    if len({group.sequence_id for group in batch.groups}) != len(batch.groups):
+        return "one sequence stands in two row groups"
+    if len(batch.token_ids) != batch.n_rows:
+        return f"it has {len(batch.token_ids)} token ids for {batch.n_rows} rows"
+    if width < 1:
+        return "its width is 0"
+    expected = batch.n_rows * width * dtype.size_bytes
+    if payload_bytes != expected:
+        return (
+            f"its payload has {payload_bytes} bytes; {batch.n_rows} rows x {width} x "
+            f"{dtype.value} need {expected}"
+        )
+    return None
+
+
+def _pack_tokens(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

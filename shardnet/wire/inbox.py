@@ -1,0 +1,86 @@
+"""Where received bytes wait: one scratch buffer per link, and the parts of the frame being filled.
+
+Knows buffers only; what the bytes mean is the business of machine.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+from shardnet.wire.frames import KIB
+
+SCRATCH_BYTES: Final = 64 * KIB
+ALIGNMENT: Final = 64
+"""Payloads start at a multiple of this address, as vector instructions like it."""
+
+
+class Inbox:
+    """Received bytes that are not taken yet. At most SCRATCH_BYTES."""
+
+    __slots__ = ("_end", "_start", "_view")
+
+    def __init__(self) -> None:
+        self._view = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = 0
+        self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def room(self) -> memoryview:
+        """Give the free space behind the waiting bytes, which move to the front."""
+        waiting = len(self)
+        if self._start:
+            self._view[:waiting] = self._view[self._start : self._end]
+            self._start, self._end = 0, waiting
+        return self._view[self._end :]
+
+    def filled(self, n: int) -> None:
+        """Take note that `n` bytes were put at the start of `room`."""
+        self._end += n
+
+    def peek(self, n: int) -> memoryview:
+        """Give the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
+        return self._view[self._start : min(self._start + n, self._end)]
+
+    def take(self, n: int) -> memoryview:
+        """Give what `peek` gives; the bytes wait no longer."""
+        taken = self.peek(n)
+        self._start += len(taken)
+        return taken
+
+
+class Part:
+    """The meta or the payload of a frame while it is filled. Takes the memory for it."""
+
+    __slots__ = ("_filled", "view")
+
+    def __init__(self, n: int, *, aligned: bool = False) -> None:
+        self.view = _aligned(n) if aligned else memoryview(bytearray(n))
+        self._filled = 0
+
+    @property
+    def missing(self) -> int:
+        """Bytes still to come."""
+        return len(self.view) - self._filled
+
+    def room(self) -> memoryview:
+        """Give the place of the bytes still to come."""
+        return self.view[self._filled :]
+
+    def filled(self, n: int) -> None:
+        """Take note that `n` bytes were put at the start of `room`."""
+        self._filled += n
+
+    def fill_from(self, inbox: Inbox) -> None:
+        """Copy what is waiting, as much as is missing."""
+        data = inbox.take(self.missing)
+        self.view[self._filled : self._filled + len(data)] = data
+        self._filled += len(data)
+
+
+def _aligned(n: int) -> memoryview:
+    raw = bytearray(n + ALIGNMENT - 1)
+    offset = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % ALIGNMENT
+    return memoryview(raw)[offset : offset + n]

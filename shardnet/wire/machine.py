@@ -1,0 +1,336 @@
+"""The link state machine: bytes in, events out, without IO.
+
+Knows who may send which frame when (docs/protocol.md section 4), and where the next received bytes
+belong. Knows nothing of sockets, time or what a frame is for; whoever drives it moves the bytes.
+
+Received bytes go through one small scratch buffer, many frames to one read, except the rest of a
+large meta or payload, which goes straight into its final buffer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from shardnet.errors import (
+    LinkClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShardnetError,
+    VersionMismatchError,
+    error_for_code,
+)
+from shardnet.wire.frames import (
+    HEADER,
+    KIB,
+    PREAMBLE,
+    PREAMBLE_MAGIC,
+    PROTOCOL_VERSION,
+    Buffer,
+    Frame,
+    FrameKind,
+    Header,
+    Limits,
+    pack_frame,
+    unpack_header,
+)
+from shardnet.wire.inbox import Inbox, Part
+from shardnet.wire.messages import (
+    Hello,
+    Purpose,
+    error_frame,
+    hello_frame,
+    read_error,
+    read_hello,
+)
+
+DIRECT_BYTES: Final = 16 * KIB
+"""A meta or payload that lacks at least this much is received straight into its own buffer."""
+
+HelloAnswer = Callable[[Hello], Hello]
+"""How an acceptor answers a hello. It raises ShardnetError to refuse, which the peer is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloReceived:
+    """The link is up: the peer's hello came, and ours is sent or waits in `take_outgoing`."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameReceived:
+    """A frame for whoever uses the link came whole."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReported:
+    """A heartbeat came: the peer is alive and has completed `step` of `epoch`."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """BYE came: a clean end. Nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFailed:
+    """The link cannot go on. Nothing follows; `take_outgoing` may hold a last word to the peer."""
+
+    error: ShardnetError
+
+
+Event = HelloReceived | FrameReceived | ProgressReported | PeerLeft | LinkFailed
+
+
+class LinkState(enum.Enum):
+    """What may be received next. The values are read in error messages."""
+
+    PREAMBLE = "before the preamble"
+    HELLO = "before the hello"
+    UP = "on a link that is up"
+    ENDED = "after the end of the link"
+
+
+_HANDSHAKE_KINDS: Final = frozenset({FrameKind.HELLO, FrameKind.ERROR})
+_COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE})
+_DATA_KINDS: Final = frozenset(
+    {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE}
+)
+_PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
+    Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
+    Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
+}
+"""What may travel on a link that is up, both ways. A purpose that is missing here is refused."""
+
+
+class LinkMachine:
+    """One side of one link.
+
+    The initiator gives its own hello. The acceptor gives a hello too, whose purpose, ring and
+    epoch are then set to the initiator's, or a function that makes one from the initiator's.
+    """
+
+    def __init__(
+        self, hello: Hello | HelloAnswer, *, initiator: bool, limits: Limits | None = None
+    ) -> None:
+        self._hello = hello
+        self._initiator = initiator
+        self._limits = limits or Limits()
+        self._state = LinkState.PREAMBLE
+        self._allowed = _HANDSHAKE_KINDS
+        self._said_last_word = False
+        self._outgoing: list[Buffer] = []
+        self._inbox = Inbox()
+        self._header: Header | None = None
+        self._meta = self._payload = _NOTHING
+
+    @property
+    def state(self) -> LinkState:
+        """What may be received next."""
+        return self._state
+
+    # --- sending
+
+    def start(self) -> list[Buffer]:
+        """Give what is to be sent when the connection stands: the initiator's preamble."""
+        return [PREAMBLE] if self._initiator else []
+
+    def send(self, frame: Frame) -> list[Buffer]:
+        """Give the buffers to write for `frame`, in one go; its payload is not copied.
+
+        Raises LocalProtocolError when the frame is not allowed on this link now or breaks a cap,
+        and LinkClosedError after the end.
+        """
+        if self._state is LinkState.ENDED or self._said_last_word:
+            raise LinkClosedError("the link has ended; nothing can be sent on it")
+        if self._state is not LinkState.UP or frame.kind not in self._allowed:
+            raise LocalProtocolError(
+                f"a {frame.kind.name} frame cannot be sent {self._state.value} of this purpose"
+            )
+        buffers = pack_frame(frame, self._limits)
+        self._said_last_word = frame.kind is FrameKind.BYE
+        return buffers
+
+    def take_outgoing(self) -> list[Buffer]:
+        """Give what the machine itself has to say by now: preambles, hellos, last words."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    # --- receiving
+
+    def get_buffer(self) -> memoryview:
+        """Give the place where the next received bytes belong; it is never empty."""
+        part = self._direct_part()
+        return part.room() if part else self._inbox.room()
+
+    def received(self, n: int) -> list[Event]:
+        """Take note that `n` bytes were put where `get_buffer` said; give what they completed."""
+        part = self._direct_part()
+        (part or self._inbox).filled(n)
+        events: list[Event] = []
+        try:
+            while self._state is not LinkState.ENDED and self._advance(events):
+                pass
+        except ShardnetError as error:
+            self._fail(error, events)
+        if self._state is LinkState.ENDED:
+            self._inbox = Inbox()
+        return events
+
+    def eof(self) -> list[Event]:
+        """Take note that the peer's bytes have ended; give what that means."""
+        match self._state:
+            case LinkState.ENDED:
+                return []
+            case LinkState.UP if self._header or self._inbox:
+                when = "in the middle of a frame"
+            case LinkState.UP:
+                when = "without saying goodbye"
+            case _:
+                when = "during the handshake"
+        self._state = LinkState.ENDED
+        error = LinkClosedError(f"the peer closed the connection {when}; its log may say why")
+        return [LinkFailed(error=error)]
+
+    def _direct_part(self) -> Part | None:
+        if not self._inbox:
+            for part in (self._meta, self._payload):
+                if part.missing:
+                    return part if part.missing >= DIRECT_BYTES else None
+        return None
+
+    def _advance(self, events: list[Event]) -> bool:
+        """Take the next thing out of the received bytes. False when it is not whole yet."""
+        if self._state is LinkState.PREAMBLE:
+            return self._take_preamble()
+        if self._header is None:
+            return self._take_header()
+        for part in (self._meta, self._payload):
+            part.fill_from(self._inbox)
+            if part.missing:
+                return False
+        frame = Frame(
+            kind=self._header.kind,
+            epoch=self._header.epoch,
+            step=self._header.step,
+            flags=self._header.flags,
+            meta=self._meta.view,
+            payload=self._payload.view,
+        )
+        self._header, self._meta, self._payload = None, _NOTHING, _NOTHING
+        events.append(self._accept(frame))
+        return True
+
+    def _take_preamble(self) -> bool:
+        data = self._inbox.peek(len(PREAMBLE))
+        if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
+            raise RemoteProtocolError(
+                "the peer does not speak the protocol of shardnet; it began with "
+                f"{bytes(self._inbox.peek(16))!r}"
+            )
+        if len(data) < len(PREAMBLE):
+            return False
+        version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
+        self._inbox.take(len(PREAMBLE))
+        if not self._initiator:
+            self._outgoing.append(PREAMBLE)
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}; "
+                "install the same shardnet on both machines"
+            )
+        self._state = LinkState.HELLO
+        if self._initiator:
+            self._say(hello_frame(self._our_hello(None)))
+        return True
+
+    def _take_header(self) -> bool:
+        if len(self._inbox) < HEADER.size:
+            return False
+        header = unpack_header(
+            self._inbox.take(HEADER.size),
+            allowed=self._allowed,
+            limits=self._limits,
+            state=self._state.value,
+        )
+        self._header = header
+        self._meta = Part(header.meta_length) if header.meta_length else _NOTHING
+        self._payload = (
+            Part(header.payload_length, aligned=True) if header.payload_length else _NOTHING
+        )
+        return True
+
+    def _accept(self, frame: Frame) -> Event:
+        """Carry out what a whole frame does to the link, and say what happened."""
+        match frame.kind:
+            case FrameKind.HELLO:
+                return self._accept_hello(read_hello(frame))
+            case FrameKind.HEARTBEAT:
+                return ProgressReported(epoch=frame.epoch, step=frame.step)
+            case FrameKind.BYE:
+                self._state = LinkState.ENDED
+                return PeerLeft()
+            case FrameKind.ERROR:
+                report = read_error(frame)
+                if frame.step == 0 and report.sequence is None:
+                    self._state = LinkState.ENDED
+                    message = f"the peer reports: {report.message}"
+                    return LinkFailed(error=error_for_code(report.code, message))
+        return FrameReceived(frame=frame)
+
+    def _accept_hello(self, peer: Hello) -> Event:
+        if peer.purpose not in _PURPOSE_KINDS:
+            raise RemoteProtocolError(
+                f"the peer wants a {peer.purpose.value} link, which version {PROTOCOL_VERSION} "
+                "does not have"
+            )
+        if peer.purpose is Purpose.DATA and not peer.ring:
+            raise RemoteProtocolError("the peer wants a data link but names no ring")
+        ours = self._our_hello(peer)
+        if (ours.purpose, ours.ring, ours.epoch) != (peer.purpose, peer.ring, peer.epoch):
+            raise RemoteProtocolError(
+                f"we are for {_subject(ours)}, the peer's hello is for {_subject(peer)}"
+            )
+        if not self._initiator:
+            self._say(hello_frame(ours))
+        self._allowed = _PURPOSE_KINDS[peer.purpose]
+        self._state = LinkState.UP
+        return HelloReceived(hello=peer)
+
+    def _our_hello(self, peer: Hello | None) -> Hello:
+        if isinstance(self._hello, Hello):
+            if peer is None or self._initiator:
+                return self._hello
+            return replace(self._hello, purpose=peer.purpose, ring=peer.ring, epoch=peer.epoch)
+        if peer is None:
+            raise LocalProtocolError("the initiator of a link has no hello to answer")
+        return self._hello(peer)
+
+    def _say(self, frame: Frame) -> None:
+        self._outgoing.extend(pack_frame(frame, self._limits))
+
+    def _fail(self, error: ShardnetError, events: list[Event]) -> None:
+        if self._state in (LinkState.HELLO, LinkState.UP):
+            self._say(error_frame(error))
+        self._state = LinkState.ENDED
+        events.append(LinkFailed(error=error))
+
+
+_NOTHING: Final = Part(0)
+"""The meta or payload of a frame that has none."""
+
+
+def _subject(hello: Hello) -> str:
+    if hello.purpose is Purpose.DATA:
+        return f"ring {hello.ring!r} in epoch {hello.epoch}"
+    return f"a {hello.purpose.value} link"
