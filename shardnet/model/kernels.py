@@ -1,0 +1,205 @@
+"""Linear products: which kernel and dtype a device computes in, and the product itself.
+
+Knows torch's kernels and how to tell what they can do. Must not know models. The choice rests on
+feature tests, never on timing, so that all nodes of one kind choose the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.codec import torch_dtype
+from shardnet.types import DType
+
+MAX_EXACT_ROWS = 32
+"""Rows up to which the probe looks for equal bits."""
+
+_MIN_ROWS_CANDIDATES = (1, 4)
+_PROBE_SHAPES = ((512, 2048), (256, 5632), (160, 768), (96, 64))
+"""Output and input sizes of the probe's products: from a large model's down to a toy's."""
+
+
+class Kernel(enum.Enum):
+    """How linear products are computed."""
+
+    PACKED = "packed"
+    """oneDNN, weights reordered once at load for this CPU."""
+    PLAIN = "plain"
+    """torch.nn.functional.linear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """What a device computes in.
+
+    A row's bits do not depend on the rows beside it in products of at most `exact_rows` rows.
+    Products of fewer than `min_rows` rows are padded up to it: some CPUs compute a single row in
+    another order than several (and, measured on AVX-512 without AMX, slower than four).
+    """
+
+    dtype: DType
+    kernel: Kernel
+    exact_rows: int
+    min_rows: int
+
+    @property
+    def name(self) -> str:
+        """For people: `packed bfloat16`."""
+        return f"{self.kernel.value} {self.dtype.value}"
+
+
+class Linear(Protocol):
+    """A linear product: [T, K] rows in, [T, N] rows out, in the kernel's dtype."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+
+
+class PlainLinear:
+    """A product by torch.nn.functional.linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
+        self._weight = weight  # [N, K]
+        self._bias = bias  # [N]
+        self._min_rows = min_rows
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self._weight.shape[1]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        n_rows = rows.shape[0]
+        if n_rows < self._min_rows:
+            padded = F.pad(rows, (0, 0, 0, self._min_rows - n_rows))
+            return F.linear(padded, self._weight, self._bias)[:n_rows]
+        return F.linear(rows, self._weight, self._bias)
+
+
+class PackedLinear:
+    """A product by oneDNN with weights packed once for this CPU.
+
+    The operators are private to torch: `probe` tests them before anything relies on them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
+        self._in_features = weight.shape[1]
+        self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)  # [N, K], opaque
+        self._bias = bias  # [N]
+        self._min_rows = min_rows
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self._in_features
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        n_rows = rows.shape[0]
+        if n_rows < self._min_rows:
+            padded = F.pad(rows, (0, 0, 0, self._min_rows - n_rows))
+            return self._multiply(padded)[:n_rows]
+        return self._multiply(rows)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        product: Tensor = self._product(rows, self._weight, self._bias, "none", [], "")
+        return product
+
+
+def make_linear(
+    choice: KernelChoice, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device
+) -> Linear:
+    """Join [N_i, K] weights (and [N_i] biases, or none) into one product on `device`.
+
+    Takes views of a mapped file and keeps none of them.
+    """
+    dtype = torch_dtype(choice.dtype)
+    whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
+    if choice.kernel is Kernel.PACKED:
+        return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
+    owned = whole.to(device, dtype, copy=len(weights) == 1).contiguous()
+    return PlainLinear(owned, bias, choice.min_rows)
+
+
+def probe(
+    device: torch.device, requested: DType | Literal["auto"], checkpoint_dtype: DType | None
+) -> KernelChoice:
+    """Choose dtype and kernel for a device, and find out how many rows it computes exactly.
+
+    `auto` follows the checkpoint. A CPU never computes in float16 (slower than either neighbour):
+    an automatic choice takes bfloat16 instead, a requested float16 is computed in float32 and
+    rounded at the stage's border. bfloat16 without oneDNN's packed kernel is many times slower than
+    float32 at several rows, so it is computed in float32 too.
+    """
+    wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
+    if device.type != "cpu":
+        return _measure(device, wanted, Kernel.PLAIN)
+    if requested == "auto" and wanted is DType.FLOAT16:
+        wanted = DType.BFLOAT16
+    if wanted is DType.BFLOAT16 and _packs(DType.BFLOAT16):
+        return _measure(device, DType.BFLOAT16, Kernel.PACKED)
+    kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
+    return _measure(device, DType.FLOAT32, kernel)
+
+
+def _packs(dtype: DType) -> bool:
+    """Whether torch's packed product exists here, takes this dtype and gives the right numbers."""
+    operators = ("_reorder_linear_weight", "_linear_pointwise")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    weight, rows = _numbers(96, 64, dtype), _numbers(5, 64, dtype)
+    try:
+        product = PackedLinear(weight, None)(rows)
+    except (RuntimeError, NotImplementedError):  # this CPU, or this torch, does not take it
+        return False
+    expected = rows.double() @ weight.double().T
+    return bool(torch.allclose(product.double(), expected, rtol=2e-2, atol=2e-2))
+
+
+def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice:
+    """Find the smallest padding with which rows keep their bits in company."""
+    for min_rows in _MIN_ROWS_CANDIDATES:
+        choice = KernelChoice(
+            dtype=dtype, kernel=kernel, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows
+        )
+        if all(_is_exact(choice, device, *shape) for shape in _PROBE_SHAPES):
+            return choice
+    return KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1)
+
+
+def _is_exact(choice: KernelChoice, device: torch.device, n_out: int, n_in: int) -> bool:
+    weight = _numbers(n_out, n_in, choice.dtype).to(device)
+    return rows_are_exact(make_linear(choice, [weight], [], device), choice, device)
+
+
+@torch.inference_mode()
+def rows_are_exact(linear: Linear, choice: KernelChoice, device: torch.device) -> bool:
+    """Whether each of 32 rows has the same bits alone and among 2, 3, … 32 rows."""
+    rows = _numbers(MAX_EXACT_ROWS, linear.in_features, choice.dtype).to(device)
+    alone = torch.cat([linear(rows[i : i + 1]) for i in range(MAX_EXACT_ROWS)])
+    return all(
+        torch.equal(linear(rows[:n_rows]), alone[:n_rows])
+        for n_rows in range(2, MAX_EXACT_ROWS + 1)
+    )
+
+
+def _numbers(rows: int, width: int, dtype: DType) -> Tensor:
+    """Make a [rows, width] CPU tensor of repeatable values of order 1."""
+    generator = torch.Generator().manual_seed(rows * 100_003 + width)
+    return torch.randn(rows, width, generator=generator).to(torch_dtype(dtype))

@@ -1,0 +1,193 @@
+"""One stage's model: the layers of a range with their KV cache, loaded and ready to run.
+
+Knows how to load a range and how rows go through it. Must not know wire, threads or sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import CapacityError, UsageError
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.codec import torch_dtype
+from shardnet.model.footprint import stage_weight_bytes
+from shardnet.model.gpt2 import Gpt2Stage
+from shardnet.model.kernels import KernelChoice
+from shardnet.model.kv_cache import KvCache
+from shardnet.model.layers import Step, plan_step
+from shardnet.model.layout import stage_tensors
+from shardnet.model.llama import LlamaStage
+from shardnet.model.weights import Progress, StageWeights
+from shardnet.types import LayerRange, MicroBatch
+
+log = logging.getLogger(__name__)
+
+
+class FamilyStage(Protocol):
+    """What a family's file brings: embedding, layers and head of one stage."""
+
+    def embed(self, step: Step) -> Tensor:
+        """Token ids to hidden states [T, E]; first stage only."""
+
+    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
+        """Run the stage's layers: [T, E] in and out."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Norm and LM head: [R, E] to [R, V]; last stage only."""
+
+
+class StageModel:
+    """A loaded stage. Not thread-safe: the compute thread owns it."""
+
+    def __init__(
+        self,
+        family: FamilyStage,
+        checkpoint: Checkpoint,
+        layers: LayerRange,
+        choice: KernelChoice,
+        kv: KvCache,
+        context: int,
+    ) -> None:
+        self._family = family
+        self._config = checkpoint.config
+        self._context = context
+        self.layers = layers
+        self.choice = choice
+        self.kv = kv
+        self.first = layers.start == 0
+        self.last = layers.end == checkpoint.config.n_layers
+        self.weight_bytes = stage_weight_bytes(checkpoint.config, layers, choice.dtype)
+
+    @property
+    def width(self) -> int:
+        """Hidden size E: the width of the rows that come in and go out."""
+        return self._config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the LM head, V."""
+        return self._config.vocab_size
+
+    @property
+    def context(self) -> int:
+        """Positions that one sequence may have."""
+        return self._context
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, for people."""
+        return self.choice.name
+
+    @property
+    def exact_rows(self) -> int:
+        """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
+        return self.choice.exact_rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the stage computes in."""
+        return torch_dtype(self.choice.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV cache live."""
+        return self.kv.device
+
+    @torch.inference_mode()
+    def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """Run the rows of `batch` through the stage.
+
+        `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
+        It is not changed. Returns [T, E] in the compute dtype, or on the last stage float32 logits
+        [n_sampled, V] of the sampled rows, in row order. Raises CapacityError for a position beyond
+        the context or when the KV room is used up, UsageError for a token id outside the
+        vocabulary.
+        """
+        self._check_token_ids(batch)
+        step = plan_step(batch, self.kv, self._context, self.dtype)
+        rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
+        rows = self._family.run_layers(rows, step)
+        if not self.last:
+            return rows
+        sampled = _sampled_rows(rows, batch)
+        if sampled.shape[0] == 0:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return self._family.logits(sampled).float()
+
+    def _check_token_ids(self, batch: MicroBatch) -> None:
+        if batch.token_ids and not 0 <= min(batch.token_ids) <= max(batch.token_ids) < (
+            self.vocab_size
+        ):
+            wrong = next(t for t in batch.token_ids if not 0 <= t < self.vocab_size)
+            raise UsageError(
+                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
+            )
+
+
+def _sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
+    """Keep the last `n_sampled` rows of each group: [n_sampled, E]."""
+    if batch.n_sampled == batch.n_rows:
+        return rows
+    kept = []
+    end = 0
+    for group in batch.groups:
+        end += group.n_rows
+        kept.append(rows[end - group.n_sampled : end])
+    return torch.cat(kept)
+
+
+@torch.inference_mode()
+def load_stage(
+    checkpoint: Checkpoint,
+    layers: LayerRange,
+    *,
+    choice: KernelChoice,
+    device: torch.device,
+    room_blocks: int,
+    progress: Progress,
+    context: int | None = None,
+) -> StageModel:
+    """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
+
+    `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
+    most 8192). `progress` is called with (bytes done, bytes in all) after every part; what it
+    raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
+    not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    runs out or the model has fewer positions than `context`.
+    """
+    config = checkpoint.config
+    if layers.end > config.n_layers:
+        raise UsageError(
+            f"layers {layers} were asked for, the model has {config.n_layers}; "
+            f"give ranges that end at {config.n_layers}"
+        )
+    context = config.default_context if context is None else context
+    if context > config.max_positions:
+        raise CapacityError(
+            f"a context of {context} was asked for, the model has {config.max_positions} "
+            "positions; ask for a shorter --context"
+        )
+    dtype = torch_dtype(choice.dtype)
+    before = dict(checkpoint.bytes_read)
+    try:
+        weights = StageWeights(checkpoint, stage_tensors(config, layers), choice, device, progress)
+        family: FamilyStage
+        if config.family == "llama":
+            family = LlamaStage(config, layers, weights, context, dtype, device)
+        else:
+            family = Gpt2Stage(config, layers, weights)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{device} has no memory for layers {layers} ({error}); give the node fewer layers"
+        ) from error
+    finally:
+        checkpoint.release()
+    for file, size_bytes in checkpoint.bytes_read.items():
+        if size_bytes > before[file]:
+            log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
+    kv = KvCache(len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks)
+    return StageModel(family, checkpoint, layers, choice, kv, context)

@@ -1,0 +1,134 @@
+"""Reading a stage's weights: names resolved, shapes and dtypes checked, bytes counted.
+
+Knows the checkpoint and the tensor table. Must not know forward passes: a family asks for its
+parameters by name and gets ready-made products, norms and tables, which share no memory with the
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import CheckpointError
+from shardnet.model.checkpoint import Checkpoint, TensorInfo
+from shardnet.model.codec import torch_dtype
+from shardnet.model.kernels import KernelChoice, Linear, make_linear
+from shardnet.model.layers import Norm
+from shardnet.model.layout import StageTensors, canonical_name, left_over
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all); what it raises ends the loading."""
+
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+
+
+class StageWeights:
+    """The tensors of one stage, handed out once each as what a layer needs."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: StageTensors,
+        choice: KernelChoice,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        """Check every tensor of the stage by its header, before any is read.
+
+        Raises CheckpointError for one that is missing or has the wrong shape or dtype, and for one
+        in the checkpoint that the model has no place for.
+        """
+        self._checkpoint = checkpoint
+        self._choice = choice
+        self._device = device
+        self._progress = progress
+        self._shapes = tensors.all
+        self._shared = tensors.embedding.keys() & tensors.head.keys()
+        self._kept: dict[str, Tensor] = {}
+        config = checkpoint.config
+        self._names = {canonical_name(config, name): name for name in checkpoint.tensors}
+        for name in self._shapes:
+            self._check(name)
+        unknown = left_over(config, checkpoint.tensors)
+        if unknown:
+            info = checkpoint.tensors[unknown[0]]
+            raise CheckpointError(
+                f"{checkpoint.path / info.file}: tensor {info.name} ({len(unknown)} such) has no "
+                f"place in a {config.family} model; use a checkpoint of the plain architecture"
+            )
+        self._done_bytes = 0
+        self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
+
+    def linear(self, *names: str, transposed: bool = False) -> Linear:
+        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
+
+        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D).
+        """
+        weights = [self._read(f"{name}.weight") for name in names]
+        biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
+        if transposed:
+            weights = [weight.T for weight in weights]
+        linear = make_linear(self._choice, weights, biases, self._device)
+        del weights, biases
+        self._finish()
+        return linear
+
+    def norm(self, name: str, eps: float) -> Norm:
+        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`."""
+        with_bias = f"{name}.bias" in self._shapes
+        norm = Norm(
+            weight=self._own(f"{name}.weight"),
+            bias=self._own(f"{name}.bias") if with_bias else None,
+            eps=eps,
+        )
+        self._finish()
+        return norm
+
+    def table(self, name: str) -> Tensor:
+        """Copy `NAME.weight` as it is: [rows, E] in the compute dtype."""
+        table = self._own(f"{name}.weight")
+        self._finish()
+        return table
+
+    def _own(self, name: str) -> Tensor:
+        return self._read(name).to(self._device, torch_dtype(self._choice.dtype), copy=True)
+
+    def _read(self, name: str) -> Tensor:
+        """Map a tensor. A tied table that the stage needs twice is read and counted once."""
+        if name in self._kept:
+            return self._kept.pop(name)
+        tensor = self._checkpoint.read(self._names[name])
+        self._done_bytes += self._info(name).size_bytes
+        if name in self._shared:
+            self._kept[name] = tensor
+        return tensor
+
+    def _finish(self) -> None:
+        """Unmap the file's pages and say how far we are."""
+        self._checkpoint.release()
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _check(self, name: str) -> None:
+        """Hold the header of the tensor `name` against the model's config."""
+        if name not in self._names:
+            raise CheckpointError(
+                f"{self._checkpoint.path}: tensor {name} is missing; fetch the checkpoint again"
+            )
+        info, expected = self._info(name), self._shapes[name]
+        where = f"{self._checkpoint.path / info.file}: tensor {info.name}"
+        if info.shape != expected:
+            raise CheckpointError(
+                f"{where} has shape {list(info.shape)}, config.json asks for {list(expected)}; "
+                "config and tensors are of different models: fetch the checkpoint again"
+            )
+        if info.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{where} is stored as {info.dtype}; supported: {', '.join(sorted(_FLOATS))}; "
+                "use a checkpoint that is not quantized"
+            )
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._checkpoint.tensors[self._names[name]]
