@@ -1,0 +1,126 @@
+"""What holds for every test: one torch thread, no deadline by the clock, and nothing left behind.
+
+A test that leaves a thread, an asyncio task, an open file or socket, or a child process fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.runners
+import gc
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+hypothesis.settings.register_profile("shardnet", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("shardnet")
+
+FD_FOLDER = Path("/proc/self/fd")
+GRACE_S = 5.0
+"""How long a thread or child that is already ending may take to end."""
+
+
+def pytest_runtest_setup() -> None:
+    """Compute with one thread: the cores are shared and the bits depend on it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves something behind, naming it."""
+    tasks = _record_abandoned_tasks(monkeypatch)
+    threads = set(threading.enumerate())
+    files = _open_files()
+    children = _children()
+    yield
+    left = [f"task {name}" for name in tasks]
+    left += [f"thread {thread.name}" for thread in _threads_since(threads)]
+    left += [f"child process {line}" for line in _end_children_since(children)]
+    left += [f"open {target}" for target in _files_since(files)]
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _record_abandoned_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the tasks that asyncio.run finds unfinished when its main coroutine is done.
+
+    asyncio.run cancels them without a word; each is a task that nobody waited for.
+    """
+    abandoned: list[str] = []
+    cancel_all = asyncio.runners._cancel_all_tasks
+
+    def record_and_cancel(loop: asyncio.AbstractEventLoop) -> None:
+        abandoned.extend(repr(task.get_coro()) for task in asyncio.all_tasks(loop))
+        cancel_all(loop)
+
+    monkeypatch.setattr(asyncio.runners, "_cancel_all_tasks", record_and_cancel)
+    return abandoned
+
+
+def _threads_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in new:
+        thread.join(GRACE_S)
+    return [thread for thread in new if thread.is_alive()]
+
+
+def _children() -> set[int]:
+    """Process ids of the children that run; read from /proc where it is, which is 100 times faster
+    than to look through all processes."""
+    lists = [*Path("/proc/self/task").glob("*/children")]
+    if not lists:
+        return {child.pid for child in psutil.Process().children()}
+    found: set[int] = set()
+    for path in lists:
+        try:
+            found.update(map(int, path.read_text().split()))
+        except FileNotFoundError:  # the thread ended just now
+            continue
+    return found
+
+
+def _end_children_since(before: set[int]) -> list[str]:
+    """Name the children that a test left running, and end them."""
+    left = []
+    for pid in _children() - before:
+        try:
+            child = psutil.Process(pid)
+            command = " ".join(child.cmdline())
+            if child.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command:
+                continue
+            left.append(f"{pid} ({command})")
+            child.kill()
+            child.wait(GRACE_S)
+        except psutil.NoSuchProcess:
+            continue
+    return left
+
+
+def _open_files() -> dict[str, str]:
+    """Descriptor → what it is open on, devices left out (libraries keep some)."""
+    found: dict[str, str] = {}
+    if not FD_FOLDER.is_dir():
+        return found
+    for name in os.listdir(FD_FOLDER):
+        try:
+            target = os.readlink(FD_FOLDER / name)
+        except FileNotFoundError:  # the descriptor that listed the folder
+            continue
+        if not target.startswith(("/dev/", "/proc/")):
+            found[name] = target
+    return found
+
+
+def _files_since(before: dict[str, str]) -> list[str]:
+    if not _open_files().items() - before.items():
+        return []
+    gc.collect()  # what only a cycle keeps open is not a leak of the test
+    return sorted(target for _, target in _open_files().items() - before.items())
