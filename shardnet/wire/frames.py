@@ -50,9 +50,7 @@ class FrameFlags(enum.IntFlag):
     TIMINGS_WANTED = 1
 
 
-_ALLOWED_FLAGS: Final[Mapping[FrameKind, FrameFlags]] = {
-    FrameKind.DATA: FrameFlags.TIMINGS_WANTED,
-}
+_ALLOWED_FLAGS: Final[Mapping[FrameKind, int]] = {FrameKind.DATA: int(FrameFlags.TIMINGS_WANTED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +131,7 @@ def unpack_header(
             f"a frame should start with {FRAME_MAGIC:#06x}, got {magic:#06x}: the stream is damaged"
         )
     kind = _kind(number, allowed, state)
-    if flags & ~_ALLOWED_FLAGS.get(kind, FrameFlags.NONE):
+    if flags & ~_ALLOWED_FLAGS.get(kind, 0):
         raise RemoteProtocolError(f"a {kind.name} frame came with unknown flags {flags:#04x}")
     max_meta, max_payload = limits.caps(kind)
     for part, length, cap in (
@@ -179,7 +177,7 @@ def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "
             f"the caps of {max_meta} + {max_payload}"
         )
-    if frame.flags & ~_ALLOWED_FLAGS.get(frame.kind, FrameFlags.NONE):
+    if frame.flags & ~_ALLOWED_FLAGS.get(frame.kind, 0):
         raise LocalProtocolError(f"a {frame.kind.name} frame cannot have flags {frame.flags!r}")
     try:
         header = HEADER.pack(

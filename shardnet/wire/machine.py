@@ -123,8 +123,10 @@ class LinkMachine:
     def __init__(
         self, hello: Hello | HelloAnswer, *, initiator: bool, limits: Limits | None = None
     ) -> None:
-        self._hello = hello
-        self._initiator = initiator
+        if initiator and not isinstance(hello, Hello):
+            raise LocalProtocolError("the initiator of a link has no hello to answer")
+        self._greeting = hello if initiator and isinstance(hello, Hello) else None
+        self._answer = _answer_with(hello) if isinstance(hello, Hello) else hello
         self._limits = limits or Limits()
         self._state = LinkState.PREAMBLE
         self._allowed = _HANDSHAKE_KINDS
@@ -143,7 +145,7 @@ class LinkMachine:
 
     def start(self) -> list[Buffer]:
         """Give what is to be sent when the connection stands: the initiator's preamble."""
-        return [PREAMBLE] if self._initiator else []
+        return [PREAMBLE] if self._greeting else []
 
     def send(self, frame: Frame) -> list[Buffer]:
         """Give the buffers to write for `frame`, in one go; its payload is not copied.
@@ -242,7 +244,7 @@ class LinkMachine:
             return False
         version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
         self._inbox.take(len(PREAMBLE))
-        if not self._initiator:
+        if self._greeting is None:
             self._outgoing.append(PREAMBLE)
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(
@@ -250,8 +252,8 @@ class LinkMachine:
                 "install the same shardnet on both machines"
             )
         self._state = LinkState.HELLO
-        if self._initiator:
-            self._say(hello_frame(self._our_hello(None)))
+        if self._greeting is not None:
+            self._say(hello_frame(self._greeting))
         return True
 
     def _take_header(self) -> bool:
@@ -282,7 +284,8 @@ class LinkMachine:
                 return PeerLeft()
             case FrameKind.ERROR:
                 report = read_error(frame)
-                if frame.step == 0 and report.sequence is None:
+                about_link = frame.step == 0 and report.sequence is None
+                if about_link or self._state is LinkState.HELLO:
                     self._state = LinkState.ENDED
                     message = f"the peer reports: {report.message}"
                     return LinkFailed(error=error_for_code(report.code, message))
@@ -296,25 +299,16 @@ class LinkMachine:
             )
         if peer.purpose is Purpose.DATA and not peer.ring:
             raise RemoteProtocolError("the peer wants a data link but names no ring")
-        ours = self._our_hello(peer)
-        if (ours.purpose, ours.ring, ours.epoch) != (peer.purpose, peer.ring, peer.epoch):
+        ours = self._greeting or self._answer(peer)
+        if _subject(ours) != _subject(peer):
             raise RemoteProtocolError(
-                f"we are for {_subject(ours)}, the peer's hello is for {_subject(peer)}"
+                f"we are here for {_subject(ours)}, the peer's hello is for {_subject(peer)}"
             )
-        if not self._initiator:
+        if self._greeting is None:
             self._say(hello_frame(ours))
         self._allowed = _PURPOSE_KINDS[peer.purpose]
         self._state = LinkState.UP
         return HelloReceived(hello=peer)
-
-    def _our_hello(self, peer: Hello | None) -> Hello:
-        if isinstance(self._hello, Hello):
-            if peer is None or self._initiator:
-                return self._hello
-            return replace(self._hello, purpose=peer.purpose, ring=peer.ring, epoch=peer.epoch)
-        if peer is None:
-            raise LocalProtocolError("the initiator of a link has no hello to answer")
-        return self._hello(peer)
 
     def _say(self, frame: Frame) -> None:
         self._outgoing.extend(pack_frame(frame, self._limits))
@@ -328,6 +322,10 @@ class LinkMachine:
 
 _NOTHING: Final = Part(0)
 """The meta or payload of a frame that has none."""
+
+
+def _answer_with(hello: Hello) -> HelloAnswer:
+    return lambda peer: replace(hello, purpose=peer.purpose, ring=peer.ring, epoch=peer.epoch)
 
 
 def _subject(hello: Hello) -> str:

@@ -1,0 +1,217 @@
+"""A fuzzer: random and mutated streams end in frames, readers' refusals and documented errors only.
+
+Everything that the machine allocates for a peer is recorded and compared with the caps.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from wire_strategies import feed, hello, joined, pair
+
+from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
+from shardnet.types import (
+    DType,
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+)
+from shardnet.wire import machine as machine_module
+from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.inbox import Part
+from shardnet.wire.machine import FrameReceived, LinkFailed, LinkMachine, LinkState
+from shardnet.wire.messages import (
+    Extras,
+    OpenSequence,
+    Purpose,
+    RowLogprobs,
+    Sampling,
+    StageTiming,
+    Status,
+    TopLogprob,
+    control_frame,
+    error_frame,
+    extras_frame,
+    hello_frame,
+    read_control,
+    read_error,
+    read_extras,
+    read_sequence,
+    sequence_frame,
+)
+
+ROUNDS = 5000
+SMALL = Limits(
+    hello_meta_bytes=500,
+    error_meta_bytes=500,
+    control_meta_bytes=1000,
+    data_meta_bytes=2000,
+    data_payload_bytes=50_000,
+    tokens_payload_bytes=100,
+    extras_meta_bytes=1000,
+    sequence_meta_bytes=1000,
+)
+
+
+class RecordingPart(Part):
+    """A part that notes how much memory it takes."""
+
+    taken: list[int]
+
+    def __init__(self, n: int, *, aligned: bool = False) -> None:
+        self.taken.append(n)
+        super().__init__(n, aligned=aligned)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    RecordingPart.taken = []
+    monkeypatch.setattr(machine_module, "Part", RecordingPart)
+    return RecordingPart.taken
+
+
+def read(frame: Frame) -> None:
+    """Read a frame as its receiver would."""
+    match frame.kind:
+        case FrameKind.CONTROL:
+            read_control(frame)
+        case FrameKind.DATA:
+            read_data(frame)
+        case FrameKind.TOKENS:
+            read_tokens(frame, n_sampled=1)
+        case FrameKind.EXTRAS:
+            read_extras(frame)
+        case FrameKind.SEQUENCE:
+            read_sequence(frame)
+        case FrameKind.ERROR:
+            read_error(frame)
+
+
+def good_frames() -> dict[Purpose, list[Frame]]:
+    groups = tuple(
+        RowGroup(sequence_id=SequenceId(i), slot=SlotId(i), position=7, n_rows=2, n_sampled=i % 2)
+        for i in range(3)
+    )
+    batch = MicroBatch(epoch=Epoch(1), step=StepId(9), groups=groups, token_ids=tuple(range(6)))
+    sampling = Sampling.of(SamplingParams(temperature=0.5))
+    logprobs = [RowLogprobs(0, 5, -0.5, [TopLogprob(5, -0.5), TopLogprob(6, -1.5)])]
+    return {
+        Purpose.CONTROL: [
+            control_frame(Status(request=1)),
+            error_frame(LinkError("x"), step=1),
+            Frame(kind=FrameKind.HEARTBEAT, epoch=1, step=2),
+            Frame(kind=FrameKind.BYE),
+        ],
+        Purpose.DATA: [
+            data_frame(
+                Step(batch=batch, dtype=DType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
+            ),
+            sequence_frame(OpenSequence(sequence_id=1, slot=2, sampling=sampling), epoch=1),
+            extras_frame(
+                Extras(timings=[StageTiming(0, 1, 2)], logprobs=logprobs), epoch=1, step=9
+            ),
+            tokens_frame([5], epoch=1, step=9),
+            Frame(kind=FrameKind.BYE),
+        ],
+    }
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Change a few bytes, cut something out, repeat something or add rubbish."""
+    result = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(result) + 1)
+        match rng.randrange(5):
+            case 0:
+                result[at : at + 1] = rng.randbytes(1)
+            case 1:
+                del result[at : at + rng.randint(1, 20)]
+            case 2:
+                result[at:at] = rng.randbytes(rng.randint(1, 20))
+            case 3:
+                result[at:at] = result[at : at + rng.randint(1, 60)]
+            case 4:
+                result[at : at + 4] = rng.choice([b"\xff" * 4, bytes(4), b"\x00\x00\x00\x80"])
+    return bytes(result)
+
+
+def drive(machine: LinkMachine, data: bytes, rng: random.Random) -> bool:
+    """Feed a stream, read what comes. Gives whether anything was refused."""
+    events = feed(machine, data, [rng.randrange(1 << 20) for _ in range(3)])
+    events += machine.eof()
+    refused = False
+    for event in events:
+        match event:
+            case LinkFailed():
+                assert event is events[-1]
+                assert isinstance(event.error, ShardnetError)
+                refused |= isinstance(event.error, RemoteProtocolError)
+            case FrameReceived():
+                try:
+                    read(event.frame)
+                except RemoteProtocolError:
+                    refused = True
+    assert machine.state is LinkState.ENDED
+    return refused
+
+
+def check_memory(taken: list[int]) -> None:
+    assert taken, "the fuzzer never got as far as a body"
+    assert max(taken) <= SMALL.data_payload_bytes
+
+
+@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.DATA])
+def test_mutated_frames_on_a_link_that_is_up(purpose: Purpose, taken: list[int]) -> None:
+    rng = random.Random(1)
+    stream = joined([b for f in good_frames()[purpose] for b in pack_frame(f, SMALL)])
+    assert not drive(pair(purpose, SMALL).b, stream, rng), "the unmutated stream is good"
+    n_refused = sum(drive(pair(purpose, SMALL).b, mutated(stream, rng), rng) for _ in range(ROUNDS))
+    assert n_refused > ROUNDS // 4, "mutations that nothing notices test nothing"
+    check_memory(taken)
+
+
+@pytest.mark.parametrize("initiator", [True, False])
+def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
+    rng = random.Random(2)
+    stream = PREAMBLE + joined(pack_frame(hello_frame(hello("b")), SMALL))
+    n_refused = 0
+    for _ in range(ROUNDS):
+        machine = LinkMachine(hello(), initiator=initiator, limits=SMALL)
+        n_refused += drive(machine, mutated(stream, rng), rng)
+    assert n_refused > ROUNDS // 4
+    assert taken
+    assert max(taken) <= SMALL.hello_meta_bytes
+
+
+@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.DATA])
+def test_random_metas_behind_good_headers(purpose: Purpose, taken: list[int]) -> None:
+    rng = random.Random(3)
+    for _ in range(ROUNDS):
+        kind = rng.choice(list(FrameKind))
+        meta, payload = rng.randbytes(rng.randrange(60)), rng.randbytes(rng.choice([0, 4, 40]))
+        header = HEADER.pack(
+            0x4E53, kind, rng.choice([0, 0, 1]), len(meta), len(payload), 1, rng.choice([0, 5])
+        )
+        drive(pair(purpose, SMALL).b, header + meta + payload, rng)
+    check_memory(taken)
+
+
+def test_random_bytes() -> None:
+    rng = random.Random(4)
+    for _ in range(ROUNDS):
+        drive(pair(Purpose.DATA, SMALL).b, rng.randbytes(rng.randrange(1, 80)), rng)
+
+
+def test_the_fuzzer_sees_what_is_refused() -> None:
+    """A stream cut short is not refused; one wrong length is."""
+    rng = random.Random(5)
+    good = joined(pack_frame(good_frames()[Purpose.DATA][0], SMALL))
+    up = pair(Purpose.DATA, SMALL)
+    assert not drive(up.b, good[:-1], rng)
+    assert drive(pair(Purpose.DATA, SMALL).b, good[:4] + b"\xff" * 4 + good[8:], rng)
