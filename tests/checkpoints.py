@@ -1,0 +1,122 @@
+"""Tiny random checkpoints in Hugging Face layout, written by transformers' own classes.
+
+Every parameter is random, biases and norms too, so that no part of the maths can hide. The same
+arguments give the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+VOCAB_SIZE = 320
+"""Wider than the tokenizer's 300 tokens: the last 20 rows pad the vocabulary."""
+N_TOKENS = 300
+BOS_ID, EOS_ID = 0, 1
+
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
+
+def make_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    with_tokenizer: bool = True,
+    **config: Any,
+) -> Path:
+    """Write a random Llama checkpoint; `config` overrides LlamaConfig's fields. Return `folder`."""
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**defaults | config))
+    return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
+
+
+def make_gpt2(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    with_tokenizer: bool = True,
+    **config: Any,
+) -> Path:
+    """Write a random GPT-2 checkpoint; `config` overrides GPT2Config's fields. Return `folder`."""
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 48,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 512,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**defaults | config))
+    return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE of 300 tokens whose post-processor puts `<s>` in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=N_TOKENS,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = (
+        "It is a truth universally acknowledged, that a single man in possession of a good fortune"
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    assert tokenizer.get_vocab_size() == N_TOKENS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS_ID)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _save(
+    model: PreTrainedModel,
+    folder: Path,
+    seed: int,
+    dtype: torch.dtype,
+    max_shard_size: str,
+    with_tokenizer: bool,
+) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if with_tokenizer:
+        make_tokenizer(folder)
+    return folder
