@@ -165,3 +165,12 @@ def error_for_code(code: int, message: str) -> ShardnetError:
     """
     by_code = {kind.code: kind for kind in _tree(ShardnetError)}
     return by_code.get(code, ShardnetError)(message)
+
+
+def first_error(group: BaseExceptionGroup[ShardnetError]) -> ShardnetError:
+    """Return the error that a task group failed with first, out of nested groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ShardnetError)
+    return error

@@ -7,12 +7,18 @@ an end. Must not know what the requests do: whoever owns the link hands in a han
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
-from shardnet.errors import PeerSilentError, RemoteProtocolError, ShardnetError
+from shardnet.errors import (
+    CancelledRequestError,
+    PeerSilentError,
+    RemoteProtocolError,
+    ShardnetError,
+    first_error,
+)
 from shardnet.transport.link import Link
 from shardnet.wire.frames import FrameKind
 from shardnet.wire.messages import (
@@ -41,16 +47,17 @@ REPLY_SILENCE_S = 30.0
 Request = (
     Status | IdentifyModel | LoadStage | ConnectRing | UnloadStage | PlanRequest | Generate | Unload
 )
-Incoming = Request | Cancel | RingBroken
+Incoming = Request | RingBroken
 Answer = TypeVar("Answer", bound=ControlMessage)
-Handler = Callable[["ControlLink", Incoming], Awaitable[None]]
+Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 
 
 class ControlLink:
     """Requests and answers over one link, in both directions.
 
     Whatever comes in and answers none of our requests goes to `handler`, each message in a task of
-    its own. A ShardnetError that the handler raises is sent back as Failed.
+    its own. A ShardnetError that the handler raises is sent back as Failed. Giving up waiting for
+    an answer cancels the request at the peer.
     """
 
     def __init__(self, link: Link, handler: Handler) -> None:
@@ -58,7 +65,9 @@ class ControlLink:
         self._handler = handler
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
-        self._ended: ShardnetError | None = None
+        self._handling: dict[int, asyncio.Task[None]] = {}
+        self.ended: ShardnetError | None = None
+        """What ended the link, None while it lives."""
 
     @property
     def peer_name(self) -> str:
@@ -111,12 +120,16 @@ class ControlLink:
         The iterator raises what the peer reported with Failed, and LinkError when the link ends.
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
-        if self._ended is not None:
-            raise self._ended
+        if self.ended is not None:
+            raise self.ended
         self._answers[message.request] = answers
         try:
             self.send(message)
             yield _unpacked(answers, self.peer_name)
+        except asyncio.CancelledError:
+            if not self.link.closed:
+                self.send(Cancel(request=message.request))
+            raise
         finally:
             del self._answers[message.request]
 
@@ -129,8 +142,8 @@ class ControlLink:
             async with asyncio.TaskGroup() as tasks:
                 await self._read(tasks)
         except* ShardnetError as group:
-            error = _first(group)
-            self._ended = error
+            error = first_error(group)
+            self.ended = error
             for answers in self._answers.values():
                 answers.put_nowait(error)
             raise error from None
@@ -140,19 +153,38 @@ class ControlLink:
             frame = await self.link.receive()
             if frame.kind is not FrameKind.CONTROL:
                 raise RemoteProtocolError(f"{self.peer_name} sent {frame.kind.name} for control")
-            message = read_control(frame)
-            if isinstance(message, Incoming):
-                tasks.create_task(self._handle(message))
-            elif message.request in self._answers:
-                self._answers[message.request].put_nowait(message)
+            match read_control(frame):
+                case Cancel(request=request):
+                    if request in self._handling:
+                        self._handling[request].cancel()
+                case RingBroken() as notice:
+                    tasks.create_task(self._handler(self, notice))
+                case message if isinstance(message, Request):
+                    self._begin(message, tasks)
+                case answer if answer.request in self._answers:
+                    self._answers[answer.request].put_nowait(answer)
 
-    async def _handle(self, message: Incoming) -> None:
+    def _begin(self, message: Request, tasks: asyncio.TaskGroup) -> None:
+        if message.request in self._handling:
+            raise RemoteProtocolError(f"{self.peer_name} used request {message.request} twice")
+        task = tasks.create_task(self._handle(message))
+        self._handling[message.request] = task
+        task.add_done_callback(lambda _: self._handling.pop(message.request))
+
+    async def _handle(self, message: Request) -> None:
+        """Carry out a request; whatever ends it early is told to the peer."""
         try:
             await self._handler(self, message)
         except ShardnetError as error:
-            if not (self.link.closed or isinstance(message, Cancel | RingBroken)):
-                text = str(error)[:MAX_EXPLANATION]
-                self.send(Failed(request=message.request, code=error.code, message=text))
+            self._refuse(message, error)
+        except asyncio.CancelledError:
+            self._refuse(message, CancelledRequestError("the request was cancelled"))
+            raise
+
+    def _refuse(self, message: Request, error: ShardnetError) -> None:
+        if not self.link.closed:
+            text = str(error)[:MAX_EXPLANATION]
+            self.send(Failed(request=message.request, code=error.code, message=text))
 
 
 async def _unpacked(
@@ -165,12 +197,3 @@ async def _unpacked(
         if isinstance(answer, Failed):
             raise reported_error(answer, peer_name)
         yield answer
-
-
-def _first(group: BaseExceptionGroup[ShardnetError]) -> ShardnetError:
-    """Return the first error inside nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, ShardnetError)
-    return error

@@ -1,4 +1,4 @@
-"""Text as it comes: single tokens into whole characters, and the strings and ids that stop it.
+"""Text as it comes: single tokens into whole characters, and the strings that stop it.
 
 Knows how a tokenizer's pieces join and nothing of where tokens come from. Must not know torch.
 """
@@ -6,7 +6,7 @@ Knows how a tokenizer's pieces join and nothing of where tokens come from. Must 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shardnet.errors import SamplingError
 from shardnet.model.tokenizer import Tokenizer
@@ -115,17 +115,35 @@ class StopScanner:
         return longest
 
 
-class TokenStops:
-    """The token ids that end a sequence: the model's own eos ids and those the request names."""
+class TextStream:
+    """One sequence's text as a reader sees it: whole characters, up to a stop string.
+
+    Without a tokenizer there is no text, only tokens.
+    """
 
     def __init__(
-        self, eos_ids: Iterable[int], stop_ids: Iterable[int] = (), *, ignore_eos: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        keep_special_tokens: bool = False,
     ) -> None:
-        self._ids = frozenset(stop_ids) | (frozenset() if ignore_eos else frozenset(eos_ids))
+        """Raise SamplingError when a stop string is empty."""
+        self._decoder = (
+            IncrementalDecoder(tokenizer, keep_special_tokens=keep_special_tokens)
+            if tokenizer
+            else None
+        )
+        self._scanner = StopScanner(stops)
 
-    def stops(self, token_id: int) -> bool:
-        """Whether this token ends its sequence; its text is not shown."""
-        return token_id in self._ids
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Take one more token; return what may be shown and whether a stop string was found."""
+        return self._scanner.push(self._decoder.push(token_id) if self._decoder else "")
+
+    def finish(self) -> str:
+        """Return what is still held back, when no more tokens come."""
+        shown, _ = self._scanner.push(self._decoder.finish() if self._decoder else "")
+        return shown + self._scanner.finish()
 
 
 def _borders(word: str) -> list[int]:

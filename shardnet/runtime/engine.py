@@ -7,7 +7,7 @@ travels (pipeline.py), and knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
@@ -161,7 +161,7 @@ class Engine:
         """Requests that wait or run."""
         return self._scheduler.n_active
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Run one request and yield its events, the last a GenerationFinished.
 
         Closing the iterator early cancels the request and frees its slot on every stage. Raises

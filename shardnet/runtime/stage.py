@@ -25,7 +25,7 @@ from shardnet.runtime.compute import (
     StepFailed,
 )
 from shardnet.runtime.executor import Executor, Timed
-from shardnet.types import StepId
+from shardnet.types import SequenceId, StepId
 
 _HANDED_OVER = 2
 """Inputs given to the compute thread and not sent on yet: one computes, one waits at its side."""
@@ -67,6 +67,8 @@ class StageWorker:
         self._source = source
         self._sink = sink
         self._on_step_done = on_step_done
+        self.open_sequences: set[SequenceId] = set()
+        """Sequences that own a slot here, as far as this stage has taken them in."""
         self._under_way: asyncio.Queue[asyncio.Task[StageOutput]] = asyncio.Queue(_HANDED_OVER)
 
     async def run(self) -> None:
@@ -81,6 +83,10 @@ class StageWorker:
     async def _take_in(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             arrived = await self._source.receive()
+            if isinstance(arrived, SequenceOpened):
+                self.open_sequences.add(arrived.sequence_id)
+            elif isinstance(arrived, SequenceClosed):
+                self.open_sequences.discard(arrived.sequence_id)
             await self._under_way.put(tasks.create_task(self._process(arrived)))
 
     async def _pass_on(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.codec import from_bytes, to_bytes
+from shardnet.model.codec import from_bytes, to_bytes, torch_dtype
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import StageModel
 from shardnet.runtime.compute import Activations, Samples

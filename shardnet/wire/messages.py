@@ -8,7 +8,7 @@ becomes RemoteProtocolError here, at the edge. Knows nothing of what is done wit
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -194,9 +194,10 @@ class NodeInfo(_Strict, frozen=True, kw_only=True):
 
 
 class Status(_Tagged, frozen=True, kw_only=True):
-    """Ask a node who it is and whom it knows."""
+    """Ask a node who it is and, with `with_peers`, who those are that it knows."""
 
     request: RequestId
+    with_peers: bool
 
 
 class StatusReply(_Tagged, frozen=True, kw_only=True):
@@ -224,8 +225,7 @@ class ModelIdentity(_Tagged, frozen=True, kw_only=True):
 class LoadStage(_Tagged, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
-    `addresses` are the nodes of the ring in order; `room_blocks` the KV blocks to keep room for;
-    `threads` 0 leaves the number to the node.
+    `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     """
 
     request: RequestId
@@ -238,8 +238,6 @@ class LoadStage(_Tagged, frozen=True, kw_only=True):
     layers: tuple[U32, U32]
     dtype: Name
     context: U32
-    max_slots: U32
-    room_blocks: U32
     threads: U32
     addresses: Addresses
 
@@ -380,7 +378,7 @@ class Generate(_Tagged, frozen=True, kw_only=True):
     max_tokens: U32 = 256
     stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = []
     stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = []
-    bos: Name = "auto"
+    bos: Literal["auto", "on", "off"] = "auto"
     keep_special_tokens: bool = False
 
 

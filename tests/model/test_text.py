@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_tokenizer import KINDS, tokenizer_of
 
 from shardnet.errors import SamplingError
-from shardnet.model.text import IncrementalDecoder, StopScanner, TokenStops
+from shardnet.model.text import IncrementalDecoder, StopScanner
 from shardnet.model.tokenizer import Tokenizer
 
 
@@ -170,13 +170,3 @@ def test_held_text_is_shown_when_the_text_ends() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(SamplingError, match="must not be empty"):
         StopScanner(["a", ""])
-
-
-# --- token stops
-
-
-def test_token_stops() -> None:
-    stops = TokenStops([2, 5], [9])
-    assert [token_id for token_id in range(12) if stops.stops(token_id)] == [2, 5, 9]
-    ignoring = TokenStops([2, 5], [5, 9], ignore_eos=True)
-    assert [token_id for token_id in range(12) if ignoring.stops(token_id)] == [5, 9]

@@ -1,0 +1,174 @@
+"""What a node does for clients: plans, generations, unloading.
+
+Knows the client messages and turns the engine's events into them. Must not plan or load itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from shardnet.cluster.control import ControlLink
+from shardnet.cluster.head import Elsewhere, Head, Lead
+from shardnet.errors import UsageError
+from shardnet.model.text import TextStream
+from shardnet.model.tokenizer import Tokenizer, check_token_ids
+from shardnet.runtime.engine import (
+    GenerationFinished,
+    GenerationRequest,
+    RequestTiming,
+    TokenGenerated,
+)
+from shardnet.types import TokenLogprobs
+from shardnet.wire.messages import (
+    Done,
+    Finished,
+    Generate,
+    NodeProgress,
+    PlanRequest,
+    Redirect,
+    StageShare,
+    TextPiece,
+    Timing,
+    TokenDetail,
+    TopToken,
+    Unload,
+)
+
+
+class Clients:
+    """Serves the client messages of all control links of a node."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    async def plan(self, control: ControlLink, message: PlanRequest) -> None:
+        """Answer with the plan, or with where to ask."""
+        plan = await self._head.plan(message.choice)
+        if isinstance(plan, Elsewhere):
+            control.send(Redirect(request=message.request, address=plan.address))
+        else:
+            control.send(plan.reply(message.request))
+
+    async def unload(self, control: ControlLink, message: Unload) -> None:
+        """Free the model of the ring this node leads, or tell where to ask."""
+        elsewhere = await self._head.unload()
+        if elsewhere is None:
+            control.send(Done(request=message.request))
+        else:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+
+    async def generate(self, control: ControlLink, message: Generate) -> None:
+        """Run one request and stream what it makes."""
+        message.sampling.params().check()
+        lead = await self._head.lead(
+            message.choice,
+            on_plan=lambda plan: control.send(plan.reply(message.request)),
+            on_progress=lambda rank, done, total: control.send(
+                NodeProgress(request=message.request, rank=rank, done_bytes=done, total_bytes=total)
+            ),
+        )
+        if isinstance(lead, Elsewhere):
+            control.send(Redirect(request=message.request, address=lead.address))
+            return
+        prompt = _prompt_ids(message, lead)
+        request = GenerationRequest(
+            prompt=tuple(prompt),
+            sampling=message.sampling.params(),
+            max_tokens=message.max_tokens,
+            stop_ids=frozenset(message.stop_token_ids) | frozenset(lead.eos_ids),
+            text=_text_stream(message, lead),
+        )
+        async with aclosing(lead.ring.engine.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, TokenGenerated):
+                    control.send(_piece(message, event, lead.tokenizer))
+                    await control.link.drain()
+                else:
+                    control.send(_finished(message, event, prompt, lead.load_s))
+
+
+def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
+    """Return the prompt's token ids, checked against the vocabulary.
+
+    Raises UsageError for an id the model does not have, an empty prompt, or text where the
+    checkpoint has no tokenizer.
+    """
+    vocab_size = lead.ring.spec.vocab_size
+    if message.token_ids is not None:
+        token_ids = list(message.token_ids)
+    elif lead.tokenizer is None:
+        raise UsageError(
+            f"{lead.plan.facts.path} has no tokenizer.json: give the prompt as --token-ids"
+        )
+    else:
+        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
+    check_token_ids(token_ids, vocab_size)
+    return token_ids
+
+
+def _text_stream(message: Generate, lead: Lead) -> TextStream:
+    if lead.tokenizer is None and message.stop:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer.json: --stop needs one")
+    return TextStream(
+        lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
+    )
+
+
+def _piece(message: Generate, event: TokenGenerated, tokenizer: Tokenizer | None) -> TextPiece:
+    detail = None if event.logprobs is None else [_detail(event.logprobs, tokenizer)]
+    return TextPiece(
+        request=message.request,
+        token_ids=[event.token_id],
+        tokens=[_token_text(event.token_id, tokenizer)],
+        text=event.text,
+        logprobs=detail,
+    )
+
+
+def _detail(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenDetail:
+    raw = tokenizer.token_bytes(logprobs.token_id) if tokenizer else b""
+    return TokenDetail(
+        token_id=logprobs.token_id,
+        token=_token_text(logprobs.token_id, tokenizer),
+        bytes=list(raw),
+        logprob=logprobs.logprob,
+        top=[
+            TopToken(token_id=token_id, token=_token_text(token_id, tokenizer), logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    return tokenizer.token_text(token_id) if tokenizer else ""
+
+
+def _finished(
+    message: Generate, event: GenerationFinished, prompt: Sequence[int], load_s: float
+) -> Finished:
+    return Finished(
+        request=message.request,
+        finish_reason=event.reason.value,
+        prompt_token_ids=list(prompt),
+        text=event.text,
+        timing=_timing(event.timing, load_s),
+    )
+
+
+def _timing(timing: RequestTiming, load_s: float) -> Timing:
+    return Timing(
+        load_s=load_s,
+        ttft_s=timing.ttft_s,
+        decode_tok_s=timing.decode_tok_s,
+        total_s=load_s + timing.total_s,
+        per_stage=[
+            StageShare(
+                rank=stage.rank,
+                compute_ms=stage.compute_ms,
+                queue_ms=stage.queue_ms,
+                wire_ms=stage.wire_ms,
+            )
+            for stage in timing.per_stage
+        ],
+    )

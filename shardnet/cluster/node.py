@@ -1,0 +1,414 @@
+"""The node: the composition root that ties listener, peers, stage and head together.
+
+Knows who answers which message. Everything a node does is done elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from shardnet import __version__
+from shardnet.cluster.clients import Clients
+from shardnet.cluster.control import ControlLink, Incoming
+from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.peers import Peers, split_address
+from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.seat import RingSeat
+from shardnet.cluster.stage_host import StageHost
+from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.errors import ShardnetError, UsageError, error_for_code, first_error
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.loading import ModelFacts, StageOrder, identify
+from shardnet.transport import tcp
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.memory import memory_pair
+from shardnet.types import DType, LayerRange, NodeId
+from shardnet.wire.messages import (
+    ConnectRing,
+    Done,
+    Generate,
+    Hello,
+    IdentifyModel,
+    LoadProgress,
+    LoadStage,
+    ModelIdentity,
+    NodeInfo,
+    PlanRequest,
+    Purpose,
+    RingBroken,
+    Role,
+    StageInfo,
+    StageReady,
+    Status,
+    StatusReply,
+    Unload,
+    UnloadStage,
+)
+
+PEER_STATUS_S = 2.0
+"""How long a node waits for a peer's status before it tells of its peers without that one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What a node is told at its start. `threads` 0 is a share of the machine's cores."""
+
+    node: NodeId
+    name: str
+    budget: MemoryBudget
+    threads: int
+    peers: tuple[str, ...]
+    local_nodes: LocalNodes
+    log: Callable[[str], None]
+
+
+class Node:
+    """One node. Runs inside `running`, which owns its tasks."""
+
+    def __init__(self, settings: NodeSettings, tasks: asyncio.TaskGroup) -> None:
+        self._settings = settings
+        self._tasks = tasks
+        self._address = ""
+        self._client_links: set[Link] = set()
+        self._reader = Executor("shardnet-identify", niceness=10)
+        self._host = StageHost(dial=self._dial_data)
+        self._peers = Peers(dial=self._dial_control, handler=self._handle, tasks=tasks)
+        self._head = Head(self)
+        self._clients = Clients(self._head)
+
+    @property
+    def node(self) -> NodeId:
+        """This node's id."""
+        return self._settings.node
+
+    @property
+    def address(self) -> str:
+        """Where this node listens, "" where it does not."""
+        return self._address
+
+    @property
+    def threads(self) -> int:
+        """Threads a stage computes with: as told, or the share among this machine's nodes."""
+        if self._settings.threads:
+            return self._settings.threads
+        return share_of_cores(available_cores(), len(self._settings.local_nodes.list()))
+
+    def listening_at(self, address: str) -> None:
+        """Tell the node where it can be reached."""
+        self._address = address
+
+    async def client(self) -> Link:
+        """Open a control link to this node from its own process."""
+        ours = self._hello(Purpose.CONTROL)
+        near, far = await memory_pair(replace(ours, role=Role.CLIENT), ours, options=self.options)
+        await self.accept(far)
+        return near
+
+    @property
+    def options(self) -> LinkOptions:
+        """How this node's links behave."""
+        return LinkOptions(progress=lambda: self._host.progress)
+
+    def hello(self, peer: Hello) -> Hello:
+        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
+        if peer.purpose is Purpose.DATA:
+            self._host.check_hello(peer)
+        return replace(self._hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
+
+    async def accept(self, link: Link) -> None:
+        """Take a link that is up."""
+        if link.peer.purpose is Purpose.DATA:
+            self._host.accept(link)
+        elif link.peer.role is Role.NODE:
+            self._peers.adopt(link)
+        else:
+            self._tasks.create_task(self._serve_client(link))
+
+    async def keep_peers(self) -> None:
+        """Keep links to the peers that were named."""
+        async with asyncio.TaskGroup() as tasks:
+            for address in self._settings.peers:
+                tasks.create_task(self._peers.keep(address, self._settings.log))
+
+    async def close(self) -> None:
+        """Unload what this node leads, leave what it follows, end the threads."""
+        await self._head.close()
+        await self._host.close()
+        await self._peers.close()
+        await asyncio.gather(*(link.close() for link in self._client_links))
+        self._reader.close()
+
+    # --- what the head needs to know (head.Neighbourhood)
+
+    async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
+        """Return the nodes at `addresses`, or without any this node and its peers."""
+        if not addresses:
+            return [self.info(), *await self._peer_infos()]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asks = [tasks.create_task(self._info_at(address)) for address in addresses]
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        infos = [ask.result() for ask in asks]
+        for place, info in enumerate(infos):
+            if info.node in {other.node for other in infos[:place]}:
+                raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
+        return infos
+
+    async def identify(self, model: str) -> ModelFacts:
+        """Look at a checkpoint on this node."""
+        return await self._reader.run(lambda: identify(model))
+
+    async def port(self, node: NodeInfo) -> StagePort:
+        """Return the port to a node."""
+        if node.node == self.node:
+            return LocalPort(
+                self._host, self.node, self._settings.name, self._identify_own, self._load_own
+            )
+        return RemotePort(await self._peers.link_to(node.address), self._peers.watch)
+
+    def head_elsewhere(self) -> Elsewhere | None:
+        """Return the head of the ring this node has a seat in, None if that is itself."""
+        seat = self._host.seat
+        if seat is None or seat.owner == self.node or seat.is_over:
+            return None
+        return Elsewhere(address=seat.addresses[0], model=seat.model)
+
+    async def free_stage(self) -> None:
+        """Free the weights that a ring left behind here."""
+        await self._host.unload(self.node)
+
+    def info(self) -> NodeInfo:
+        """Describe this node."""
+        loaded, seat = self._host.loaded, self._host.seat
+        budget = self._settings.budget
+        total = budget.total_bytes(len(self._settings.local_nodes.list()))
+        stage = None
+        if loaded is not None:
+            layers = loaded.order.layers
+            stage = StageInfo(
+                model=loaded.order.model,
+                layers=(layers.start, layers.end),
+                rank=seat.rank if seat else 0,
+            )
+        return NodeInfo(
+            node=self.node,
+            name=self._settings.name,
+            address=self._address,
+            version=__version__,
+            device=budget.device.description,
+            memory_bytes=total,
+            memory_free_bytes=max(0, total - budget.used_bytes),
+            cores=available_cores(),
+            threads=self.threads,
+            dtypes=[dtype.value for dtype in budget.device.dtypes],
+            host_id=make_host_id(),
+            stage=stage,
+        )
+
+    # --- messages
+
+    async def _serve_client(self, link: Link) -> None:
+        """Serve a client until it leaves; how it leaves does not matter."""
+        self._client_links.add(link)
+        try:
+            await ControlLink(link, self._handle).serve()
+        except ShardnetError:
+            link.abort("the client has gone")
+        finally:
+            self._client_links.discard(link)
+
+    async def _handle(self, control: ControlLink, message: Incoming) -> None:
+        match message:
+            case Status(request=request, with_peers=with_peers):
+                peers = await self._peer_infos() if with_peers else []
+                control.send(StatusReply(request=request, node=self.info(), peers=peers))
+            case IdentifyModel(request=request, model=model):
+                model_id = await self._identify_own(model)
+                control.send(ModelIdentity(request=request, model_id=model_id))
+            case LoadStage():
+                await self._load_for_peer(control, message)
+            case ConnectRing(request=request, ring=ring, epoch=epoch):
+                await self._host.join(ring, epoch)
+                control.send(Done(request=request))
+            case UnloadStage(request=request, ring=ring):
+                await self._unload_stage(control.link.peer.node, ring)
+                control.send(Done(request=request))
+            case RingBroken(ring=ring, code=code, message=text):
+                cause = error_for_code(code, f"{control.peer_name}: {text}")
+                self._head.ring_broken(ring, cause)
+            case PlanRequest():
+                await self._clients.plan(control, message)
+            case Generate():
+                await self._clients.generate(control, message)
+            case Unload():
+                await self._clients.unload(control, message)
+
+    async def _load_for_peer(self, control: ControlLink, message: LoadStage) -> None:
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            if not control.link.closed:
+                control.send(
+                    LoadProgress(
+                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
+                    )
+                )
+
+        def broken(error: ShardnetError) -> None:
+            if not control.link.closed:
+                control.send(
+                    RingBroken(
+                        ring=message.ring,
+                        epoch=message.epoch,
+                        code=error.code,
+                        message=str(error)[:2000],
+                    )
+                )
+
+        ready = await self._load(message, control.link.peer.node, progress, broken)
+        control.send(ready)
+
+    async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
+        def broken(error: ShardnetError) -> None:
+            self._head.ring_broken(message.ring, error)
+
+        return await self._load(message, self.node, progress, broken)
+
+    async def _load(
+        self,
+        message: LoadStage,
+        owner: str,
+        progress: Progress,
+        broken: Callable[[ShardnetError], None],
+    ) -> StageReady:
+        budget, n_nodes = self._settings.budget, len(self._settings.local_nodes.list())
+        order = StageOrder(
+            model=message.model,
+            model_id=message.model_id,
+            layers=LayerRange(*message.layers),
+            dtype=DType(message.dtype),
+            context=message.context,
+            device=budget.device.kind,
+        )
+        threads = message.threads or self.threads
+        loaded, reused = await self._host.load(
+            message,
+            order,
+            owner=owner,
+            threads=threads,
+            memory_bytes=budget.total_bytes(n_nodes),
+            on_progress=progress,
+            on_broken=broken,
+        )
+        budget.used_bytes = loaded.weight_bytes
+        self._settings.log(
+            f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "
+            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
+        )
+        return StageReady(
+            request=message.request,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            reused=reused,
+            kernel=loaded.kernel,
+            load_s=loaded.load_s,
+        )
+
+    async def _unload_stage(self, owner: str, ring: str) -> None:
+        """Free the stage of a ring. One that has another ring by now is left alone."""
+        if self._host.seat is not None and self._host.seat.ring != ring:
+            return
+        await self._host.unload(owner)
+        self._settings.budget.used_bytes = 0
+        self._settings.log("freed the stage")
+
+    async def _identify_own(self, model: str) -> str:
+        return (await self.identify(model)).model_id
+
+    # --- links
+
+    def _hello(self, purpose: Purpose) -> Hello:
+        return Hello(
+            purpose=purpose,
+            role=Role.NODE,
+            node=self.node,
+            name=self._settings.name,
+            version=__version__,
+        )
+
+    async def _dial_control(self, address: str) -> Link:
+        host, port = split_address(address)
+        return await tcp.connect(host, port, self._hello(Purpose.CONTROL), options=self.options)
+
+    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
+        host, port = split_address(address)
+        hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
+        return await tcp.connect(host, port, hello, options=self.options)
+
+    # --- other nodes
+
+    async def _info_at(self, address: str) -> NodeInfo:
+        """Ask the node at `address`, which may be this one, who it is."""
+        if address == self._address:
+            return self.info()
+        control = await self._peers.link_to(address)
+        if control.link.peer.node == self.node:
+            return replace(self.info(), address=address)
+        return replace(await self._ask_status(control), address=address)
+
+    async def _peer_infos(self) -> list[NodeInfo]:
+        """Ask every linked peer; one that does not answer in time is left out."""
+
+        async def ask(control: ControlLink) -> NodeInfo | None:
+            try:
+                async with asyncio.timeout(PEER_STATUS_S):
+                    return await self._ask_status(control)
+            except (ShardnetError, TimeoutError):
+                return None
+
+        infos = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
+        return [info for info in infos if info is not None]
+
+    async def _ask_status(self, control: ControlLink) -> NodeInfo:
+        ask = Status(request=control.next_request(), with_peers=False)
+        return (await control.ask(ask, StatusReply)).node
+
+
+@asynccontextmanager
+async def running(settings: NodeSettings) -> AsyncIterator[Node]:
+    """Run a node that is not listening, for the process it is in; see `listening`."""
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(settings, tasks)
+        keeping = tasks.create_task(node.keep_peers())
+        try:
+            yield node
+        finally:
+            keeping.cancel()
+            await node.close()
+
+
+@asynccontextmanager
+async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterator[Node]:
+    """Run a node that listens on `host`; port 0 takes a free one.
+
+    Raises ConfigurationError when the address cannot be used.
+    """
+    async with running(settings) as node:
+        listener = await tcp.listen(
+            host,
+            port,
+            node.hello,
+            node.accept,
+            on_failure=lambda peer, error: settings.log(f"refused a link from {peer}: {error}"),
+            options=node.options,
+        )
+        node.listening_at(listener.address)
+        try:
+            yield node
+        finally:
+            await listener.close()

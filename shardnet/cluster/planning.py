@@ -1,0 +1,172 @@
+"""From what a client asks for to a plan: which nodes there are, what the model is, who gets what.
+
+Knows how to gather what the pure planner (placement.py) needs, and how to settle the wire dtype.
+Must not load anything or start a ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from shardnet.cluster.placement import Candidate, ModelShape, Placement, place, place_exactly
+from shardnet.errors import PlanError, ShardnetError, UsageError, first_error
+from shardnet.model.config import ModelConfig
+from shardnet.model.footprint import (
+    activation_peak_bytes,
+    embedding_weight_bytes,
+    head_weight_bytes,
+    kv_block_bytes,
+    layer_weight_bytes,
+)
+from shardnet.runtime.loading import ModelFacts
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, NodeId
+from shardnet.wire.messages import LeftOut, ModelChoice, NodeInfo, PlannedStage, PlanReply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan with everything a ring needs to be built from it."""
+
+    choice: ModelChoice
+    facts: ModelFacts
+    dtype: DType
+    context: int
+    nodes: tuple[NodeInfo, ...]
+    placement: Placement
+    left_out_names: dict[NodeId, str]
+
+    def reply(self, request: int) -> PlanReply:
+        """Tell the plan."""
+        return PlanReply(
+            request=request,
+            model=self.choice.model,
+            model_id=self.facts.model_id,
+            dtype=self.dtype.value,
+            context=self.context,
+            stages=[
+                PlannedStage(
+                    rank=rank,
+                    node=node.node,
+                    name=node.name,
+                    address=node.address,
+                    layers=(stage.layers.start, stage.layers.end),
+                    weight_bytes=stage.weight_bytes,
+                    kv_bytes=stage.kv_bytes,
+                )
+                for rank, (node, stage) in enumerate(
+                    zip(self.nodes, self.placement.stages, strict=True)
+                )
+            ],
+            left_out=[
+                LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
+                for out in self.placement.left_out
+            ],
+            why=self.placement.why,
+        )
+
+
+def make_plan(choice: ModelChoice, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> Plan:
+    """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
+
+    Raises PlanError when it does not fit, UsageError for a context the model does not have.
+    """
+    context = _context(choice, facts.config)
+    dtype = settle_dtype(choice.dtype, facts.config, nodes)
+    shape = model_shape(facts.config, dtype, context)
+    candidates = [
+        Candidate(node=NodeId(n.node), name=n.name, memory_bytes=n.memory_bytes) for n in nodes
+    ]
+    layers = [LayerRange(start, end) for start, end in choice.layers] or None
+    if choice.nodes:
+        placement = place_exactly(shape, candidates, layers)
+    elif layers is not None:
+        if len(layers) > len(candidates):
+            raise PlanError(
+                f"--layers names {len(layers)} stages and {len(candidates)} nodes are known: "
+                "name the nodes with --nodes, or give fewer ranges"
+            )
+        placement = place_exactly(shape, candidates[: len(layers)], layers)
+    else:
+        placement = place(shape, candidates)
+    by_node = {node.node: node for node in nodes}
+    return Plan(
+        choice=choice,
+        facts=facts,
+        dtype=dtype,
+        context=context,
+        nodes=tuple(by_node[stage.node] for stage in placement.stages),
+        placement=placement,
+        left_out_names={NodeId(node.node): node.name for node in nodes},
+    )
+
+
+async def check_same_model(
+    model_id: str, own_name: str, others: Sequence[tuple[str, Callable[[], Awaitable[str]]]]
+) -> None:
+    """Make sure that every other stage's node holds the same model.
+
+    `others` has a node's name and how to ask it. Raises PlanError that names both nodes and ids,
+    or what a node reported, such as that it has no checkpoint there.
+    """
+
+    async def compare(name: str, ask: Callable[[], Awaitable[str]]) -> None:
+        other = await ask()
+        if other != model_id:
+            raise PlanError(
+                f"the nodes hold different models: {own_name} has {model_id[:12]}, {name} has "
+                f"{other[:12]}; copy one checkpoint to both"
+            )
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name, ask in others:
+                tasks.create_task(compare(name, ask))
+    except* ShardnetError as group:
+        raise first_error(group) from None
+
+
+def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
+    """Settle the ring's dtype: what was asked for, else the first that every node computes well.
+
+    The checkpoint's own dtype comes first, then bfloat16 for half-precision checkpoints, then
+    float32. Raises UsageError for an unknown name.
+    """
+    if requested != "auto":
+        try:
+            return DType(requested)
+        except ValueError:
+            raise UsageError(
+                f"--dtype {requested}: choose auto, bfloat16, float16 or float32"
+            ) from None
+    own = config.checkpoint_dtype or DType.FLOAT32
+    wanted = [own] if own is DType.FLOAT32 else [own, DType.BFLOAT16]
+    for dtype in wanted:
+        if all(dtype.value in node.dtypes for node in nodes):
+            return dtype
+    return DType.FLOAT32
+
+
+def model_shape(config: ModelConfig, dtype: DType, context: int) -> ModelShape:
+    """Say what the model weighs in `dtype` with one sequence of `context` positions."""
+    one_layer = LayerRange(config.n_layers - 1, config.n_layers)
+    blocks = -(-context // BLOCK_POSITIONS)
+    return ModelShape(
+        n_layers=config.n_layers,
+        layer_bytes=layer_weight_bytes(config, dtype),
+        embedding_bytes=embedding_weight_bytes(config, dtype),
+        head_bytes=head_weight_bytes(config, dtype),
+        kv_layer_bytes=blocks * kv_block_bytes(config, one_layer, dtype),
+        activation_bytes=activation_peak_bytes(
+            config, one_layer, PREFILL_CHUNK_ROWS, dtype, context
+        ),
+    )
+
+
+def _context(choice: ModelChoice, config: ModelConfig) -> int:
+    if choice.context > config.max_positions:
+        raise UsageError(
+            f"--context {choice.context}: the model has {config.max_positions} positions at most"
+        )
+    return choice.context or config.default_context

@@ -1,0 +1,183 @@
+"""A ring, as its head builds, keeps and ends it.
+
+Knows the order of commands that turn a plan into a running engine, and that a ring breaks as a
+whole. Must not choose plans or know clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardnet.cluster.stage_port import StagePort
+from shardnet.errors import PeerFailedError, ShardnetError, first_error
+from shardnet.runtime.engine import Engine
+from shardnet.runtime.pipeline import Pipeline
+from shardnet.runtime.scheduler import Scheduler
+from shardnet.types import DType, Epoch, LayerRange
+from shardnet.wire.messages import LoadStage, StageReady
+
+MAX_SLOTS = 64
+"""Sequences that run at once; more wait."""
+
+WATCH_EVERY_S = 5.0
+"""How often the head looks for a stuck stage."""
+
+OnStageProgress = Callable[[int, int, int], None]
+"""Takes (rank, bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSpec:
+    """What makes two rings the same: a request whose spec equals the ring's needs no loading.
+
+    `stamp` stands for the checkpoint's files, so that a changed checkpoint is loaded again.
+    """
+
+    model: str
+    model_id: str
+    stamp: tuple[tuple[str, int, int], ...]
+    addresses: tuple[str, ...]
+    layers: tuple[LayerRange, ...]
+    dtype: DType
+    context: int
+    threads: int
+    vocab_size: int
+
+
+class Ring:
+    """A built ring. `broken` holds what ended it, None while it runs."""
+
+    def __init__(self, spec: RingSpec, ports: Sequence[StagePort], epoch: Epoch) -> None:
+        self.spec = spec
+        self.name = secrets.token_hex(8)
+        self.epoch = epoch
+        self.broken: ShardnetError | None = None
+        self._ports = tuple(ports)
+        self._engine: Engine | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a ring that is built."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait or run."""
+        return self.broken is None and self._engine is not None and self._engine.n_active > 0
+
+    async def build(self, on_progress: OnStageProgress) -> float:
+        """Load every stage, connect them and start. Returns the seconds it took.
+
+        Raises what went wrong first, on whatever node; then, and when cancelled, no stage is left
+        loaded.
+        """
+        started = time.perf_counter()
+        try:
+            ready = await self._load(on_progress)
+            self._engine = self._make_engine(ready)
+            await self._connect(self._engine.pipeline)
+        except (ShardnetError, asyncio.CancelledError):
+            await self.unload()
+            raise
+        for port in self._ports:
+            port.watch(partial(self._lost, port.name))
+        self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
+        return time.perf_counter() - started
+
+    def break_(self, error: ShardnetError) -> None:
+        """End the ring: every request fails with `error`. The first cause counts."""
+        if self.broken is None:
+            self.broken = error
+            if self._engine is not None:
+                self._engine.fail(error)
+
+    async def unload(self) -> None:
+        """Free the stage on every node that still answers."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self.break_(PeerFailedError("the ring was unloaded"))
+        await asyncio.gather(*(self._unload(port) for port in self._ports))
+
+    async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loads = [
+                    tasks.create_task(self._load_stage(rank, port, on_progress))
+                    for rank, port in enumerate(self._ports)
+                ]
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        return [load.result() for load in loads]
+
+    async def _load_stage(
+        self, rank: int, port: StagePort, on_progress: OnStageProgress
+    ) -> StageReady:
+        spec = self.spec
+        message = LoadStage(
+            request=0,
+            ring=self.name,
+            epoch=self.epoch,
+            rank=rank,
+            n_stages=len(self._ports),
+            model=spec.model,
+            model_id=spec.model_id,
+            layers=(spec.layers[rank].start, spec.layers[rank].end),
+            dtype=spec.dtype.value,
+            context=spec.context,
+            threads=spec.threads,
+            addresses=list(spec.addresses),
+        )
+        return await port.load(message, lambda done, total: on_progress(rank, done, total))
+
+    async def _connect(self, pipeline: Pipeline) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for port in self._ports:
+                    tasks.create_task(port.connect(self.name, self.epoch, pipeline))
+        except* ShardnetError as group:
+            raise first_error(group) from None
+
+    def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
+        scheduler = Scheduler(
+            epoch=self.epoch,
+            n_stages=len(self._ports),
+            room_blocks=min(stage.room_blocks for stage in ready),
+            context=self.spec.context,
+            max_slots=MAX_SLOTS,
+        )
+        return Engine(
+            scheduler=scheduler,
+            make_pipeline=lambda on_answered, on_failed: Pipeline(
+                epoch=self.epoch,
+                vocab_size=self.spec.vocab_size,
+                clock_ns=time.perf_counter_ns,
+                on_answered=on_answered,
+                on_failed=on_failed,
+            ),
+            clock_ns=time.perf_counter_ns,
+        )
+
+    def _lost(self, name: str, error: ShardnetError) -> None:
+        self.break_(PeerFailedError(f"node {name} was lost: {error}"))
+
+    async def _watch(self) -> None:
+        while self.broken is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                self.engine.pipeline.check_progress(
+                    [(port.name, port.last_step) for port in self._ports]
+                )
+            except PeerFailedError as error:
+                self.break_(error)
+
+    async def _unload(self, port: StagePort) -> None:
+        with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left
+            await port.unload(self.name)

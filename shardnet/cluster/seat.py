@@ -1,0 +1,173 @@
+"""A node's seat in one ring: its two data links and the stage worker between them.
+
+Knows how the ring closes: each seat dials the next, the tail dials the head, and every seat is
+dialled by the one before. Must not know who planned the ring or what the stage computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
+from shardnet.runtime.compute import StageCompute
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.ring_links import LinkSink, LinkSource, TailLink, TailSink
+from shardnet.runtime.stage import StageSink, StageSource, StageWorker
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, StepId
+from shardnet.wire.messages import Hello, error_frame
+
+NEIGHBOUR_S = 10.0
+"""How long a seat waits for its neighbours' data links."""
+
+DialData = Callable[[str, "RingSeat"], Awaitable[Link]]
+"""Opens a data link to an address, for a seat."""
+
+
+class RingSeat:
+    """This node's place in one ring in one epoch.
+
+    `addresses` are the ring's nodes in order. `on_broken` is told once, with the cause, when the
+    ring breaks here before `leave`.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring: str,
+        epoch: Epoch,
+        rank: int,
+        addresses: tuple[str, ...],
+        model: str,
+        owner: str,
+        dial: DialData,
+        on_broken: Callable[[ShardnetError], None],
+    ) -> None:
+        self.owner = owner
+        """Node id of the head, which alone may end a busy seat."""
+        self.ring = ring
+        self.epoch = epoch
+        self.rank = rank
+        self.addresses = addresses
+        self.model = model
+        self.last_step = StepId(0)
+        self._dial = dial
+        self._on_broken = on_broken
+        self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        self._links: list[Link] = []
+        self._worker: StageWorker | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sequences are open on this stage."""
+        return not self.is_over and self._worker is not None and bool(self._worker.open_sequences)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ring broke here."""
+        return self._task is not None and self._task.done()
+
+    def accept(self, link: Link) -> None:
+        """Take the data link of the stage before this one.
+
+        Raises UsageError when the hello is for another ring, epoch or rank, or comes twice.
+        """
+        self.check_hello(link.peer)
+        self._upstream.set_result(link)
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise UsageError unless `hello` is that of the stage before this one, the first time."""
+        expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
+        if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
+            raise UsageError(
+                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} wants to send here, "
+                f"expected was rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
+            )
+
+    async def join(
+        self, compute: StageCompute, executor: Executor, pipeline: Pipeline | None
+    ) -> None:
+        """Open the links to both neighbours and start to work.
+
+        `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
+        Raises LinkError when a neighbour does not answer.
+        """
+        source, sink, tail = await self._connect(pipeline)
+        self._worker = StageWorker(
+            rank=self.rank,
+            compute=compute,
+            executor=executor,
+            source=source,
+            sink=sink,
+            on_step_done=self._step_done,
+        )
+        self._task = asyncio.create_task(
+            self._run(self._worker, tail, pipeline), name=f"seat {self.rank} of ring {self.ring}"
+        )
+
+    async def leave(self) -> None:
+        """Stop working and close the links. The stage's slots are all free afterwards."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for link in self._links:
+            await link.close()
+        if self._upstream.done() and not self._upstream.cancelled():
+            await self._upstream.result().close()
+        self._upstream.cancel()
+
+    async def _connect(
+        self, pipeline: Pipeline | None
+    ) -> tuple[StageSource, StageSink, TailLink | None]:
+        n_stages = len(self.addresses)
+        if pipeline is not None and n_stages == 1:
+            return pipeline, RingOfOne(pipeline), None
+        downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
+        self._links.append(downstream)
+        upstream = await self._wait_for_upstream()
+        if pipeline is not None:
+            return pipeline, LinkSink(downstream, self.epoch), TailLink(upstream, self.epoch)
+        is_tail = self.rank == n_stages - 1
+        sink = (TailSink if is_tail else LinkSink)(downstream, self.epoch)
+        return LinkSource(upstream, self.epoch, time.perf_counter_ns), sink, None
+
+    async def _wait_for_upstream(self) -> Link:
+        try:
+            async with asyncio.timeout(NEIGHBOUR_S):
+                return await asyncio.shield(self._upstream)
+        except TimeoutError:
+            before = self.addresses[self.rank - 1]
+            raise PeerFailedError(
+                f"{before} did not open its data link to rank {self.rank} within "
+                f"{NEIGHBOUR_S:.0f} s: check that it can reach {self.addresses[self.rank]}"
+            ) from None
+
+    async def _run(
+        self, worker: StageWorker, tail: TailLink | None, pipeline: Pipeline | None
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(worker.run())
+                if tail is not None and pipeline is not None:
+                    tasks.create_task(_read_answers(tail, pipeline))
+        except* ShardnetError as group:
+            self._break(first_error(group))
+
+    def _break(self, error: ShardnetError) -> None:
+        """Tell the neighbours and whoever seated us why this stage stops."""
+        for link in (*self._links, *([self._upstream.result()] if self._upstream.done() else [])):
+            if not link.closed:
+                link.send(error_frame(error))
+        self._on_broken(error)
+
+    def _step_done(self, step: StepId) -> None:
+        self.last_step = step
+
+
+async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:
+    while True:
+        pipeline.answer(await tail.receive())

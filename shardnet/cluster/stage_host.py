@@ -1,0 +1,179 @@
+"""The stage of this node: loaded, given a seat in a ring, freed.
+
+Knows the one stage and the one seat a node has at a time. Obedient: heads tell it what to do. Must
+not plan, nor know clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from shardnet.cluster.seat import DialData, RingSeat
+from shardnet.errors import BusyError, CancelledRequestError, ShardnetError, UsageError
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.loading import (
+    LoadedStage,
+    StageOrder,
+    give_memory_back,
+    load,
+    use_threads,
+)
+from shardnet.runtime.pipeline import Pipeline
+from shardnet.transport.link import Link
+from shardnet.types import Epoch
+from shardnet.wire.messages import Hello, LoadStage
+
+PROGRESS_EVERY_S = 0.1
+
+
+class StageHost:
+    """Holds at most one loaded stage and one seat. `dial` opens data links for the seat."""
+
+    def __init__(self, *, dial: DialData) -> None:
+        self._dial = dial
+        self._compute = Executor("shardnet-compute")
+        self._loader = Executor("shardnet-load", niceness=10)
+        self._changing = asyncio.Lock()
+        self.loaded: LoadedStage | None = None
+        self.seat: RingSeat | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(epoch, last completed step), for heartbeats."""
+        return (self.seat.epoch, self.seat.last_step) if self.seat else (0, 0)
+
+    async def load(
+        self,
+        message: LoadStage,
+        order: StageOrder,
+        *,
+        owner: str,
+        threads: int,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+        on_broken: Callable[[ShardnetError], None],
+    ) -> tuple[LoadedStage, bool]:
+        """Take the seat that `message` gives and have the stage of `order` loaded.
+
+        Returns the stage and whether it was there already. A stage of another order is freed first.
+        `owner` is the head's node id. Raises BusyError while sequences of another head are open,
+        and what loading raises; then nothing is left loaded.
+        """
+        async with self._changing:
+            self._refuse_if_busy(owner)
+            await self._leave()
+            self.seat = RingSeat(
+                ring=message.ring,
+                epoch=Epoch(message.epoch),
+                rank=message.rank,
+                addresses=tuple(message.addresses),
+                model=message.model,
+                owner=owner,
+                dial=self._dial,
+                on_broken=on_broken,
+            )
+            await self._compute.run(lambda: use_threads(threads))
+            if self.loaded is not None and self.loaded.order == order:
+                return self.loaded, True
+            await self._free()
+            self.loaded = await self._load(order, memory_bytes, on_progress)
+            return self.loaded, False
+
+    async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
+        """Connect the seat to its neighbours and start to work; see RingSeat.join."""
+        seat = self._seat(ring, epoch)
+        if self.loaded is None:
+            raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
+        await seat.join(self.loaded.compute, self._compute, pipeline)
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise UsageError when a data link's hello is for no seat of this node."""
+        self._seat(hello.ring, hello.epoch).check_hello(hello)
+
+    def accept(self, link: Link) -> None:
+        """Take a data link. Raises UsageError when it is for no seat of this node."""
+        self._seat(link.peer.ring, link.peer.epoch).accept(link)
+
+    async def unload(self, owner: str) -> None:
+        """Leave the ring and free the weights.
+
+        Raises BusyError while sequences of another head than `owner` are open.
+        """
+        async with self._changing:
+            self._refuse_if_busy(owner)
+            await self._leave()
+            await self._free()
+
+    async def close(self) -> None:
+        """Leave the ring, free the weights and end the threads."""
+        async with self._changing:
+            await self._leave()
+            self.loaded = None
+        self._compute.close()
+        self._loader.close()
+
+    async def _load(
+        self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
+    ) -> LoadedStage:
+        """Load on the loading thread. When cancelled, wait until the thread has given up."""
+        reporter = _Reporter(on_progress, asyncio.get_running_loop())
+        loading = asyncio.ensure_future(
+            self._loader.run(lambda: load(order, memory_bytes, reporter.report))
+        )
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            reporter.give_up()
+            await asyncio.wait([loading])
+            if not loading.cancelled() and loading.exception() is None:
+                del loading
+                await self._loader.run(give_memory_back)
+            raise
+
+    def _seat(self, ring: str, epoch: int) -> RingSeat:
+        if self.seat is None or (self.seat.ring, self.seat.epoch) != (ring, epoch):
+            raise UsageError(f"this node has no seat in ring {ring} epoch {epoch}")
+        return self.seat
+
+    def _refuse_if_busy(self, owner: str) -> None:
+        if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
+            raise BusyError(
+                f"this node is generating with {self.seat.model}: wait until that ends, or stop it"
+            )
+
+    async def _leave(self) -> None:
+        if self.seat is not None:
+            await self.seat.leave()
+            self.seat = None
+
+    async def _free(self) -> None:
+        if self.loaded is not None:
+            self.loaded = None
+            await self._loader.run(give_memory_back)
+
+
+class _Reporter:
+    """Carries progress from the loading thread to the loop, a few times a second and at the end."""
+
+    def __init__(
+        self, on_progress: Callable[[int, int], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._on_progress = on_progress
+        self._loop = loop
+        self._last_s = 0.0
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Make the next report raise, so that the loading ends."""
+        self._given_up = True
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        """Report from the loading thread. Raises CancelledRequestError after `give_up`."""
+        if self._given_up:
+            raise CancelledRequestError("loading was given up")
+        now = time.monotonic()
+        if done_bytes >= total_bytes or now - self._last_s >= PROGRESS_EVERY_S:
+            self._last_s = now
+            self._loop.call_soon_threadsafe(self._on_progress, done_bytes, total_bytes)

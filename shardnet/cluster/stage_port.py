@@ -1,0 +1,146 @@
+"""One node of a ring, as its head commands it: the node itself or a peer over a control link.
+
+Knows how each command is carried out here and there. Must not know why it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from shardnet.cluster.control import ControlLink
+from shardnet.cluster.stage_host import StageHost
+from shardnet.errors import ShardnetError
+from shardnet.runtime.pipeline import Pipeline
+from shardnet.wire.messages import (
+    ConnectRing,
+    Done,
+    IdentifyModel,
+    LoadStage,
+    ModelIdentity,
+    StageReady,
+    UnloadStage,
+)
+
+Progress = Callable[[int, int], None]
+"""Takes (bytes done, bytes in all)."""
+
+
+class StagePort(Protocol):
+    """A node that can hold a stage."""
+
+    @property
+    def name(self) -> str:
+        """How to call the node in messages."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step it is known to have completed."""
+
+    async def identify(self, model: str) -> str:
+        """Return the id of the model at that path on that node."""
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Have the stage loaded. The port numbers the request itself."""
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Have the seat connect to its neighbours. `pipeline` is used by the head's own alone."""
+
+    async def unload(self, ring: str) -> None:
+        """Have the stage freed."""
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
+        """Call `on_lost` when the node is lost."""
+
+
+class LocalPort:
+    """The head itself. `load` carries out a LoadStage as the node does for other heads."""
+
+    def __init__(
+        self,
+        host: StageHost,
+        node: str,
+        name: str,
+        identify: Callable[[str], Awaitable[str]],
+        load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
+    ) -> None:
+        self._host = host
+        self._node = node
+        self._identify = identify
+        self._load = load
+        self.name = name
+
+    @property
+    def last_step(self) -> int:
+        """As the stage itself counts."""
+        return self._host.progress[1]
+
+    async def identify(self, model: str) -> str:
+        """Look at the checkpoint."""
+        return await self._identify(model)
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Load."""
+        return await self._load(message, on_progress)
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Connect, with the pipeline as source."""
+        await self._host.join(ring, epoch, pipeline)
+
+    async def unload(self, ring: str) -> None:
+        """Free the stage."""
+        await self._host.unload(self._node)
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
+        """Never lost: this code runs there."""
+
+
+class RemotePort:
+    """A peer."""
+
+    def __init__(
+        self,
+        control: ControlLink,
+        watch: Callable[[ControlLink, Callable[[ShardnetError], None]], None],
+    ) -> None:
+        self._control = control
+        self._watch = watch
+
+    @property
+    def name(self) -> str:
+        """Name and address of the peer."""
+        return self._control.peer_name
+
+    @property
+    def last_step(self) -> int:
+        """As the peer's last heartbeat told."""
+        return self._control.link.peer_progress[1]
+
+    async def identify(self, model: str) -> str:
+        """Ask the peer."""
+        ask = IdentifyModel(request=self._control.next_request(), model=model)
+        return (await self._control.ask(ask, ModelIdentity)).model_id
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Tell the peer, and pass its progress on."""
+        return await self._control.ask(
+            replace(message, request=self._control.next_request()),
+            StageReady,
+            on_progress=lambda report: on_progress(report.done_bytes, report.total_bytes),
+        )
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Tell the peer."""
+        message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
+        await self._control.ask(message, Done)
+
+    async def unload(self, ring: str) -> None:
+        """Tell the peer."""
+        message = UnloadStage(request=self._control.next_request(), ring=ring)
+        await self._control.ask(message, Done)
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
+        """Watch the control link."""
+        self._watch(self._control, on_lost)

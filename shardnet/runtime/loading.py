@@ -1,0 +1,179 @@
+"""From a checkpoint on disk to a stage that computes.
+
+Knows the order of work: open, identify, check what fits, load the range, set up cache and sampler.
+Runs on the loading thread. Must not know rings, links or the event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.config import ModelConfig
+from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.runtime.compute import StageCompute
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange
+
+MAX_ROOM_POSITIONS = 1 << 20
+"""KV room is never booked beyond this many positions, however much memory there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOrder:
+    """What to load. Equal orders give the same stage. `dtype` is the ring's wire dtype."""
+
+    model: str
+    model_id: str
+    layers: LayerRange
+    dtype: DType
+    context: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a node knows of a checkpoint without loading it.
+
+    `stamp` changes when a file of the folder does: its name, size and time of change.
+    """
+
+    model_id: str
+    path: Path
+    config: ModelConfig
+    stamp: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStage:
+    """A stage ready to compute."""
+
+    order: StageOrder
+    compute: StageCompute
+    weight_bytes: int
+    room_blocks: int
+    load_s: float
+    kernel: str
+
+
+def resolve_model(model: str) -> Path:
+    """Return the folder that `model` names on this machine: the bundled model, or a path.
+
+    Raises CheckpointError when there is no such folder here.
+    """
+    path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint folder at {path}: copy the checkpoint there, or give the "
+            "--model path that is valid on every node"
+        )
+    return path
+
+
+def identify(model: str) -> ModelFacts:
+    """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
+    path = resolve_model(model)
+    with closing(Checkpoint.open(path)) as checkpoint:
+        return ModelFacts(
+            model_id=checkpoint.model_id, path=path, config=checkpoint.config, stamp=stamp(path)
+        )
+
+
+def stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and time of change (ns) of every file in a checkpoint folder."""
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+
+
+def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], None]) -> LoadedStage:
+    """Load one stage into at most `memory_bytes`, its KV cache included.
+
+    `progress` gets (bytes done, bytes in all) and may raise to give up.
+
+    Raises CheckpointError for a checkpoint that is not the one that was planned with, CapacityError
+    when the stage does not fit its memory, and whatever reading the checkpoint raises.
+    """
+    import torch
+
+    from shardnet.model.kernels import probe
+    from shardnet.model.sampler import Sampler
+    from shardnet.model.stage_model import load_stage
+    from shardnet.model.tokenizer import Tokenizer
+    from shardnet.runtime.torch_compute import TorchCompute
+
+    started = time.perf_counter()
+    path = resolve_model(order.model)
+    with closing(Checkpoint.open(path)) as checkpoint:
+        if checkpoint.model_id != order.model_id:
+            raise CheckpointError(
+                f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
+                f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
+            )
+        config = checkpoint.config
+        device = torch.device(order.device)
+        choice = probe(device, order.dtype, config.checkpoint_dtype)
+        room_blocks = _room_blocks(order, config, choice.dtype, memory_bytes)
+        model = load_stage(
+            checkpoint,
+            order.layers,
+            choice=choice,
+            device=device,
+            room_blocks=room_blocks,
+            progress=progress,
+        )
+    sampler = None
+    if model.last:
+        tokenizer = Tokenizer.load_optional(path)
+        sampler = Sampler(config.vocab_size, tokenizer.n_tokens if tokenizer else None)
+    return LoadedStage(
+        order=order,
+        compute=TorchCompute(model, sampler, order.dtype),
+        weight_bytes=model.weight_bytes,
+        room_blocks=room_blocks,
+        load_s=time.perf_counter() - started,
+        kernel=model.kernel,
+    )
+
+
+def use_threads(n_threads: int) -> None:
+    """Let the calling thread's torch operators use `n_threads` threads."""
+    import torch
+
+    torch.set_num_threads(n_threads)
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system, where the C library would keep it (glibc)."""
+    gc.collect()
+    if sys.platform == "linux":
+        import ctypes
+        import ctypes.util
+
+        library = ctypes.CDLL(ctypes.util.find_library("c"))
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
+
+
+def _room_blocks(order: StageOrder, config: ModelConfig, dtype: DType, memory_bytes: int) -> int:
+    """KV blocks that fit beside weights and activations, enough for one context at least."""
+    weights = stage_weight_bytes(config, order.layers, dtype)
+    activations = activation_peak_bytes(
+        config, order.layers, PREFILL_CHUNK_ROWS, dtype, order.context
+    )
+    block_bytes = kv_block_bytes(config, order.layers, dtype)
+    blocks = max(0, memory_bytes - weights - activations) // block_bytes
+    needed = -(-order.context // BLOCK_POSITIONS)
+    if blocks < needed:
+        raise CapacityError(
+            f"layers {order.layers} need {weights + activations + needed * block_bytes} bytes for "
+            f"a context of {order.context} and this node may use {memory_bytes}: lower "
+            "--context, raise --memory or give it fewer layers"
+        )
+    return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)
