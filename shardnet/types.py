@@ -121,6 +121,7 @@ class MicroBatch:
 
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
+MAX_SAMPLE_INDEX = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,8 @@ class SamplingParams:
             raise SamplingError(f"top-p must be above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.seed <= MAX_SEED:
             raise SamplingError(f"seed must be from 0 to 2^64-1, not {self.seed}")
+        if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:
+            raise SamplingError(f"sample index must be from 0 to 2^32-1, not {self.sample_index}")
         if self.n_logprobs is not None and not 0 <= self.n_logprobs <= MAX_LOGPROBS:
             raise SamplingError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.n_logprobs}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import small_tokenizers as small
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from test_tokenizer import KINDS, tokenizer_of
 
 from shardnet.errors import SamplingError
-from shardnet.model.text import IncrementalDecoder, StopScanner
+from shardnet.model.text import IncrementalDecoder, StopScanner, TextStream
 from shardnet.model.tokenizer import Tokenizer
 
 
@@ -170,3 +171,47 @@ def test_held_text_is_shown_when_the_text_ends() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(SamplingError, match="must not be empty"):
         StopScanner(["a", ""])
+
+
+# --- both together
+
+
+def stream(ids: Sequence[int], **options: Any) -> tuple[str, bool]:
+    """What a reader sees of these tokens, and whether a stop string ended it."""
+    text = TextStream(tokenizer_of("byte_level"), **options)
+    shown = ""
+    for token_id in ids:
+        more, stopped = text.push(token_id)
+        shown += more
+        if stopped:
+            return shown, True
+    return shown + text.finish(), False
+
+
+@given(
+    words=st.lists(st.sampled_from(["the", " cat", "☕", "🙂", " sat", "</s>"]), max_size=12),
+    stops=st.lists(st.sampled_from(["cat", "e c", "☕🙂", "🙂", "t"]), max_size=2),
+)
+def test_a_stream_is_the_decoded_text_up_to_the_first_stop(
+    words: list[str], stops: list[str]
+) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    ids = tokenizer.encode("".join(words))
+    assert stream(ids, stops=stops) == plain_scan(stops, tokenizer.decode(ids))
+
+
+def test_a_stream_shows_what_it_held_when_the_tokens_end() -> None:
+    ids = tokenizer_of("byte_level").encode("the 𝄞")[:-1]
+    assert stream(ids, stops=["e \ufffdx"]) == ("the \ufffd", False)
+    assert stream([1, *ids], keep_special_tokens=True) == ("<s>the \ufffd", False)
+
+
+def test_a_stream_without_a_tokenizer_has_no_text() -> None:
+    text = TextStream(None, stops=["a"])
+    assert [text.push(token_id) for token_id in range(3)] == [("", False)] * 3
+    assert text.finish() == ""
+
+
+def test_a_stream_refuses_an_empty_stop_string() -> None:
+    with pytest.raises(SamplingError, match="must not be empty"):
+        TextStream(None, stops=[""])
