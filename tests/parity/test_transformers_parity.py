@@ -1,0 +1,123 @@
+"""The stages against transformers' own classes, on random tiny checkpoints.
+
+Float32: logits within 1e-4 and the same greedy tokens. Bfloat16: no further from transformers in
+float32 (on the same weights) than 1.5 times what transformers itself is in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_gpt2, make_llama
+from safetensors.torch import load_file, save_file
+from stage_chain import CPU, StageChain, even_split, random_prompt
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.kernels import probe
+
+FLOAT32_TOLERANCE = 1e-4
+CLOSE_CALL = 1e-3
+"""A step whose two best logits are closer than this may go either way; it is counted."""
+CLOSE_CALLS_ALLOWED = 0.02
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+
+
+def bare_gpt2(folder: Path, **config: Any) -> Path:
+    """A GPT-2 as first published: no `transformer.` prefix, and mask buffers among the tensors."""
+    make_gpt2(folder, **config)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    for layer in range(4):
+        bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 512, 512, dtype=torch.uint8).tril()
+        bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+GQA_ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
+CASES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "llama-gqa": (make_llama, {}),
+    "llama-tied-linear": (make_llama, {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "llama-llama3": (make_llama, {"rope_parameters": LLAMA3}),
+    "llama-biases": (make_llama, {"attention_bias": True, "mlp_bias": True}),
+    "llama-odd": (make_llama, GQA_ODD | {"intermediate_size": 51, "num_hidden_layers": 5}),
+    "llama-mha-indexed": (make_llama, {"num_key_value_heads": 6, "max_shard_size": "60KB"}),
+    "llama-gelu": (make_llama, {"hidden_act": "gelu"}),
+    "gpt2": (make_gpt2, {}),
+    "gpt2-bare-names": (bare_gpt2, {}),
+    "gpt2-relu": (make_gpt2, {"activation_function": "relu", "n_inner": 70}),
+    "gpt2-indexed": (make_gpt2, {"max_shard_size": "60KB"}),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make, config = CASES[request.param]
+    return make(tmp_path_factory.mktemp(request.param), **config)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reference_logits(model: Any, ids: list[int]) -> Tensor:
+    """transformers' full forward over `ids`: float32 [T, V]."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([ids])).logits[0].float()
+    return logits
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, "all"])
+def test_greedy_tokens_and_logits_are_those_of_transformers(
+    folder: Path, reference: Any, n_stages: int | str
+) -> None:
+    """Prompts in chunks, then decoding of several sequences in one micro-batch."""
+    n_layers = Checkpoint.open(folder).config.n_layers
+    ranges = even_split(n_layers, n_layers if n_stages == "all" else int(n_stages))
+    prompts = [random_prompt(length, 300, seed=length) for length in (1, 20, 300)]
+    n_tokens = 24
+    chain = StageChain.load(folder, ranges)
+    close_calls = 0
+    for prompt, logits in zip(prompts, chain.generate(prompts, n_tokens), strict=True):
+        tokens = logits.argmax(-1)[len(prompt) - 1 :].tolist()
+        expected = reference_logits(reference, prompt + tokens[:-1])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+        for token, row in zip(tokens, expected[len(prompt) - 1 :], strict=True):
+            first, second = row.topk(2).values
+            if first - second < CLOSE_CALL:
+                close_calls += 1
+            else:
+                assert token == row.argmax()
+    assert close_calls <= CLOSE_CALLS_ALLOWED * n_tokens * len(prompts)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2], ids=["llama", "gpt2"])
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make(tmp_path, dtype=torch.bfloat16)
+    prompt = random_prompt(290, 300)
+    exact, rounded = (
+        reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    checkpoint = Checkpoint.open(folder)
+    choice = probe(CPU, "auto", checkpoint.config.checkpoint_dtype)
+    logits = StageChain.load(folder, even_split(4, 2), choice).prefill(0, prompt)
+    assert (logits - exact).square().mean() <= 1.5**2 * (rounded - exact).square().mean()
