@@ -132,6 +132,13 @@ def test_border_of_top_p_is_exclusive_as_in_transformers() -> None:
         assert len(survivors_in_transformers(logits, params)) == left
 
 
+def test_a_mass_that_equals_top_p_is_enough() -> None:
+    logits = torch.zeros(8)
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    assert survivors(logits, params) == {0, 1, 2, 3}
+    assert len(survivors_in_transformers(logits, params)) == 4
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-12])
 def test_vanishing_temperature_is_greedy(temperature: float) -> None:
     logits = random_row(3)
