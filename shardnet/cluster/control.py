@@ -126,7 +126,7 @@ class ControlLink:
         try:
             self.send(message)
             yield _unpacked(answers, self.peer_name)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             if not self.link.closed:
                 self.send(Cancel(request=message.request))
             raise

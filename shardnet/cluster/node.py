@@ -404,7 +404,7 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             port,
             node.hello,
             node.accept,
-            on_failure=lambda peer, error: settings.log(f"refused a link from {peer}: {error}"),
+            on_failure=lambda error: settings.log(f"refused a link: {error}"),
             options=node.options,
         )
         node.listening_at(listener.address)

@@ -1,0 +1,74 @@
+"""The configuration file: defaults for flags.
+
+Keys are flag names with underscores; at the top they hold for every command that has the flag, in
+a table named like a command for that command alone. A flag or SHARDNET_* variable comes before.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardnet.errors import ConfigurationError
+
+
+def config_path(environment: Mapping[str, str]) -> Path:
+    """Return where the file is: $SHARDNET_CONFIG, else in the user's configuration folder."""
+    if "SHARDNET_CONFIG" in environment:
+        return Path(environment["SHARDNET_CONFIG"])
+    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "shardnet" / "config.toml"
+
+
+def read_config(path: Path, group: click.Command) -> dict[str, Any]:
+    """Read the file into a default map for the commands of `group`; {} when there is none.
+
+    Raises ConfigurationError for a file that is no TOML, or an unknown key with the nearest known.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    assert isinstance(group, click.Group)
+    flags = {name: _flags(command) for name, command in group.commands.items()}
+    defaults: dict[str, Any] = {name: {} for name in flags}
+    for key, value in values.items():
+        if key in flags and isinstance(value, dict):
+            for inner in value:
+                _check(inner, flags[key], f"{path} [{key}]")
+            continue
+        _check(key, {flag for known in flags.values() for flag in known}, str(path))
+        for name, known in flags.items():
+            if key in known:
+                defaults[name][known[key]] = value
+    for name, known in flags.items():
+        for key, value in (
+            values.get(name, {}).items() if isinstance(values.get(name), dict) else ()
+        ):
+            defaults[name][known[key]] = value
+    return defaults
+
+
+def _flags(command: click.Command) -> dict[str, str]:
+    """Map each flag's name in the file to its parameter."""
+    return {
+        option.lstrip("-").replace("-", "_"): str(parameter.name)
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for option in parameter.opts
+        if option.startswith("--") and option not in ("--help", "--until-stdin-closes")
+    }
+
+
+def _check(key: str, known: Mapping[str, str] | set[str], where: str) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, list(known), n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigurationError(f"{where}: unknown key '{key}'{hint}")

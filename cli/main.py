@@ -1,0 +1,57 @@
+"""The `shardnet` command: its subcommands, and the configuration they start from."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from shardnet import __version__
+from shardnet.errors import ConfigurationError
+
+from .config import config_path, read_config
+from .generate import generate
+from .node import node
+from .nodes import nodes
+from .plan import plan
+from .run import fail
+from .unload import unload
+
+app = typer.Typer(
+    name="shardnet",
+    help="One language model over the machines of a home lab.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (node, nodes, plan, generate, unload):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"shardnet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def configure(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """One language model over the machines of a home lab."""
+    try:
+        context.default_map = read_config(config_path(os.environ), context.command)
+    except ConfigurationError as error:
+        fail(str(error))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,108 @@
+"""`shardnet nodes`: who is here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from shardnet.api.client import connect
+from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages import NodeInfo
+
+from .options import Json, Nodes, Peer, split_nodes
+from .run import run_command, say
+
+REFRESH_S = 1.0
+ANSWER_S = 3.0
+"""How long a node may take to tell who it is."""
+
+
+def nodes(
+    nodes: Nodes = "",
+    peer: Peer = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the nodes of this machine, those they know, and those that are named."""
+    run_command(_run([*split_nodes(nodes), *(peer or [])], watch, as_json))
+
+
+async def _run(named: list[str], watch: bool, as_json: bool) -> None:
+    if not watch:
+        infos = await _gather(named)
+        if as_json:
+            print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
+        elif infos:
+            Console().print(_table(infos))
+        else:
+            print("no nodes found: start one with `shardnet node`, or name one with --peer")
+        return
+    with Live(_table(await _gather(named)), auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            live.update(_table(await _gather(named)), refresh=True)
+
+
+async def _gather(named: Sequence[str]) -> list[NodeInfo]:
+    """Ask the nodes of this machine and the named ones, and take in whom they know."""
+    here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
+    answers = await asyncio.gather(*(_ask(address) for address in dict.fromkeys([*named, *here])))
+    found: dict[str, NodeInfo] = {}
+    for infos in answers:
+        for info in infos:
+            found.setdefault(info.node, info)
+    return sorted(found.values(), key=lambda info: (info.name, info.address))
+
+
+async def _ask(address: str) -> list[NodeInfo]:
+    """Ask one node; one that does not answer is named and left out."""
+    try:
+        async with asyncio.timeout(ANSWER_S), connect(address) as client:
+            status = await client.status(with_peers=True)
+            return [status.node, *status.peers]
+    except ShardnetError as error:
+        say(f"warning: {error}")
+    except TimeoutError:
+        say(f"warning: {address} did not answer within {ANSWER_S:.0f} s")
+    return []
+
+
+def _as_json(info: NodeInfo) -> dict[str, Any]:
+    return {
+        "node": info.node,
+        "name": info.name,
+        "address": info.address,
+        "version": info.version,
+        "device": info.device,
+        "memory_bytes": info.memory_bytes,
+        "memory_free_bytes": info.memory_free_bytes,
+        "threads": info.threads,
+        "stage": None
+        if info.stage is None
+        else {
+            "model": info.stage.model,
+            "layers": list(info.stage.layers),
+            "rank": info.stage.rank,
+        },
+    }
+
+
+def _table(infos: Sequence[NodeInfo]) -> Table:
+    table = Table("name", "address", "device", "memory free", "stage", "version", box=None)
+    for info in infos:
+        stage = "-"
+        if info.stage is not None:
+            start, end = info.stage.layers
+            stage = f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}"
+        free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
+        table.add_row(info.name, info.address, info.device, free, stage, info.version)
+    return table

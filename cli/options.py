@@ -1,0 +1,151 @@
+"""Options that several commands share, and how their texts become values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import UsageError
+from shardnet.types import parse_layers
+from shardnet.wire.messages import ModelChoice
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
+_UNITS: Final = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="Checkpoint folder, opened by every node at this path. Default: the bundled model.",
+        envvar="SHARDNET_MODEL",
+        show_default=False,
+    ),
+]
+Nodes = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        metavar="H:P,H:P",
+        help="Exactly these nodes, in this order; the first is the head.",
+        envvar="SHARDNET_NODES",
+        show_default=False,
+    ),
+]
+Local = Annotated[
+    int,
+    typer.Option(
+        "--local",
+        metavar="N",
+        min=0,
+        help="Start N node processes on this machine for this run.",
+        envvar="SHARDNET_LOCAL",
+        show_default=False,
+    ),
+]
+Layers = Annotated[
+    str,
+    typer.Option(
+        "--layers",
+        metavar="0-8,8-12",
+        help="Layer ranges of the stages, half-open, in ring order.",
+        envvar="SHARDNET_LAYERS",
+        show_default=False,
+    ),
+]
+Context = Annotated[
+    int,
+    typer.Option(
+        "--context",
+        metavar="N",
+        min=0,
+        help="Positions of one sequence. Default: the smaller of the model's and 8192.",
+        envvar="SHARDNET_CONTEXT",
+        show_default=False,
+    ),
+]
+DTypeName = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="auto|bfloat16|float16|float32",
+        help="What the ring computes in.",
+        envvar="SHARDNET_DTYPE",
+    ),
+]
+Threads = Annotated[
+    int,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=0,
+        help="Compute threads per node. Default: its share of the machine's cores.",
+        envvar="SHARDNET_THREADS",
+        show_default=False,
+    ),
+]
+Peer = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer",
+        metavar="H:P",
+        help="A node on the network to ask or to link to; may be given several times.",
+        envvar="SHARDNET_PEER",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Read `8GiB`, `500MB` or a number of bytes. Raises typer.BadParameter, which names `flag`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"'{text}' is not a size such as 8GiB", param_hint=flag)
+    return int(float(match[1]) * _UNITS[(match[2] or "B").lower()])
+
+
+def split_nodes(text: str) -> list[str]:
+    """Read `H:P,H:P`."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def model_choice(
+    *, model: str, nodes: str, layers: str, context: int, dtype: str, threads: int
+) -> ModelChoice:
+    """Put the shared options together. Raises typer.BadParameter for --layers or --dtype."""
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise typer.BadParameter(
+            f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
+        )
+    try:
+        ranges = parse_layers(layers) if layers else ()
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint="--layers") from error
+    return ModelChoice(
+        model=_absolute(model),
+        nodes=split_nodes(nodes),
+        layers=[(part.start, part.end) for part in ranges],
+        context=context,
+        dtype=dtype,
+        threads=threads,
+    )
+
+
+def _absolute(model: str) -> str:
+    """Make a relative path absolute here; the nodes open it there."""
+    return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())

@@ -1,0 +1,60 @@
+"""Progress of loading on standard error: a bar per node on a terminal, one line otherwise."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from shardnet.wire.messages import NodeProgress, PlanReply
+
+from .run import say
+
+
+class LoadBars:
+    """Says which ring was chosen, and shows how far its nodes are with loading."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._names: dict[int, str] = {}
+        self._bars: dict[int, TaskID] = {}
+
+    def __enter__(self) -> LoadBars:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def expect(self, plan: PlanReply) -> None:
+        """Say what was planned."""
+        for stage in plan.stages:
+            self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
+        ring = ", ".join(self._names.values())
+        say(f"ring: {ring} ({plan.dtype}, context {plan.context}): {plan.why}")
+
+    def update(self, report: NodeProgress) -> None:
+        """Move the bar of one node."""
+        if report.rank not in self._bars:
+            self._progress.start()
+            self._bars[report.rank] = self._progress.add_task(
+                self._names.get(report.rank, f"stage {report.rank}"), total=report.total_bytes
+            )
+        self._progress.update(self._bars[report.rank], completed=report.done_bytes)
+
+    def stop(self) -> None:
+        """Take the bars away; text follows."""
+        self._progress.stop()

@@ -1,0 +1,112 @@
+"""Which node a command talks to: named, started for this run, found here, or in this process.
+
+Knows the order of choice in the command-line contract, and says on standard error what it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from shardnet.api.client import Client, connect, open_client
+from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import LinkError, PeerUnreachableError, UsageError
+from shardnet.wire.messages import ModelChoice
+
+from .local_processes import local_processes
+from .run import say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A client of the node to ask, and the choice to send: its nodes may have been filled in."""
+
+    client: Client
+    choice: ModelChoice
+
+
+@asynccontextmanager
+async def open_target(
+    choice: ModelChoice, *, local: int, peers: Sequence[str]
+) -> AsyncIterator[Target]:
+    """Find the node to ask for `choice`.
+
+    Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
+    answer.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        if choice.nodes and local:
+            raise UsageError("--nodes and --local exclude each other: give one of them")
+        if local:
+            addresses = await stack.enter_async_context(local_processes(local, choice.threads))
+            choice = replace(choice, nodes=addresses)
+        client = await _client(stack, choice, peers)
+        yield Target(client=client, choice=choice)
+
+
+async def _client(
+    stack: contextlib.AsyncExitStack, choice: ModelChoice, peers: Sequence[str]
+) -> Client:
+    if choice.nodes:
+        return await stack.enter_async_context(connect(choice.nodes[0]))
+    here = await connect_here(stack)
+    if here is not None:
+        return here
+    if peers:
+        return await _nearest(stack, peers)
+    say("no node runs here and none was named: running in this process")
+    return await stack.enter_async_context(in_process(choice.threads))
+
+
+async def connect_here(stack: contextlib.AsyncExitStack) -> Client | None:
+    """Connect to the oldest node of this machine that answers, None when there is none."""
+    for node in LocalNodes(runtime_dir(os.environ)).list():
+        with contextlib.suppress(LinkError):
+            client = await stack.enter_async_context(connect(node.address))
+            say(f"asking the node of this machine, {node.name} ({node.address})")
+            return client
+    return None
+
+
+async def _nearest(stack: contextlib.AsyncExitStack, peers: Sequence[str]) -> Client:
+    """Connect to all peers and take the one that answers a question soonest."""
+    failures = []
+    best: tuple[float, Client] | None = None
+    for peer in peers:
+        try:
+            client = await stack.enter_async_context(connect(peer))
+            asked = time.monotonic()
+            await client.status(with_peers=False)
+            if best is None or time.monotonic() - asked < best[0]:
+                best = (time.monotonic() - asked, client)
+        except LinkError as error:
+            failures.append(str(error))
+    if best is None:
+        raise PeerUnreachableError("no --peer answers: " + "; ".join(failures))
+    say(f"asking the nearest peer, {best[1].address}")
+    return best[1]
+
+
+@asynccontextmanager
+async def in_process(threads: int) -> AsyncIterator[Client]:
+    """Run a node inside this process, without a socket."""
+    from shardnet.cluster.node import NodeSettings, running
+    from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
+
+    settings = NodeSettings(
+        node=make_node_id(),
+        name="this process",
+        budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
+        threads=threads,
+        peers=(),
+        local_nodes=LocalNodes(runtime_dir(os.environ)),
+        log=lambda line: None,
+    )
+    async with running(settings) as node, open_client(await node.client()) as client:
+        yield client

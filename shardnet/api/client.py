@@ -1,0 +1,160 @@
+"""The client of a node: asks for plans and text, and follows where it is sent.
+
+Knows the client messages. Imports no torch: the work is done where the node is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
+
+from shardnet import __version__
+from shardnet.cluster.control import ControlLink, Incoming
+from shardnet.cluster.peers import split_address
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.transport import tcp
+from shardnet.transport.link import Link
+from shardnet.wire.messages import (
+    Done,
+    Finished,
+    Generate,
+    Hello,
+    ModelChoice,
+    NodeProgress,
+    PlanReply,
+    PlanRequest,
+    Purpose,
+    Redirect,
+    Role,
+    Status,
+    StatusReply,
+    TextPiece,
+    Unload,
+)
+
+MAX_REDIRECTS = 3
+
+GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
+Ask = PlanRequest | Generate | Unload
+
+
+async def dial(address: str) -> Link:
+    """Open a client's control link to the node at `address` (host:port).
+
+    Raises UsageError for an address that is none, LinkError when no node answers there.
+    """
+    host, port = split_address(address)
+    hello = Hello(
+        purpose=Purpose.CONTROL,
+        role=Role.CLIENT,
+        node=secrets.token_hex(16),
+        name="client",
+        version=__version__,
+    )
+    return await tcp.connect(host, port, hello)
+
+
+class Client:
+    """A client of one node. Use `connect`, or `open_client` over a link that is up."""
+
+    def __init__(self, control: ControlLink) -> None:
+        self._control = control
+
+    @property
+    def address(self) -> str:
+        """Where the node is."""
+        return self._control.link.peer_address
+
+    async def status(self, *, with_peers: bool) -> StatusReply:
+        """Ask the node who it is and, with `with_peers`, whom it knows."""
+        message = Status(request=self._control.next_request(), with_peers=with_peers)
+        return await self._control.ask(message, StatusReply)
+
+    async def plan(self, choice: ModelChoice) -> PlanReply:
+        """Ask for the plan that `choice` would get. Raises PlanError and its like."""
+        async for answer in self._follow(PlanRequest(request=0, choice=choice)):
+            if isinstance(answer, PlanReply):
+                return answer
+        raise _no_answer(self.address)
+
+    async def unload(self) -> None:
+        """Free the model on every node of the ring. Raises BusyError while requests run."""
+        async for answer in self._follow(Unload(request=0)):
+            if isinstance(answer, Done):
+                return
+        raise _no_answer(self.address)
+
+    async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:
+        """Run one request and yield its events: the plan, loading, text, and Finished at the end.
+
+        Raises whatever named error the request ends in. Closing the generator cancels the request.
+        """
+        async with contextlib.aclosing(self._follow(message)) as answers:
+            async for answer in answers:
+                if not isinstance(answer, GenerateEvent):
+                    raise RemoteProtocolError(f"{self.address} sent {type(answer).__name__}")
+                yield answer
+                if isinstance(answer, Finished):
+                    return
+
+    async def _follow(self, message: Ask) -> AsyncGenerator[object, None]:
+        """Yield the answers of the node, or of the one it sends us to."""
+        async with contextlib.AsyncExitStack() as stack:
+            control = self._control
+            for _ in range(MAX_REDIRECTS + 1):
+                numbered = replace(message, request=control.next_request())
+                redirect: Redirect | None = None
+                async with control.conversation(numbered) as answers:
+                    async for answer in answers:
+                        if isinstance(answer, Redirect):
+                            redirect = answer
+                            break
+                        yield answer
+                assert redirect is not None
+                link = await dial(redirect.address)
+                control = await stack.enter_async_context(_serving(link))
+            raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+
+
+@asynccontextmanager
+async def open_client(link: Link) -> AsyncIterator[Client]:
+    """Make a client over a control link that is up; the link is closed at the end."""
+    async with _serving(link) as control:
+        yield Client(control)
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[Client]:
+    """Connect to the node at `address` (host:port). Raises LinkError when none answers."""
+    async with open_client(await dial(address)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _serving(link: Link) -> AsyncIterator[ControlLink]:
+    control = ControlLink(link, _refuse)
+    reading = asyncio.create_task(_read(control))
+    try:
+        yield control
+    finally:
+        await link.close()
+        await reading
+
+
+async def _read(control: ControlLink) -> None:
+    """Read until the link ends; whoever waits for an answer is told how."""
+    with contextlib.suppress(ShardnetError):
+        await control.serve()
+
+
+async def _refuse(control: ControlLink, message: Incoming) -> None:
+    raise RemoteProtocolError(f"a client was asked {type(message).__name__}")
+
+
+def _no_answer(address: str) -> PeerFailedError:
+    return PeerFailedError(f"{address} ended the conversation without an answer")
