@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
+from typer.core import TyperGroup, TyperOption
 
 from shardnet.errors import ConfigurationError
 
@@ -25,7 +25,7 @@ def config_path(environment: Mapping[str, str]) -> Path:
     return Path(base) / "shardnet" / "config.toml"
 
 
-def read_config(path: Path, group: click.Command) -> dict[str, Any]:
+def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
     """Read the file into a default map for the commands of `group`; {} when there is none.
 
     Raises ConfigurationError for a file that is no TOML, or an unknown key with the nearest known.
@@ -36,32 +36,27 @@ def read_config(path: Path, group: click.Command) -> dict[str, Any]:
         return {}
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    assert isinstance(group, click.Group)
-    flags = {name: _flags(command) for name, command in group.commands.items()}
+    flags = {name: _flags(command.params) for name, command in group.commands.items()}
     defaults: dict[str, Any] = {name: {} for name in flags}
-    for key, value in values.items():
-        if key in flags and isinstance(value, dict):
-            for inner in value:
-                _check(inner, flags[key], f"{path} [{key}]")
-            continue
+    shared = {key: value for key, value in values.items() if key not in flags}
+    for key, value in shared.items():
         _check(key, {flag for known in flags.values() for flag in known}, str(path))
         for name, known in flags.items():
             if key in known:
                 defaults[name][known[key]] = value
     for name, known in flags.items():
-        for key, value in (
-            values.get(name, {}).items() if isinstance(values.get(name), dict) else ()
-        ):
+        for key, value in values.get(name, {}).items():
+            _check(key, known, f"{path} [{name}]")
             defaults[name][known[key]] = value
     return defaults
 
 
-def _flags(command: click.Command) -> dict[str, str]:
+def _flags(parameters: Sequence[object]) -> dict[str, str]:
     """Map each flag's name in the file to its parameter."""
     return {
         option.lstrip("-").replace("-", "_"): str(parameter.name)
-        for parameter in command.params
-        if isinstance(parameter, click.Option)
+        for parameter in parameters
+        if isinstance(parameter, TyperOption)
         for option in parameter.opts
         if option.startswith("--") and option not in ("--help", "--until-stdin-closes")
     }

@@ -6,6 +6,7 @@ import os
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
@@ -46,6 +47,7 @@ def configure(
     ] = False,
 ) -> None:
     """One language model over the machines of a home lab."""
+    assert isinstance(context.command, TyperGroup)
     try:
         context.default_map = read_config(config_path(os.environ), context.command)
     except ConfigurationError as error:
