@@ -7,7 +7,6 @@ dialled by the one before. Must not know who planned the ring or what the stage 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
@@ -133,7 +132,7 @@ class RingSeat:
             return pipeline, LinkSink(downstream, self.epoch), TailLink(upstream, self.epoch)
         is_tail = self.rank == n_stages - 1
         sink = (TailSink if is_tail else LinkSink)(downstream, self.epoch)
-        return LinkSource(upstream, self.epoch, time.perf_counter_ns), sink, None
+        return LinkSource(upstream, self.epoch), sink, None
 
     async def _wait_for_upstream(self) -> Link:
         try:

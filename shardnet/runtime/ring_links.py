@@ -5,7 +5,6 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import assert_never
 
 from shardnet.errors import RemoteProtocolError, error_for_code
@@ -49,10 +48,9 @@ _NO_EXTRAS = Extras()
 class LinkSource:
     """What the previous stage sends, as a stage takes it in."""
 
-    def __init__(self, link: Link, epoch: Epoch, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, link: Link, epoch: Epoch) -> None:
         self._link = link
         self._epoch = epoch
-        self._clock_ns = clock_ns
         self._extras: dict[int, Extras] = {}
 
     async def receive(self) -> StageInput:
@@ -78,7 +76,7 @@ class LinkSource:
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
             timings=_timings(extras),
-            arrived_ns=self._clock_ns(),
+            arrived_ns=self._link.arrived_ns,
         )
 
 

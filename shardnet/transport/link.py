@@ -65,6 +65,10 @@ class Link(Protocol):
         """(epoch, last completed step) as the peer's last heartbeat told."""
 
     @property
+    def arrived_ns(self) -> int:
+        """When the frame that `receive` gave last had come whole (time.perf_counter_ns)."""
+
+    @property
     def closed(self) -> bool:
         """Whether the link has ended: nothing can be sent any more."""
 

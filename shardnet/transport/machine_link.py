@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from collections import deque
 from typing import assert_never, cast
 
@@ -49,7 +50,8 @@ class MachineLink(asyncio.BufferedProtocol):
         self._peer: Hello | None = None
         self._peer_address = "?"
         self._peer_progress = (0, 0)
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._arrived_ns = 0
         self._error: ShardnetError | None = None
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
@@ -81,6 +83,11 @@ class MachineLink(asyncio.BufferedProtocol):
     def peer_progress(self) -> tuple[int, int]:
         """See `Link`."""
         return self._peer_progress
+
+    @property
+    def arrived_ns(self) -> int:
+        """See `Link`."""
+        return self._arrived_ns
 
     @property
     def closed(self) -> bool:
@@ -119,7 +126,7 @@ class MachineLink(asyncio.BufferedProtocol):
                 await self._receiver
             finally:
                 self._receiver = None
-        frame = self._frames.popleft()
+        frame, self._arrived_ns = self._frames.popleft()
         if self._reading_paused and len(self._frames) <= self._options.receive_frames // 2:
             self._resume_reading()
         return frame
@@ -213,7 +220,7 @@ class MachineLink(asyncio.BufferedProtocol):
                 self._settled.set()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
             case FrameReceived():
-                self._frames.append(event.frame)
+                self._frames.append((event.frame, time.perf_counter_ns()))
                 self._wake(self._receiver)
             case ProgressReported():
                 self._peer_progress = (event.epoch, event.step)
