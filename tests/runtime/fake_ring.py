@@ -1,0 +1,239 @@
+"""Whole rings in one process: real workers, links, pipeline and engine over a compute that counts.
+
+A stage of FakeCompute adds one to what it gets for every row; the tail's token is a function of the
+slot's tokens so far and of how many stages each row has passed. A lost, repeated, reordered or
+mixed-up row changes the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.engine import (
+    Engine,
+    GenerationFinished,
+    GenerationRequest,
+    TokenGenerated,
+)
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.ring_links import LinkSink, LinkSource, TailLink, TailSink
+from shardnet.runtime.scheduler import Scheduler
+from shardnet.runtime.stage import StageSink, StageSource, StageWorker
+from shardnet.transport import tcp
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.memory import memory_pair
+from shardnet.types import DType, Epoch, MicroBatch, SamplingParams, SequenceId, SlotId
+from shardnet.wire.messages import Hello, Purpose, Role
+
+VOCAB = 50
+WIDTH = 8192
+"""Elements of a row. With float32 a row is 32 KiB: more than the smallest socket buffers hold."""
+
+SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
+
+
+def expected_tokens(prompt: Sequence[int], n_tokens: int) -> list[int]:
+    """What a ring of any number of stages must generate."""
+    tokens = list(prompt)
+    for _ in range(n_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def next_token(history: Sequence[int]) -> int:
+    return (sum((place + 1) * token for place, token in enumerate(history)) * 7 + 3) % VOCAB
+
+
+@dataclass
+class FakeCompute:
+    """StageCompute without a model. `fail_at` makes the step that holds that token id fail."""
+
+    rank: int
+    n_stages: int
+    fail_at: int | None = None
+    owners: dict[SlotId, SequenceId] = field(default_factory=dict)
+    history: dict[SlotId, list[int]] = field(default_factory=dict)
+
+    def open_sequence(
+        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
+    ) -> None:
+        assert slot not in self.owners
+        self.owners[slot] = sequence_id
+        self.history[slot] = []
+
+    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
+        assert self.owners.pop(slot) == sequence_id
+
+    def reset(self) -> None:
+        self.owners.clear()
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        if self.fail_at in batch.token_ids:
+            raise ShardnetError(f"rank {self.rank} met token {self.fail_at}")
+        passed = 0.0
+        if activations is not None:
+            assert (activations.dtype, activations.width) == (DType.FLOAT32, WIDTH)
+            rows = struct.unpack(f"<{batch.n_rows * WIDTH}f", activations.payload)
+            assert len(set(rows)) == 1
+            passed = rows[0]
+        assert passed == self.rank
+        ids, row = [], 0
+        for group in batch.groups:
+            assert self.owners[group.slot] == group.sequence_id
+            history = self.history[group.slot]
+            assert len(history) == group.position
+            history += batch.token_ids[row : row + group.n_rows]
+            row += group.n_rows
+            ids += [next_token(history)] * group.n_sampled
+        if self.rank == self.n_stages - 1:
+            return Samples(token_ids=ids, logprobs=[None] * len(ids))
+        payload = struct.pack("<f", passed + 1) * (batch.n_rows * WIDTH)
+        return Activations(payload=payload, dtype=DType.FLOAT32, width=WIDTH)
+
+
+@dataclass
+class FakeRing:
+    """A ring that runs."""
+
+    engine: Engine
+    computes: list[FakeCompute]
+    links: list[Link]
+
+    async def generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
+        """Generate and return the tokens."""
+        request = GenerationRequest(
+            prompt=tuple(prompt),
+            sampling=SamplingParams(),
+            max_tokens=n_tokens,
+            stop_ids=frozenset(),
+            text=NoText(),
+        )
+        tokens = []
+        async for event in self.engine.generate(request):
+            if isinstance(event, TokenGenerated):
+                tokens.append(event.token_id)
+            else:
+                assert isinstance(event, GenerationFinished)
+                self.timing = event.timing
+        return tokens
+
+
+class NoText:
+    """A TextAssembler for tokens that mean nothing."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def finish(self) -> str:
+        return ""
+
+
+@asynccontextmanager
+async def fake_ring(
+    n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8
+) -> AsyncIterator[FakeRing]:
+    """Run a ring of `n_stages` over "memory" or "tcp" links with the smallest queues and buffers."""
+    epoch = Epoch(1)
+    computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
+    scheduler = Scheduler(
+        epoch=epoch,
+        n_stages=n_stages,
+        room_blocks=64,
+        context=1024,
+        max_slots=max_slots,
+        chunk_rows=chunk_rows,
+    )
+    engine = Engine(
+        scheduler=scheduler,
+        make_pipeline=lambda on_answered, on_failed: Pipeline(
+            epoch=epoch,
+            vocab_size=VOCAB,
+            clock_ns=time.perf_counter_ns,
+            on_answered=on_answered,
+            on_failed=on_failed,
+        ),
+        clock_ns=time.perf_counter_ns,
+    )
+    pipeline = engine.pipeline
+    pairs = [await _pair(over) for _ in range(n_stages if n_stages > 1 else 0)]
+    executors = [Executor(f"fake-{rank}") for rank in range(n_stages)]
+    async with asyncio.TaskGroup() as tasks:
+        running = []
+        for rank, compute in enumerate(computes):
+            source: StageSource = pipeline
+            sink: StageSink = RingOfOne(pipeline)
+            if n_stages > 1:
+                if rank:
+                    source = LinkSource(pairs[rank - 1][1], epoch)
+                is_tail = rank == n_stages - 1
+                sink = (TailSink if is_tail else LinkSink)(pairs[rank][0], epoch)
+            worker = StageWorker(
+                rank=rank,
+                compute=compute,
+                executor=executors[rank],
+                source=source,
+                sink=sink,
+                on_step_done=lambda step: None,
+            )
+            running.append(tasks.create_task(_until_broken(worker, engine)))
+        if n_stages > 1:
+            running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
+        links = [link for pair in pairs for link in pair]
+        try:
+            yield FakeRing(engine, computes, links)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            for link in links:
+                link.abort("the test is over")
+            await asyncio.gather(*(link.close() for link in links))
+            for executor in executors:
+                executor.join()
+
+
+async def _until_broken(worker: StageWorker, engine: Engine) -> None:
+    try:
+        await worker.run()
+    except* ShardnetError as group:
+        engine.fail(ShardnetError(f"broken: {group.exceptions[0]}"))
+
+
+async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
+    try:
+        while True:
+            pipeline.answer(await tail.receive())
+    except ShardnetError:
+        return
+
+
+async def _pair(over: str) -> tuple[Link, Link]:
+    hello = Hello(
+        purpose=Purpose.DATA,
+        role=Role.NODE,
+        node="n",
+        name="n",
+        version="0",
+        ring="r",
+        epoch=1,
+    )
+    if over == "memory":
+        return await memory_pair(hello, hello, options=SMALLEST)
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+
+    async def accept(link: Link) -> None:
+        accepted.set_result(link)
+
+    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=SMALLEST)
+    near = await tcp.connect("127.0.0.1", listener.port, hello, options=SMALLEST)
+    far = await accepted
+    await listener.close()
+    return near, far
