@@ -64,13 +64,21 @@ def find_device(requested: str) -> Device:
 
 
 def _good_dtypes(kind: str) -> tuple[DType, ...]:
-    """Return the dtypes that the device computes in when asked to, and not in another instead."""
+    """Return the dtypes that the device computes in when asked to, and not in another instead.
+
+    One thread probes: on busy cores the products are so small that several wait for each other.
+    """
     import torch
 
     from shardnet.model.kernels import probe
 
     wanted = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
-    return tuple(d for d in wanted if probe(torch.device(kind), d, d).dtype is d)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return tuple(d for d in wanted if probe(torch.device(kind), d, d).dtype is d)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 @dataclass(slots=True, kw_only=True)
