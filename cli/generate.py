@@ -80,6 +80,9 @@ def generate(
         list[int] | None,
         typer.Option("--stop-token-id", metavar="ID", min=0, help="End after this token."),
     ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
+    ] = False,
     bos: Annotated[
         str,
         typer.Option(
@@ -124,6 +127,7 @@ def generate(
         max_tokens=max_tokens,
         stop=stop or [],
         stop_token_ids=stop_token_id or [],
+        ignore_eos=ignore_eos,
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
     )

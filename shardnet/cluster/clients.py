@@ -76,7 +76,8 @@ class Clients:
             prompt=tuple(prompt),
             sampling=message.sampling.params(),
             max_tokens=message.max_tokens,
-            stop_ids=frozenset(message.stop_token_ids) | frozenset(lead.eos_ids),
+            stop_ids=frozenset(message.stop_token_ids)
+            | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),
             text=_text_stream(message, lead),
         )
         async with aclosing(lead.ring.engine.generate(request)) as events:
@@ -101,6 +102,8 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
         raise UsageError(
             f"{lead.plan.facts.path} has no tokenizer.json: give the prompt as --token-ids"
         )
+    elif not message.prompt:
+        raise UsageError("the prompt is empty: give some text, or ids with --token-ids")
     else:
         token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
     check_token_ids(token_ids, vocab_size)

@@ -126,6 +126,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
             choice=choice,
             device=device,
             room_blocks=room_blocks,
+            context=order.context,
             progress=progress,
         )
     sampler = None

@@ -378,6 +378,7 @@ class Generate(_Tagged, frozen=True, kw_only=True):
     max_tokens: U32 = 256
     stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = []
     stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = []
+    ignore_eos: bool = False
     bos: Literal["auto", "on", "off"] = "auto"
     keep_special_tokens: bool = False
 
