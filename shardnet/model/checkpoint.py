@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,7 +95,7 @@ class Checkpoint:
         UnsupportedModelError for a model that is not implemented.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # also where a part of the path may not be looked at
             raise CheckpointError(f"{folder}: no such checkpoint folder; check the path of --model")
         config = parse_config(_read_json(folder / "config.json"), str(folder / "config.json"))
         if (folder / _SINGLE).exists():

@@ -7,6 +7,7 @@ tensors: it imports no torch. What is not understood is refused by name, never i
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,10 @@ from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.types import DType
 
 Family = Literal["llama", "gpt2"]
+
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+"""Caps on what a config may claim, so that a damaged one cannot make us fill the memory."""
 
 DEFAULT_CONTEXT = 8192
 """Positions of one sequence where nothing else is asked and the model allows more."""
@@ -129,7 +134,7 @@ def _llama(fields: _Fields) -> ModelConfig:
     max_positions = fields.positive("max_position_embeddings", 2048)
     return ModelConfig(
         family="llama",
-        n_layers=fields.positive("num_hidden_layers"),
+        n_layers=fields.positive("num_hidden_layers", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -137,7 +142,7 @@ def _llama(fields: _Fields) -> ModelConfig:
         intermediate_size=fields.positive("intermediate_size"),
         vocab_size=fields.positive("vocab_size"),
         max_positions=max_positions,
-        norm_eps=fields.take("rms_norm_eps", float, 1e-6),
+        norm_eps=fields.positive_number("rms_norm_eps", 1e-6),
         activation=_activation(fields, "hidden_act", "silu"),
         attention_bias=fields.take("attention_bias", bool, False),
         mlp_bias=fields.take("mlp_bias", bool, False),
@@ -156,7 +161,7 @@ def _gpt2(fields: _Fields) -> ModelConfig:
     fields.require("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
         family="gpt2",
-        n_layers=fields.positive("n_layer"),
+        n_layers=fields.positive("n_layer", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=n_heads,
@@ -164,7 +169,7 @@ def _gpt2(fields: _Fields) -> ModelConfig:
         intermediate_size=fields.positive("n_inner", 4 * hidden_size),
         vocab_size=fields.positive("vocab_size"),
         max_positions=fields.positive("n_positions", 1024),
-        norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
+        norm_eps=fields.positive_number("layer_norm_epsilon", 1e-5),
         activation=_activation(fields, "activation_function", "gelu_new"),
         attention_bias=True,
         mlp_bias=True,
@@ -232,12 +237,12 @@ def _rope(fields: _Fields) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     new = fields.take("rope_parameters", dict, None)
     old = fields.take("rope_scaling", dict, None)
-    theta = fields.take("rope_theta", float, None)
+    theta = fields.positive_number("rope_theta", 10000.0)
     if new and old and new != old:
         raise fields.damaged("rope_parameters and rope_scaling disagree; keep one of them")
     which = "rope_parameters" if new else "rope_scaling"
     rope = _Fields(new or old or {}, fields.where, prefix=f"{which}.")
-    inner_theta = rope.take("rope_theta", float, None)
+    inner_theta = rope.positive_number("rope_theta", theta)
     kind = _rope_kind(rope)
     values = {key: rope.positive_number(key) for key in sorted(_ROPE_KEYS[kind])}
     rope.require("partial_rotary_factor", 1.0)
@@ -248,7 +253,7 @@ def _rope(fields: _Fields) -> Rope:
     original = values.pop("original_max_position_embeddings", None)
     if original is not None:
         values["original_max_positions"] = int(original)
-    return Rope(kind=kind, theta=inner_theta or theta or 10000.0, **values)  # type: ignore[arg-type]
+    return Rope(kind=kind, theta=inner_theta, **values)  # type: ignore[arg-type]
 
 
 def _rope_kind(rope: _Fields) -> RopeKind:
@@ -289,17 +294,17 @@ class _Fields:
             raise self.damaged(f"{self._prefix}{key} is {value!r}, expected {' or '.join(names)}")
         return value
 
-    def positive(self, key: str, *default: int) -> int:
-        """Return an integer above 0."""
+    def positive(self, key: str, *default: int, at_most: int = MAX_SIZE) -> int:
+        """Return an integer from 1 to `at_most`."""
         value: int = self.take(key, int, *default)
-        if value <= 0:
-            raise self.damaged(f"{self._prefix}{key} is {value}, expected a number above 0")
+        if not 1 <= value <= at_most:
+            raise self.damaged(f"{self._prefix}{key} is {value}, expected 1 to {at_most}")
         return value
 
-    def positive_number(self, key: str) -> float:
-        """Return a number above 0."""
-        value: float = self.take(key, float)
-        if value <= 0:
+    def positive_number(self, key: str, *default: float) -> float:
+        """Return a finite number above 0."""
+        value: float = self.take(key, float, *default)
+        if not 0 < value < math.inf:
             raise self.damaged(f"{self._prefix}{key} is {value}, expected a number above 0")
         return value
 

@@ -172,7 +172,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, layer: int, step: S
     row's bits are those of a decode step, whoever stands beside it; longer ones are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
-    out = torch.empty_like(queries)  # [T, H, D]
+    out = queries.new_empty(n_rows, n_heads, head_size)  # [T, H, D]
     for span in step.spans:
         cached_keys, cached_values = step.kv.layer(span.slot, layer)  # [KV heads, P, D]
         end_position = span.position + span.end - span.start

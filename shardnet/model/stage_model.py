@@ -51,6 +51,7 @@ class StageModel:
         choice: KernelChoice,
         kv: KvCache,
         context: int,
+        exact_rows: int,
     ) -> None:
         self._family = family
         self._config = checkpoint.config
@@ -58,6 +59,8 @@ class StageModel:
         self.layers = layers
         self.choice = choice
         self.kv = kv
+        self.exact_rows = exact_rows
+        """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
         self.first = layers.start == 0
         self.last = layers.end == checkpoint.config.n_layers
         self.weight_bytes = stage_weight_bytes(checkpoint.config, layers, choice.dtype)
@@ -83,11 +86,6 @@ class StageModel:
         return self.choice.name
 
     @property
-    def exact_rows(self) -> int:
-        """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
-        return self.choice.exact_rows
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype that the stage computes in."""
         return torch_dtype(self.choice.dtype)
@@ -108,6 +106,9 @@ class StageModel:
         vocabulary.
         """
         self._check_token_ids(batch)
+        if batch.n_rows == 0:
+            width = self.vocab_size if self.last else self.width
+            return torch.empty(0, width, device=self.device)
         step = plan_step(batch, self.kv, self._context, self.dtype)
         rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
         rows = self._family.run_layers(rows, step)
@@ -119,10 +120,8 @@ class StageModel:
         return self._family.logits(sampled).float()
 
     def _check_token_ids(self, batch: MicroBatch) -> None:
-        if batch.token_ids and not 0 <= min(batch.token_ids) <= max(batch.token_ids) < (
-            self.vocab_size
-        ):
-            wrong = next(t for t in batch.token_ids if not 0 <= t < self.vocab_size)
+        wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
             raise UsageError(
                 f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
             )
@@ -190,4 +189,4 @@ def load_stage(
         if size_bytes > before[file]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
     kv = KvCache(len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks)
-    return StageModel(family, checkpoint, layers, choice, kv, context)
+    return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

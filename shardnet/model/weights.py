@@ -7,6 +7,7 @@ file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint import Checkpoint, TensorInfo
 from shardnet.model.codec import torch_dtype
-from shardnet.model.kernels import KernelChoice, Linear, make_linear
+from shardnet.model.kernels import KernelChoice, Linear, make_linear, rows_are_exact
 from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, canonical_name, left_over
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
@@ -59,6 +62,9 @@ class StageWeights:
                 f"{checkpoint.path / info.file}: tensor {info.name} ({len(unknown)} such) has no "
                 f"place in a {config.family} model; use a checkpoint of the plain architecture"
             )
+        self.exact_rows = choice.exact_rows
+        """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
+        self._tested: set[tuple[int, int]] = set()
         self._done_bytes = 0
         self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
 
@@ -74,6 +80,11 @@ class StageWeights:
         linear = make_linear(self._choice, weights, biases, self._device)
         del weights, biases
         self._finish()
+        if self.exact_rows > 1 and linear.shape not in self._tested:
+            self._tested.add(linear.shape)
+            if not rows_are_exact(linear, self._choice, self._device):
+                log.warning("%s: rows of a product are not exact in company", names[0])
+                self.exact_rows = 1
         return linear
 
     def norm(self, name: str, eps: float) -> Norm:
