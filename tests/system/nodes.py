@@ -1,0 +1,307 @@
+"""Real processes of the `shardnet` command, each with a deadline and an end.
+
+A `Machine` pretends to be a machine of its own: its nodes and commands share a home, a configuration
+and a register of nodes that nobody else sees. Knows processes only, not what they are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+START_S = 60.0
+"""How long a node may take to its ready line."""
+COMMAND_S = 60.0
+"""How long a command may take unless a test says otherwise."""
+STOP_S = 10.0
+"""How long a process may take to leave when it was told to."""
+
+
+class Output:
+    """What a process writes to one of its pipes, as it comes."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._bytes = bytearray()
+        self._grown = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        """Everything so far."""
+        with self._grown:
+            return self._bytes.decode()
+
+    def wait_for(self, part: str, *, after: int = 0, deadline_s: float = COMMAND_S) -> str:
+        """Wait until `part` stands somewhere behind `after` characters; return everything so far.
+
+        Fails when the output ends without it, or at the deadline.
+        """
+        end = time.monotonic() + deadline_s
+        with self._grown:
+            while part not in self._bytes.decode(errors="replace")[after:]:
+                left = end - time.monotonic()
+                said = self._bytes.decode(errors="replace")
+                assert not self._ended, f"the output ended without {part!r}: {said}"
+                assert left > 0, f"no {part!r} within {deadline_s} s: {said}"
+                self._grown.wait(left)
+            return self._bytes.decode(errors="replace")
+
+    def close(self) -> str:
+        """Wait for the end and return everything."""
+        self._reader.join(STOP_S)
+        assert not self._reader.is_alive(), "a process that is gone left its pipe open elsewhere"
+        return self.text
+
+    def _read(self) -> None:
+        with self._pipe:
+            while chunk := os.read(self._pipe.fileno(), 1 << 16):
+                with self._grown:
+                    self._bytes += chunk
+                    self._grown.notify_all()
+        with self._grown:
+            self._ended = True
+            self._grown.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON value on standard output of a command that succeeded."""
+        assert self.code == 0, self.stderr
+        assert self.stdout.count("\n") == 1, self.stdout
+        return json.loads(self.stdout)
+
+    @property
+    def error(self) -> str:
+        """The one line that says why a command failed, without its `error: `."""
+        assert self.code == 1, (self.code, self.stderr)
+        assert self.stdout == ""
+        return self.error_line
+
+    @property
+    def error_line(self) -> str:
+        """As `error`, where text had been streamed before the failure."""
+        assert "Traceback" not in self.stderr, self.stderr
+        lines = self.stderr.splitlines()
+        assert [line for line in lines if line.startswith("error: ")] == lines[-1:], self.stderr
+        return lines[-1].removeprefix("error: ")
+
+
+class Command:
+    """A running command."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.process = process
+        self.stdout = Output(process.stdout)
+        self.stderr = Output(process.stderr)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, deadline_s: float = COMMAND_S) -> Result:
+        """Wait for its end. Kills it and fails at the deadline."""
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(
+                f"no end within {deadline_s} s: {self.process.args}: {self.stderr.text}"
+            ) from None
+        return Result(code=code, stdout=self.stdout.close(), stderr=self.stderr.close())
+
+    def kill(self) -> None:
+        """End it at once, frozen or not."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+
+class NodeProcess(Command):
+    """A `shardnet node` that is ready. `ready` is its ready line."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(process)
+        self.ready: dict[str, Any] = {}
+        self._told = False
+
+    @property
+    def log(self) -> str:
+        """What it said on standard error."""
+        return self.stderr.text
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"{self.ready['host']}:{self.ready['port']}"
+
+    @property
+    def private_bytes(self) -> int:
+        """Memory that is freed when the process ends."""
+        return int(psutil.Process(self.pid).memory_full_info().uss)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the ready line."""
+        self.ready = json.loads(self.stdout.wait_for("\n", deadline_s=START_S))
+
+    def tell_to_leave(self) -> None:
+        """Send it SIGTERM, once: a second one would end it on the spot."""
+        if not self._told:
+            self._told = True
+            self.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Have it leave, and check that it does so by itself and was never surprised."""
+        self.tell_to_leave()
+        result = self.wait(STOP_S)
+        assert result.code == 0, (result.code, result.stderr)
+        check_log(result.stderr)
+
+    def freeze(self) -> None:
+        """Stop it where it stands."""
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.signal(signal.SIGCONT)
+
+
+def check_log(log: str) -> None:
+    """Fail when a log shows an error that nobody foresaw."""
+    for surprise in ("Traceback", "never retrieved", "was never awaited", "Warning"):
+        assert surprise not in log, log
+
+
+class Machine:
+    """A pretended machine under `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runtime_dir = folder / "run"
+        self.config_path = folder / "config" / "shardnet" / "config.toml"
+        self.config_path.parent.mkdir(parents=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDNET_")}
+        self._environment = inherited | {
+            "HOME": str(folder),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "SHARDNET_RUNTIME_DIR": str(self.runtime_dir),
+            "PYTHONWARNINGS": "error::ResourceWarning",
+            "COLUMNS": "200",
+        }
+        self._commands: list[Command] = []
+
+    def start_nodes(
+        self, *names: str, arguments: Sequence[str] = (), cwd: Path | None = None
+    ) -> list[NodeProcess]:
+        """Start nodes on free ports, one compute thread each, and wait until all are ready."""
+        nodes = [
+            NodeProcess(
+                self._start(
+                    ["node", "--json", "--port", "0", "--name", name, "--threads", "1", *arguments],
+                    cwd=cwd,
+                )
+            )
+            for name in names
+        ]
+        self._commands += nodes
+        for node in nodes:
+            node.wait_until_ready()
+        return nodes
+
+    def begin(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+    ) -> Command:
+        """Start a command and return while it runs."""
+        command = Command(self._start(arguments, environment=environment, stdin=stdin))
+        self._commands.append(command)
+        return command
+
+    def run(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        deadline_s: float = COMMAND_S,
+    ) -> Result:
+        """Run a command to its end."""
+        return self.begin(*arguments, environment=environment, stdin=stdin).wait(deadline_s)
+
+    def close(self) -> None:
+        """End everything that still runs; fail if a node does not leave properly."""
+        running = [command for command in self._commands if command.process.poll() is None]
+        try:
+            nodes = [command for command in running if isinstance(command, NodeProcess)]
+            for node in nodes:
+                node.tell_to_leave()
+            for node in nodes:
+                node.stop()
+        finally:
+            for command in running:
+                command.kill()
+
+    def _start(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardnet_cli", *arguments],
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**self._environment, **(environment or {})},
+            cwd=cwd or self.folder,
+        )
+        if process.stdin is not None and stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(stdin.encode())
+        return process
+
+
+@contextmanager
+def open_machine(folder: Path) -> Iterator[Machine]:
+    """Give a machine in a new folder, and end all its processes afterwards."""
+    folder.mkdir(parents=True)
+    machine = Machine(folder)
+    try:
+        yield machine
+    finally:
+        machine.close()

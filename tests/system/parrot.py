@@ -1,0 +1,128 @@
+"""A checkpoint that says what it was told: each token has one successor.
+
+The hidden state is the token's one-hot vector, attention and MLP add nothing, and the LM head holds
+the table of successors; so a test knows every token beforehand, whatever the split, and can make
+any text appear: characters of several tokens, stop strings, end-of-text tokens. Weights that change
+nothing make it as large, and so as slow, as a test wants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BOS_ID, EOS_ID = 0, 1
+N_TOKENS = 258
+HIDDEN = 320
+"""At least one component per token, rounded to whole attention heads of 64."""
+
+
+def make_parrot(
+    folder: Path,
+    text: str,
+    *,
+    ends: bool,
+    layers: int = 4,
+    intermediate: int = 16,
+    positions: int = 8192,
+) -> Path:
+    """Write a checkpoint that continues each character of `text` with the next one.
+
+    No byte may occur twice in the UTF-8 of `text`, since a token knows its successor only. After
+    the last one comes the end-of-text token if it `ends`, else the first one again. Tokens are
+    bytes; a prompt gets no bos. The file has about `layers * intermediate * 1920` bytes.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = _byte_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(set(ids)) == len(ids), f"a byte of {text!r} occurs twice"
+    (folder / "config.json").write_text(json.dumps(_config(layers, intermediate, positions)))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
+    tensors = _tensors(layers, intermediate, [*ids, EOS_ID if ends else ids[0]])
+    _write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: index for index, piece in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    assert tokenizer.get_vocab_size() == N_TOKENS
+    return tokenizer
+
+
+def _config(layers: int, intermediate: int, positions: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "num_hidden_layers": layers,
+        "hidden_size": HIDDEN,
+        "intermediate_size": intermediate,
+        "num_attention_heads": HIDDEN // 64,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": N_TOKENS,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+
+
+def _tensors(
+    layers: int, intermediate: int, cycle: Sequence[int]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    embedding = np.eye(N_TOKENS, HIDDEN, dtype=np.float32)
+    successors = np.zeros((N_TOKENS, HIDDEN), dtype=np.float32)
+    for token_id, following in zip(cycle, cycle[1:], strict=False):
+        successors[following, token_id] = 1
+    norm = np.ones(HIDDEN, dtype=np.float32)
+    wide, narrow = (intermediate, HIDDEN), (HIDDEN, intermediate)
+    tensors = {"model.embed_tokens.weight": embedding}
+    for layer in range(layers):
+        shapes = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (64, HIDDEN),
+            "self_attn.v_proj": (64, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": wide,
+            "mlp.up_proj": wide,
+            "mlp.down_proj": narrow,
+        }
+        prefix = f"model.layers.{layer}"
+        for name, shape in shapes.items():
+            tensors[f"{prefix}.{name}.weight"] = np.zeros(shape, dtype=np.float32)
+        tensors[f"{prefix}.input_layernorm.weight"] = norm
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = norm
+    return tensors | {"model.norm.weight": norm, "lm_head.weight": successors}
+
+
+def _write_safetensors(
+    path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+) -> None:
+    """Write the tensors in bfloat16, the upper half of a float32."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * tensor.size
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write((tensor.view(np.uint32) >> 16).astype("<u2").tobytes())

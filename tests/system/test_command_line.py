@@ -1,0 +1,207 @@
+"""The contract of the command line: keys, exit codes, and one line for each refusal."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import Parrots, Trio
+from nodes import Machine
+
+from shardnet import __version__
+
+
+def test_the_ready_line_names_the_node_its_address_and_process(trio: Trio) -> None:
+    node = trio.nodes[0]
+    ready = node.ready
+    assert set(ready) >= {"event", "node", "name", "host", "port", "pid", "version"}
+    assert ready["event"] == "ready"
+    assert ready["name"] == "anna"
+    assert ready["host"] == "127.0.0.1"
+    assert ready["pid"] == node.pid
+    assert ready["version"] == __version__
+    assert node.stdout.text.count("\n") == 1
+
+
+def test_nodes_json_lists_every_node_of_the_machine(trio: Trio, parrots: Parrots) -> None:
+    model = str(parrots.alphabet)
+    trio.generate("a", parrots.alphabet, "--nodes", trio.addresses(2, 0), "--max-tokens", "1")
+    found = {node["name"]: node for node in trio.machine.run("nodes", "--json").json}
+    assert [found[name]["node"] for name in ("anna", "bert", "cleo")] == [
+        node.ready["node"] for node in trio.nodes
+    ]
+    anna = found["anna"]
+    assert anna["address"] == trio.nodes[0].address
+    assert anna["version"] == __version__
+    assert anna["device"].startswith(("cpu", "cuda"))
+    assert 0 < anna["memory_free_bytes"] < anna["memory_bytes"]
+    assert anna["stage"] == {"model": model, "layers": [2, 4], "rank": 1}
+    assert found["cleo"]["stage"] == {"model": model, "layers": [0, 2], "rank": 0}
+
+
+def test_nodes_lists_a_node_that_is_named(trio: Trio, machine: Machine) -> None:
+    assert machine.run("nodes", "--json").json == []
+    named = machine.run("nodes", "--json", "--peer", trio.nodes[1].address).json
+    assert "bert" in {node["name"] for node in named}
+
+
+def test_plan_json_says_who_would_run_what(trio: Trio, parrots: Parrots) -> None:
+    arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(1, 2), "--context", "512"]
+    plan = trio.machine.run("plan", "--json", *arguments).json
+    assert plan["model"] == str(parrots.big)
+    assert plan["context"] == 512
+    assert plan["left_out"] == []
+    assert plan["predicted_tok_s"] is None
+    assert isinstance(plan["why"], str)
+    keys = {"rank", "node", "layers", "weight_bytes", "kv_bytes", "compute_ms"}
+    assert all(set(stage) >= keys for stage in plan["stages"])
+    assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
+    assert [stage["node"] for stage in plan["stages"]] == [n.ready["node"] for n in trio.nodes[1:]]
+    assert plan["stages"][0]["layers"][0] == 0
+    assert plan["stages"][0]["layers"][1] == plan["stages"][1]["layers"][0]
+    assert plan["stages"][1]["layers"][1] == 4
+    assert all(stage["weight_bytes"] > 0 and stage["kv_bytes"] > 0 for stage in plan["stages"])
+
+
+def test_plan_loads_nothing(trio: Trio, parrots: Parrots) -> None:
+    before = [node.log for node in trio.nodes]
+    trio.machine.run("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())
+    assert [node.log for node in trio.nodes] == before
+
+
+def test_generate_json_has_the_keys_of_the_contract(trio: Trio, parrots: Parrots) -> None:
+    arguments = ["--nodes", trio.addresses(0, 1), "--layers", "0-1,1-4", "--max-tokens", "5"]
+    result = trio.generate("abc", parrots.alphabet, *arguments, "--seed", "7", "--json")
+    answer = result.json
+    assert answer["model"] == str(parrots.alphabet)
+    assert len(answer["prompt_token_ids"]) == 3
+    assert len(answer["token_ids"]) == 5
+    assert answer["tokens"] == ["d", "e", "f", "g", "h"]
+    assert answer["text"] == "defgh"
+    assert answer["finish_reason"] == "length"
+    assert answer["seed"] == 7
+    assert answer["logprobs"] is None
+    assert answer["stages"] == [
+        {"rank": 0, "node": trio.nodes[0].ready["node"], "layers": [0, 1]},
+        {"rank": 1, "node": trio.nodes[1].ready["node"], "layers": [1, 4]},
+    ]
+    timing = answer["timing"]
+    assert set(timing) >= {"load_s", "ttft_s", "decode_tok_s", "total_s", "per_stage"}
+    assert timing["total_s"] >= timing["ttft_s"] > 0
+    assert [stage["rank"] for stage in timing["per_stage"]] == [0, 1]
+    for stage in timing["per_stage"]:
+        assert set(stage) >= {"rank", "compute_ms", "queue_ms", "wire_ms"}
+        assert stage["compute_ms"] > 0
+
+
+def test_generate_ends_its_text_with_a_closing_line(trio: Trio, parrots: Parrots) -> None:
+    result = trio.generate("a", parrots.signs, "--nodes", trio.addresses(0, 1))
+    assert result.code == 0
+    assert result.stdout == "é€😀 Жz.\n"
+    closing = result.stderr.splitlines()[-1]
+    for part in ("tokens/s", "first after", "stage 0", "stage 1", "wire"):
+        assert part in closing
+
+
+def test_without_a_node_the_model_runs_in_the_process_itself(machine: Machine) -> None:
+    """The bundled model, from any folder, without a home or network of any kind."""
+    result = machine.run("generate", "It is", "--max-tokens", "4", "--json")
+    assert len(result.json["token_ids"]) == 4
+    assert [stage["layers"] for stage in result.json["stages"]] == [[0, 8]]
+    assert result.json["text"].isprintable()
+
+
+WRONG_USAGE = [
+    ["generate"],
+    ["generate", "a", "--token-ids", "1,2"],
+    ["generate", "a", "--no-such-flag"],
+    ["generate", "a", "--speculate", "ngram"],
+    ["generate", "--token-ids", "1,x"],
+    ["generate", "a", "--max-tokens", "0"],
+    ["generate", "a", "--temperature", "-0.5"],
+    ["generate", "a", "--temperature", "nan"],
+    ["generate", "a", "--top-p", "0"],
+    ["generate", "a", "--top-p", "1.5"],
+    ["generate", "a", "--top-k", "-1"],
+    ["generate", "a", "--seed", "-1"],
+    ["generate", "a", "--logprobs", "-1"],
+    ["generate", "a", "--bos", "perhaps"],
+    ["generate", "a", "--dtype", "int3"],
+    ["generate", "a", "--layers", "0-4,5-8"],
+    ["node", "--port", "70000"],
+    ["node", "--memory", "much"],
+    ["no-such-command"],
+]
+
+
+def test_wrong_usage_exits_with_2_and_names_the_flag(trio: Trio) -> None:
+    running = [(usage, trio.machine.begin(*usage)) for usage in WRONG_USAGE]
+    for usage, command in running:
+        result = command.wait()
+        assert result.code == 2, (usage, result)
+        assert result.stdout == "", usage
+        assert "Traceback" not in result.stderr, usage
+        flag = next((part for part in usage if part.startswith("--")), usage[-1])
+        assert flag.removeprefix("--") in result.stderr, (usage, result.stderr)
+
+
+def test_an_unknown_configuration_key_is_named_with_the_nearest(machine: Machine) -> None:
+    machine.config_path.write_text("contxt = 512\n")
+    error = machine.run("plan").error
+    assert str(machine.config_path) in error
+    assert "contxt" in error
+    assert "context" in error
+
+
+@pytest.mark.parametrize("text", ["context = [", 'context = "many"\n'])
+def test_an_unusable_configuration_is_refused(machine: Machine, text: str) -> None:
+    machine.config_path.write_text(text)
+    result = machine.run("plan")
+    assert result.code in (1, 2)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_flag_before_variable_before_file(trio: Trio, parrots: Parrots, machine: Machine) -> None:
+    machine.config_path.write_text("context = 300\n[plan]\ndtype = 'float32'\n")
+    arguments = ["plan", "--json", "--model", str(parrots.alphabet), "--nodes", trio.addresses(0)]
+    variable = {"SHARDNET_CONTEXT": "400"}
+    assert machine.run(*arguments).json["context"] == 300
+    assert machine.run(*arguments, environment=variable).json["context"] == 400
+    plan = machine.run(*arguments, "--context", "500", environment=variable).json
+    assert plan["context"] == 500
+    assert plan["dtype"] == "float32"
+
+
+def test_a_node_beyond_loopback_without_protection_is_refused(machine: Machine) -> None:
+    error = machine.run("node", "--host", "0.0.0.0", "--port", "0").error
+    assert "0.0.0.0" in error
+    assert "--insecure" in error
+
+
+def test_a_port_in_use_is_named(machine: Machine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = machine.run("node", "--port", str(port)).error
+    assert str(port) in error
+    assert "--port" in error
+
+
+def test_a_device_that_is_not_here_is_named(machine: Machine) -> None:
+    assert "--device tpu" in machine.run("node", "--device", "tpu", "--port", "0").error
+
+
+def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:
+    error = machine.run("generate", "a", "--nodes", "127.0.0.1:1", "--local", "2").error
+    assert "--nodes" in error
+    assert "--local" in error
+
+
+def test_the_register_forgets_a_node_that_was_killed(machine: Machine, tmp_path: Path) -> None:
+    machine.runtime_dir.mkdir()
+    entry = {"node": "0" * 32, "name": "gone", "address": "127.0.0.1:1", "pid": 1, "started": 0.0}
+    (machine.runtime_dir / f"{'0' * 32}.json").write_text(json.dumps(entry))
+    assert machine.run("nodes", "--json").json == []
+    assert list(machine.runtime_dir.iterdir()) == []
