@@ -46,7 +46,8 @@ async def connect(
     up = False
     try:
         async with asyncio.timeout(options.handshake_s):
-            await asyncio.get_running_loop().create_connection(lambda: link, host, port)
+            sock = await _dial(host, port, options)
+            await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
             await link.wait_up()
             up = True
     except OSError as error:
@@ -108,7 +109,7 @@ class Listener:
     async def start(self, host: str, port: int) -> None:
         """Bind and listen. Raises ConfigurationError when the address cannot be used."""
         try:
-            listening = await _bind(host, port)
+            listening = await _bind(host, port, self._options)
         except OSError as error:
             where = format_address(host, port)
             raise ConfigurationError(_cannot_listen(where, error)) from error
@@ -132,7 +133,14 @@ class Listener:
     def _start_handler(self, link: _TcpLink) -> None:
         handler = asyncio.get_running_loop().create_task(self._supervise(link))
         self._handlers.add(handler)
-        handler.add_done_callback(self._handlers.discard)
+        handler.add_done_callback(self._finish_handler)
+
+    def _finish_handler(self, handler: asyncio.Task[None]) -> None:
+        self._handlers.discard(handler)
+        if not handler.cancelled() and (error := handler.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "the handler of a link failed", "exception": error, "task": handler}
+            )
 
     async def _supervise(self, link: _TcpLink) -> None:
         """Run one link's handler; whatever ends it, the link does not outlive a failure."""
@@ -156,7 +164,9 @@ class Listener:
             async with asyncio.timeout(self._options.handshake_s):
                 await link.wait_up()
         except TimeoutError:
-            raise PeerSilentError(f"no hello came within {self._options.handshake_s:g} s") from None
+            raise PeerSilentError(
+                f"{link.peer_address}: no hello came within {self._options.handshake_s:g} s"
+            ) from None
         except ShardnetError:
             await link.wait_lost()  # it may still be telling the peer why
             raise
@@ -179,15 +189,12 @@ class _TcpLink(MachineLink):
         self._on_connected = on_connected
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set the socket's options, then begin the handshake."""
+        """Set the socket's remaining options, then begin the handshake."""
         tcp = transport.get_extra_info("socket")
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             user_timeout_ms = int(self._options.user_timeout_s * 1000)
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
-        if self._options.socket_buffer_bytes is not None:
-            for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                tcp.setsockopt(socket.SOL_SOCKET, direction, self._options.socket_buffer_bytes)
         super().connection_made(transport)
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
             # A free port that we try to connect to may be given to our own end.
@@ -196,7 +203,30 @@ class _TcpLink(MachineLink):
             self._on_connected(self)
 
 
-async def _bind(host: str, port: int) -> socket.socket:
+async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
+    """Connect to the first address of `host` that answers; each has its share of the time."""
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for last, (family, kind, number, _, address) in enumerate(infos, start=1 - len(infos)):
+        sock = socket.socket(family, kind, number)
+        connected = False
+        try:
+            sock.setblocking(False)
+            _set_buffers(sock, options)
+            async with asyncio.timeout(options.handshake_s / len(infos)):
+                await loop.sock_connect(sock, address)
+            connected = True
+            return sock
+        except OSError:
+            if last == 0:
+                raise
+        finally:
+            if not connected:
+                sock.close()
+    raise PeerUnreachableError(f"{format_address(host, port)}: the host has no address")
+
+
+async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:
     infos = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -204,12 +234,20 @@ async def _bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, kind, number)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _set_buffers(listening, options)
         listening.bind(address)
         listening.listen()
     except OSError:
         listening.close()
         raise
     return listening
+
+
+def _set_buffers(sock: socket.socket, options: LinkOptions) -> None:
+    # Before the connection stands: the window that TCP then agrees on is never taken back.
+    if options.socket_buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.socket_buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.socket_buffer_bytes)
 
 
 def _unreachable(where: str, error: OSError, options: LinkOptions) -> PeerUnreachableError:

@@ -1,0 +1,305 @@
+"""TCP: addresses that do not answer, ports in use, listeners and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transport_harness import HARNESSES, OPTIONS, Harness, RawPeer, hello
+
+from shardnet.errors import (
+    BusyError,
+    ConfigurationError,
+    LinkClosedError,
+    LinkError,
+    PeerSilentError,
+    PeerUnreachableError,
+    PlanError,
+    ShardnetError,
+)
+from shardnet.transport import loop as loop_module
+from shardnet.transport.link import Link
+from shardnet.transport.tcp import connect, listen
+from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.messages import Hello
+
+LOCAL = "127.0.0.1"
+
+
+@pytest.fixture(params=["tcp-asyncio", "tcp-uvloop"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    return HARNESSES[request.param]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((LOCAL, 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def mute_port() -> Iterator[int]:
+    """A port that accepts connections and never says anything."""
+    with socket.create_server((LOCAL, 0)) as sock:
+        yield sock.getsockname()[1]
+
+
+async def keep(link: Link) -> None:
+    """A handler that leaves the link to the test."""
+
+
+def raises(
+    error: type[Exception], match: str, action: Callable[[], Coroutine[Any, Any, Any]]
+) -> Any:
+    async def scenario(harness: Harness) -> None:
+        with pytest.raises(error, match=match):
+            await action()
+
+    return scenario
+
+
+# --- connect
+
+
+def test_nothing_listens(harness: Harness, free_port: int) -> None:
+    match = f"{LOCAL}:{free_port}: nothing listens there; start `shardnet node`"
+    harness.run(raises(PeerUnreachableError, match, lambda: connect(LOCAL, free_port, hello())))
+
+
+def test_an_unknown_host(harness: Harness) -> None:
+    match = r"no\.such\.host\.invalid:1: the host is unknown .*check the name"
+    harness.run(
+        raises(PeerUnreachableError, match, lambda: connect("no.such.host.invalid", 1, hello()))
+    )
+
+
+def test_something_that_never_answers(harness: Harness, mute_port: int) -> None:
+    options = replace(OPTIONS, handshake_s=0.1)
+    match = f"{LOCAL}:{mute_port}: no answer within 0.1 s"
+    harness.run(
+        raises(
+            PeerUnreachableError,
+            match,
+            lambda: connect(LOCAL, mute_port, hello(), options=options),
+        )
+    )
+
+
+def test_a_cancelled_connect_leaves_nothing(harness: Harness, mute_port: int) -> None:
+    async def scenario(harness: Harness) -> None:
+        connecting = asyncio.create_task(connect(LOCAL, mute_port, hello(), options=OPTIONS))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+
+    harness.run(scenario)
+
+
+def test_every_address_of_a_host_is_tried(
+    harness: Harness, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(harness: Harness) -> None:
+        listener = await harness.listen(keep)
+
+        async def two_addresses(*_: object, **__: object) -> list[Any]:
+            return [
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (LOCAL, port))
+                for port in (free_port, listener.port)
+            ]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_addresses, raising=False)
+        link = await connect("two.addresses", 1, hello(), options=OPTIONS)
+        assert link.peer_address == f"{LOCAL}:{listener.port}"
+        await link.close()
+
+    if harness is HARNESSES["tcp-uvloop"]:
+        pytest.skip("uvloop's loop takes no patches")
+    harness.run(scenario)
+
+
+def test_an_ipv6_address_is_written_in_brackets(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        listener = await listen("::1", 0, hello("b"), keep, options=OPTIONS)
+        link = await connect("::1", listener.port, hello(), options=OPTIONS)
+        assert link.peer_address == listener.address == f"[::1]:{listener.port}"
+        await link.close()
+        await listener.close()
+
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    harness.run(scenario)
+
+
+# --- listen
+
+
+def test_a_port_in_use(harness: Harness, mute_port: int) -> None:
+    match = f"cannot listen on {LOCAL}:{mute_port}: the port is in use; choose another with --port"
+    harness.run(raises(ConfigurationError, match, lambda: listen(LOCAL, mute_port, hello(), keep)))
+
+
+def test_an_address_of_another_machine(harness: Harness) -> None:
+    match = "this machine has no such address; choose another with --host"
+    harness.run(raises(ConfigurationError, match, lambda: listen("192.0.2.1", 0, hello(), keep)))
+
+
+def test_a_closed_listener_gives_its_port_back(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        first = await listen(LOCAL, 0, hello(), keep)
+        await first.close()
+        await asyncio.sleep(0)
+        second = await listen(LOCAL, first.port, hello(), keep)
+        await second.close()
+
+    harness.run(scenario)
+
+
+def test_an_answer_may_refuse_the_link_by_name(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        def answer(peer: Hello) -> Hello:
+            raise BusyError(f"no room for {peer.node}")
+
+        failures: list[ShardnetError] = []
+        listener = await listen(LOCAL, 0, answer, keep, on_failure=failures.append, options=OPTIONS)
+        with pytest.raises(BusyError, match=f"{listener.port}: the peer reports: no room for a"):
+            await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        await listener.close()
+
+    harness.run(scenario)
+
+
+def test_a_silent_client_is_given_up_and_reported(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        failed: asyncio.Future[ShardnetError] = asyncio.get_running_loop().create_future()
+        listener = await harness.listen(keep, failed.set_result, replace(OPTIONS, handshake_s=0.1))
+        peer = RawPeer()
+        await asyncio.get_running_loop().create_connection(lambda: peer, LOCAL, listener.port)
+        error = await failed
+        assert isinstance(error, PeerSilentError)
+        assert "127.0.0.1:" in str(error)
+        assert "no hello came within 0.1 s" in str(error)
+        await peer.lost.wait()
+
+    harness.run(scenario)
+
+
+def test_open_handshakes_are_limited(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        loop = asyncio.get_running_loop()
+        failures: asyncio.Queue[ShardnetError] = asyncio.Queue()
+        listener = await harness.listen(
+            keep, failures.put_nowait, replace(OPTIONS, max_handshakes=2)
+        )
+        peers = [RawPeer() for _ in range(3)]
+        for peer in peers:
+            await loop.create_connection(lambda peer=peer: peer, LOCAL, listener.port)
+        error = await failures.get()
+        assert type(error) is LinkError
+        assert "2 other handshakes are open" in str(error)
+        await peers[2].lost.wait()
+        peers[0].transport.abort()  # makes room
+        assert isinstance(await failures.get(), LinkClosedError)
+        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        await link.close()
+        peers[1].transport.abort()
+        await peers[1].lost.wait()
+
+    harness.run(scenario)
+
+
+def test_a_handler_that_fails_by_name_is_reported_and_its_link_aborted(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        async def fail(link: Link) -> None:
+            raise PlanError("no plan")
+
+        failed: asyncio.Future[ShardnetError] = asyncio.get_running_loop().create_future()
+        listener = await harness.listen(fail, failed.set_result)
+        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        assert isinstance(await failed, PlanError)
+        with pytest.raises(LinkClosedError):
+            await link.receive()
+        await link.close()
+
+    harness.run(scenario)
+
+
+def test_a_bug_in_a_handler_reaches_the_loop_and_aborts_its_link(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        async def fail(link: Link) -> None:
+            raise ZeroDivisionError
+
+        reported: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: reported.set_result(context)
+        )
+        listener = await harness.listen(fail)
+        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        assert isinstance((await reported)["exception"], ZeroDivisionError)
+        with pytest.raises(LinkClosedError):
+            await link.receive()
+        await link.close()
+
+    harness.run(scenario)
+
+
+def test_closing_a_listener_stops_its_handlers_and_keeps_links_without_one(
+    harness: Harness,
+) -> None:
+    async def scenario(harness: Harness) -> None:
+        accepted: asyncio.Queue[Link] = asyncio.Queue()
+
+        async def serve_the_second(link: Link) -> None:
+            await accepted.put(link)
+            if link.peer.node == "second":
+                await link.receive()
+
+        listener = await harness.listen(serve_the_second)
+        first = await connect(LOCAL, listener.port, hello("first"), options=OPTIONS)
+        kept = await accepted.get()
+        second = await connect(LOCAL, listener.port, hello("second"), options=OPTIONS)
+        stopped = await accepted.get()
+        await listener.close()
+        with pytest.raises(LinkClosedError):
+            await second.receive()
+        assert stopped.closed
+        first.send(Frame(kind=FrameKind.TOKENS, step=1))
+        assert (await kept.receive()).step == 1
+        await asyncio.gather(first.close(), second.close(), kept.close())
+
+    harness.run(scenario)
+
+
+def test_the_sockets_options_are_set(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        a, b = await harness.pair(replace(OPTIONS, user_timeout_s=7, socket_buffer_bytes=20_000))
+        for link in (a, b):
+            sock = link._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+            for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                assert sock.getsockopt(socket.SOL_SOCKET, direction) in (20_000, 40_000)
+        await asyncio.gather(a.close(), b.close())
+
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        pytest.skip("this system has no TCP_USER_TIMEOUT")
+    harness.run(scenario)
+
+
+# --- the loop
+
+
+def test_run_uses_uvloop_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def module() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert loop_module.run(module()) == "uvloop"
+    monkeypatch.setitem(__import__("sys").modules, "uvloop", None)
+    assert loop_module.run(module()).startswith("asyncio")
