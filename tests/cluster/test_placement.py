@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ def all_splits(model: ModelShape, ring: list[Candidate]) -> list[list[LayerRange
     found = []
     for cuts in combinations(range(1, model.n_layers), len(ring) - 1):
         edges = [0, *cuts, model.n_layers]
-        split = [LayerRange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        split = [LayerRange(a, b) for a, b in pairwise(edges)]
         fits = (model.memory_bytes(p) <= c.memory_bytes for p, c in zip(split, ring, strict=True))
         if all(fits):
             found.append(split)

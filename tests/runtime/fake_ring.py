@@ -140,7 +140,7 @@ class NoText:
 async def fake_ring(
     n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8
 ) -> AsyncIterator[FakeRing]:
-    """Run a ring of `n_stages` over "memory" or "tcp" links with the smallest queues and buffers."""
+    """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
     epoch = Epoch(1)
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
