@@ -27,13 +27,13 @@ from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pac
 from shardnet.wire.inbox import Part
 from shardnet.wire.machine import FrameReceived, LinkFailed, LinkMachine, LinkState
 from shardnet.wire.messages import (
+    Cancel,
     Extras,
     OpenSequence,
     Purpose,
     RowLogprobs,
     Sampling,
     StageTiming,
-    Status,
     TopLogprob,
     control_frame,
     error_frame,
@@ -103,7 +103,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
     logprobs = [RowLogprobs(0, 5, -0.5, [TopLogprob(5, -0.5), TopLogprob(6, -1.5)])]
     return {
         Purpose.CONTROL: [
-            control_frame(Status(request=1)),
+            control_frame(Cancel(request=1)),
             error_frame(LinkError("x"), step=1),
             Frame(kind=FrameKind.HEARTBEAT, epoch=1, step=2),
             Frame(kind=FrameKind.BYE),

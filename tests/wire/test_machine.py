@@ -43,7 +43,7 @@ from shardnet.wire.machine import (
     PeerLeft,
     ProgressReported,
 )
-from shardnet.wire.messages import Hello, Purpose, Status, control_frame, error_frame, hello_frame
+from shardnet.wire.messages import Cancel, Hello, Purpose, control_frame, error_frame, hello_frame
 
 
 def failure(events: list[Event]) -> Exception:
@@ -281,7 +281,7 @@ def test_two_payloads_never_share_a_buffer() -> None:
 
 def test_many_small_frames_come_with_one_read() -> None:
     made = pair()
-    data = joined([raw(control_frame(Status(request=i))) for i in range(1000)])
+    data = joined([raw(control_frame(Cancel(request=i))) for i in range(1000)])
     assert len(data) <= SCRATCH_BYTES == len(made.b.get_buffer())
     made.b.get_buffer()[: len(data)] = data
     assert len(made.b.received(len(data))) == 1000
@@ -342,8 +342,8 @@ def test_bye_is_a_clean_end() -> None:
 def test_frames_still_come_after_our_own_bye() -> None:
     made = pair()
     made.a.send(Frame(kind=FrameKind.BYE))
-    made.move(to_a=joined(made.b.send(control_frame(Status(request=1)))))
-    assert made.seen_a == [FrameReceived(frame=control_frame(Status(request=1)))]
+    made.move(to_a=joined(made.b.send(control_frame(Cancel(request=1)))))
+    assert made.seen_a == [FrameReceived(frame=control_frame(Cancel(request=1)))]
 
 
 def test_bytes_after_the_end_are_not_looked_at() -> None:
@@ -405,7 +405,7 @@ def test_a_malformed_error_frame_ends_the_link(kind: FrameKind, meta: bytes) -> 
 
 def test_events_before_a_fault_in_the_same_bytes_are_kept() -> None:
     made = pair()
-    frame = control_frame(Status(request=1))
+    frame = control_frame(Cancel(request=1))
     made.move(to_b=raw(frame) + b"\0" * 24)
     assert made.seen_b[0] == FrameReceived(frame=frame)
     assert "stream is damaged" in str(failure(made.seen_b))

@@ -15,6 +15,7 @@ from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.types import SamplingParams
 from shardnet.wire.frames import Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
+    Cancel,
     ControlMessage,
     ErrorReport,
     Extras,
@@ -22,7 +23,6 @@ from shardnet.wire.messages import (
     Hello,
     Sampling,
     SlotOperation,
-    Status,
     control_frame,
     error_frame,
     extras_frame,
@@ -80,7 +80,7 @@ def test_sampling_carries_every_sampling_parameter() -> None:
     assert Sampling.of(params).params() == params
 
 
-STATUS = {"type": "Status", "request": 1}
+CANCEL = {"type": "Cancel", "request": 1}
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ STATUS = {"type": "Status", "request": 1}
     [
         b"",
         b"\xc1",
-        encoded(STATUS)[:-1],
-        encoded(STATUS) + b"\0",
-        encoded({**STATUS, "more": 1}),
-        encoded({"type": "Status"}),
+        encoded(CANCEL)[:-1],
+        encoded(CANCEL) + b"\0",
+        encoded({**CANCEL, "more": 1}),
+        encoded({"type": "Cancel"}),
         encoded({"type": "Nonsense", "request": 1}),
         encoded({"request": 1}),
-        encoded({**STATUS, "request": -1}),
-        encoded({**STATUS, "request": "1"}),
-        encoded({**STATUS, "request": 2**63}),
+        encoded({**CANCEL, "request": -1}),
+        encoded({**CANCEL, "request": "1"}),
+        encoded({**CANCEL, "request": 2**63}),
         encoded([1]),
         b"\x91" * 100_000,
         encoded({"type": "Failed", "request": 1, "code": 2, "message": "x" * 3000}),
@@ -110,7 +110,7 @@ def test_a_malformed_message_is_the_peers_fault(meta: bytes) -> None:
 
 
 def test_the_message_that_the_cases_above_break_is_good() -> None:
-    assert read_control(Frame(kind=FrameKind.CONTROL, meta=encoded(STATUS))) == Status(request=1)
+    assert read_control(Frame(kind=FrameKind.CONTROL, meta=encoded(CANCEL))) == Cancel(request=1)
 
 
 @pytest.mark.parametrize("more", [{"rank": 256}, {"node": "x" * 257}, {"x": 1}, {"purpose": "?"}])
