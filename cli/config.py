@@ -45,7 +45,10 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
             if key in known:
                 defaults[name][known[key]] = value
     for name, known in flags.items():
-        for key, value in values.get(name, {}).items():
+        table = values.get(name, {})
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"{path}: '{name}' should be a table: write [{name}]")
+        for key, value in table.items():
             _check(key, known, f"{path} [{name}]")
             defaults[name][known[key]] = value
     return defaults

@@ -1,0 +1,120 @@
+"""From a client's choice to a plan."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from shardnet.cluster.planning import check_same_model, make_plan, settle_dtype
+from shardnet.errors import CheckpointError, PlanError, UsageError
+from shardnet.model.config import parse_config
+from shardnet.runtime.loading import ModelFacts
+from shardnet.types import DType
+from shardnet.wire.messages import ModelChoice, NodeInfo
+
+GIB = 2**30
+
+
+def facts(dtype: str = "bfloat16") -> ModelFacts:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": dtype,
+    }
+    config = parse_config(raw, "config.json")
+    return ModelFacts(model_id="ab" * 32, path=Path("/m"), config=config, stamp=())
+
+
+def node(name: str, *dtypes: str, memory: int = GIB) -> NodeInfo:
+    return NodeInfo(
+        node=f"id-{name}",
+        name=name,
+        address=f"{name}:1",
+        version="0",
+        device="cpu",
+        memory_bytes=memory,
+        memory_free_bytes=memory,
+        cores=2,
+        threads=1,
+        dtypes=list(dtypes or ("bfloat16", "float32")),
+        host_id="h",
+    )
+
+
+@pytest.mark.parametrize(
+    ("requested", "checkpoint", "dtypes", "settled"),
+    [
+        ("auto", "bfloat16", [("bfloat16", "float32")] * 2, DType.BFLOAT16),
+        ("auto", "bfloat16", [("bfloat16", "float32"), ("float32",)], DType.FLOAT32),
+        ("auto", "float16", [("bfloat16", "float32")] * 2, DType.BFLOAT16),
+        ("auto", "float16", [("float16", "float32")] * 2, DType.FLOAT16),
+        ("auto", "float32", [("bfloat16", "float32")], DType.FLOAT32),
+        ("float16", "bfloat16", [("float32",)], DType.FLOAT16),
+    ],
+)
+def test_one_dtype_for_the_ring(
+    requested: str, checkpoint: str, dtypes: list[tuple[str, ...]], settled: DType
+) -> None:
+    nodes = [node(f"n{i}", *names) for i, names in enumerate(dtypes)]
+    assert settle_dtype(requested, facts(checkpoint).config, nodes) is settled
+
+
+def test_named_nodes_are_all_used_in_their_order() -> None:
+    nodes = [node("b"), node("a")]
+    plan = make_plan(ModelChoice(model="/m", nodes=["b:1", "a:1"]), facts(), nodes)
+    reply = plan.reply(4)
+    assert [stage.name for stage in reply.stages] == ["b", "a"]
+    assert reply.stages[0].layers[0] == 0
+    assert reply.stages[1].layers[1] == 6
+    assert reply.request == 4
+    assert reply.context == 512
+
+
+def test_without_names_the_model_is_not_split_and_the_other_is_left_out() -> None:
+    reply = make_plan(ModelChoice(model="/m"), facts(), [node("a"), node("b")]).reply(1)
+    assert [stage.name for stage in reply.stages] == ["a"]
+    assert [(out.name, "every hop" in out.why) for out in reply.left_out] == [("b", True)]
+
+
+def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:
+    choice = ModelChoice(model="/m", layers=[(0, 2), (2, 6)])
+    reply = make_plan(choice, facts(), [node("a"), node("b"), node("c")]).reply(1)
+    assert [(stage.name, stage.layers) for stage in reply.stages] == [("a", (0, 2)), ("b", (2, 6))]
+    with pytest.raises(PlanError, match="names 2 stages and 1 nodes"):
+        make_plan(choice, facts(), [node("a")])
+
+
+def test_what_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--context 513: .* 512 positions"):
+        make_plan(ModelChoice(model="/m", context=513), facts(), [node("a")])
+    with pytest.raises(UsageError, match="--dtype int3"):
+        make_plan(ModelChoice(model="/m", dtype="int3"), facts(), [node("a")])
+    with pytest.raises(PlanError, match="does not fit"):
+        make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1000)])
+
+
+def test_nodes_with_different_models_are_both_named_with_both_ids() -> None:
+    async def same() -> str:
+        return "a" * 64
+
+    async def other() -> str:
+        return "b" * 64
+
+    async def missing() -> str:
+        raise CheckpointError("far: there is no checkpoint folder at /m")
+
+    asyncio.run(check_same_model("a" * 64, "near", [("far", same)]))
+    with pytest.raises(PlanError, match="near has aaaaaaaaaaaa, far has bbbbbbbbbbbb"):
+        asyncio.run(check_same_model("a" * 64, "near", [("good", same), ("far", other)]))
+    with pytest.raises(CheckpointError, match="far: there is no checkpoint"):
+        asyncio.run(check_same_model("a" * 64, "near", [("far", missing)]))
