@@ -346,17 +346,18 @@ def _says_nothing(value: object) -> bool:
 
 _BOOKKEEPING = """
 _name_or_path _attn_implementation_autoset _commit_hash transformers_version attn_implementation
-finetuning_task id2label label2id license name_or_path problem_type task_specific_params
-tokenizer_class torchscript unsloth_fixed unsloth_version"""
+_flash_attn_2_enabled _num_labels finetuning_task id2label is_llama_config label2id license
+max_sequence_length name_or_path num_labels problem_type task_specific_params tokenizer_class
+torchscript transformers.js_config unsloth_fixed unsloth_version"""
 
 _TRAINING_ONLY = """
 attention_dropout attn_pdrop embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout
 initializer_range resid_dropout resid_pdrop"""
 
 _OTHER_OUTPUTS = """
-output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
-summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-use_cache"""
+n_special output_attentions output_hidden_states output_scores predict_special_tokens return_dict
+return_dict_in_generate summary_activation summary_first_dropout summary_proj_to_labels
+summary_type summary_use_proj use_cache"""
 
 _SAME_MATHS = """
 chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""
