@@ -1,6 +1,6 @@
 """DATA and TOKENS frames: row groups, token ids and the raw activations; 4 bytes per token back.
 
-Knows the byte layout of docs/protocol.md sections 8 and 9. Every number that a peer sends is
+Knows the byte layout of docs/protocol.md sections 9 and 10. Every number that a peer sends is
 checked here, and the payload against shape and dtype to the byte. Knows nothing of tensors: the
 payload stays the bytes that came.
 """

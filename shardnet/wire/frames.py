@@ -1,6 +1,6 @@
 """Frames: the header's 24 bytes, the kinds, and the caps that are checked before memory is taken.
 
-Knows the layout of docs/protocol.md sections 2 and 3. Knows nothing of what meta and payload say,
+Knows the layout of docs/protocol.md sections 2 to 4. Knows nothing of what meta and payload say,
 and nothing of sockets.
 """
 
@@ -29,7 +29,7 @@ MIB: Final = 1024 * KIB
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is. The numbers stand in docs/protocol.md section 3."""
+    """What a frame is. The numbers stand in docs/protocol.md section 4."""
 
     HELLO = 1
     ERROR = 2

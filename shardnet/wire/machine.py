@@ -1,6 +1,6 @@
 """The link state machine: bytes in, events out, without IO.
 
-Knows who may send which frame when (docs/protocol.md section 4), and where the next received bytes
+Knows who may send which frame when (docs/protocol.md section 5), and where the next received bytes
 belong. Knows nothing of sockets, time or what a frame is for; whoever drives it moves the bytes.
 
 Received bytes go through one small scratch buffer, many frames to one read, except the rest of a

@@ -1,8 +1,8 @@
 """Control messages and the other msgpack schemas: what the metas of frames say.
 
-Knows the fields, their types and their bounds (docs/protocol.md sections 4 to 7). Every message is
-a strict struct: an unknown field, a missing one or a value out of bounds is the peer's fault and
-becomes RemoteProtocolError here, at the edge. Knows nothing of what is done with a message.
+Knows the fields, their types and their bounds (docs/protocol.md sections 6 to 8 and 11). Every
+message is a strict struct: an unknown field, a missing one or a value out of bounds is the peer's
+fault and becomes RemoteProtocolError here, at the edge. Knows nothing of what is done with it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ MASK = 2**32 - 1
 
 def sampling_section() -> str:
     """The text that fixes sampling: a section of the protocol document."""
-    text = (Path(__file__).parents[2] / "docs" / "sampling_section.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
     return re.split(r"^## .*Sampling$", text, flags=re.MULTILINE)[1]
 
 

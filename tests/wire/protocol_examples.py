@@ -1,0 +1,81 @@
+"""The frames of the hex examples in docs/protocol.md, as the code makes them."""
+
+from __future__ import annotations
+
+import struct
+
+from shardnet.errors import BusyError
+from shardnet.types import (
+    DType,
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+)
+from shardnet.wire.data import Step, data_frame, tokens_frame
+from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.messages import (
+    Cancel,
+    Extras,
+    Hello,
+    OpenSequence,
+    Purpose,
+    Role,
+    RowLogprobs,
+    Sampling,
+    StageTiming,
+    TopLogprob,
+    control_frame,
+    error_frame,
+    extras_frame,
+    hello_frame,
+    sequence_frame,
+)
+
+HELLO = Hello(
+    purpose=Purpose.DATA, role=Role.NODE, node="n1", name="nas", version="0.1.0", ring="r", epoch=3
+)
+
+STEP = Step(
+    batch=MicroBatch(
+        epoch=Epoch(3),
+        step=StepId(7),
+        groups=(
+            RowGroup(
+                sequence_id=SequenceId(1), slot=SlotId(0), position=256, n_rows=2, n_sampled=1
+            ),
+            RowGroup(sequence_id=SequenceId(9), slot=SlotId(4), position=12, n_rows=1, n_sampled=1),
+        ),
+        token_ids=(5, 6, 31999),
+    ),
+    dtype=DType.FLOAT32,
+    width=2,
+    payload=struct.pack("<6f", 0.0, 1.0, -1.0, 0.5, 2.0, -0.25),
+    timings_wanted=True,
+)
+"""Two rows of a prompt's end and one generated row; the tail samples the last of each."""
+
+SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
+
+EXAMPLES: dict[str, Frame] = {
+    "hello": hello_frame(HELLO),
+    "error": error_frame(BusyError("another ring is running")),
+    "heartbeat": Frame(kind=FrameKind.HEARTBEAT, epoch=3, step=7),
+    "bye": Frame(kind=FrameKind.BYE),
+    "control": control_frame(Cancel(request=300)),
+    "data": data_frame(STEP),
+    "tokens": tokens_frame([411, 31999], epoch=3, step=7),
+    "tokens-none": tokens_frame([], epoch=3, step=8),
+    "sequence": sequence_frame(OpenSequence(sequence_id=9, slot=4, sampling=SAMPLING), epoch=3),
+    "extras": extras_frame(
+        Extras(
+            timings=[StageTiming(0, 1500, 20), StageTiming(1, 1600, 35)],
+            logprobs=[RowLogprobs(1, 31999, -0.5, [TopLogprob(31999, -0.5)])],
+        ),
+        epoch=3,
+        step=7,
+    ),
+}

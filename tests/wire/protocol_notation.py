@@ -1,0 +1,65 @@
+"""How docs/protocol.md writes msgpack schemas: the same text made from the structs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import inspect as mi
+
+_INTEGERS = {
+    (0, 2**32 - 1): "u32",
+    (0, 2**63 - 1): "u63",
+    (0, None): "u64",
+    (0, 255): "u8",
+}
+
+
+def fields_of(kind: type[Any]) -> str:
+    """Write a struct's fields in order: `name: type`, with `= default` where there is one."""
+    info = mi.type_info(kind)
+    assert isinstance(info, mi.StructType)
+    return ", ".join(f"{f.encode_name}: {_type(f.type)}{_default(f)}" for f in info.fields)
+
+
+def _default(field: mi.Field) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return f" = {_value(field.default)}"
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f" = {_value(field.default_factory())}"
+    return ""
+
+
+def _value(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _type(info: mi.Type) -> str:
+    match info:
+        case mi.Metadata(type=inner):
+            return _type(inner)
+        case mi.IntType(ge=low, lt=below) if below is not None:
+            return f"{low}..{below - 1}"
+        case mi.IntType(ge=low, le=high):
+            return _INTEGERS.get((low, high)) or f"{low}..{high}"
+        case mi.FloatType(ge=low):
+            return "float" if low is None else f"float ≥ {low:g}"
+        case mi.BoolType():
+            return "bool"
+        case mi.NoneType():
+            return "null"
+        case mi.StrType(max_length=longest):
+            return f"text({longest})"
+        case mi.LiteralType(values=values):
+            return " or ".join(_value(value) for value in values)
+        case mi.EnumType(cls=cls):
+            return " or ".join(_value(member) for member in cls)
+        case mi.ListType(item_type=item, max_length=longest):
+            return f"[{_type(item)}]({longest})"
+        case mi.TupleType(item_types=items):
+            return f"[{', '.join(map(_type, items))}]"
+        case mi.UnionType(types=types):
+            return " or ".join(map(_type, types))
+        case mi.StructType(cls=cls):
+            return cls.__name__
+    raise NotImplementedError(f"no notation for {info}")

@@ -1,0 +1,111 @@
+"""docs/protocol.md against the code: examples replayed, tables compared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from protocol_examples import EXAMPLES, HELLO, STEP
+from protocol_notation import fields_of
+from wire_strategies import feed, hello, pair
+
+from shardnet import errors
+from shardnet.wire import messages
+from shardnet.wire.data import read_data
+from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
+from shardnet.wire.machine import (
+    FrameReceived,
+    HelloReceived,
+    LinkFailed,
+    LinkMachine,
+    PeerLeft,
+    ProgressReported,
+)
+from shardnet.wire.messages import Purpose
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+HEX = {
+    name: bytes.fromhex(re.sub(r"#.*", "", body))
+    for name, body in re.findall(r"```hex (\S+)\n(.*?)```", DOCUMENT, re.DOTALL)
+}
+STRUCTS = {
+    name: kind
+    for name, kind in vars(messages).items()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and not name.startswith("_")
+}
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of every row of every table with this header."""
+    rows = []
+    for body in DOCUMENT.split(header + "\n")[1:]:
+        for line in body.split("\n\n")[0].splitlines()[1:]:
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    assert rows, f"no table {header}"
+    return rows
+
+
+def test_the_examples_are_those_of_the_code() -> None:
+    assert HEX.keys() == EXAMPLES.keys() | {"preamble"}
+    assert HEX["preamble"] == PREAMBLE
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_what_the_code_sends(name: str) -> None:
+    assert b"".join(pack_frame(EXAMPLES[name], Limits())) == HEX[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES.keys() - {"hello"})
+def test_an_example_is_what_the_code_receives(name: str) -> None:
+    frame = EXAMPLES[name]
+    is_control = frame.kind is FrameKind.CONTROL
+    (event,) = feed(pair(Purpose.CONTROL if is_control else Purpose.DATA).b, HEX[name])
+    match frame.kind:
+        case FrameKind.HEARTBEAT:
+            assert event == ProgressReported(epoch=3, step=7)
+        case FrameKind.BYE:
+            assert event == PeerLeft()
+        case FrameKind.ERROR:
+            assert isinstance(event, LinkFailed)
+            assert type(event.error) is errors.BusyError
+        case _:
+            assert event == FrameReceived(frame=frame)
+            assert frame.kind is not FrameKind.DATA or read_data(event.frame) == STEP
+
+
+def test_the_hello_example_makes_a_link() -> None:
+    machine = LinkMachine(hello("other", Purpose.DATA, ring="r"), initiator=False)
+    assert feed(machine, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
+
+
+def test_the_table_of_kinds() -> None:
+    written = {
+        kind: (int(number), (int(meta), int(payload)))
+        for number, kind, meta, payload, *_ in table(
+            "| number | kind | largest meta | largest payload | on links | section |"
+        )
+    }
+    assert written == {kind.name: (int(kind), Limits().caps(kind)) for kind in FrameKind}
+
+
+def test_the_table_of_errors() -> None:
+    written = {int(code): name for code, name in table("| code | error |")}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    shardnet_errors = [kind for kind in kinds if issubclass(kind, errors.ShardnetError)]
+    assert written == {kind.code: kind.__name__ for kind in shardnet_errors}
+    assert len(written) == len(shardnet_errors), "two errors share a code"
+
+
+def test_every_schema_is_in_the_document_once() -> None:
+    written = [name.strip("`") for name, *_ in table("| name | fields | meaning |")]
+    assert sorted(written) == sorted(STRUCTS)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_schemas_fields(name: str) -> None:
+    kind: type[Any] = STRUCTS[name]
+    (row,) = [row for row in table("| name | fields | meaning |") if row[0] == f"`{name}`"]
+    assert row[1] == f"`{fields_of(kind)}`", "write the new row into docs/protocol.md"
