@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
@@ -20,6 +17,9 @@ from shardnet.wire.messages import NodeInfo
 
 from .options import Json, Nodes, Peer, split_nodes
 from .run import run_command, say
+
+if TYPE_CHECKING:  # rich takes longer to import than most commands to run
+    from rich.table import Table
 
 REFRESH_S = 1.0
 ANSWER_S = 3.0
@@ -37,6 +37,9 @@ def nodes(
 
 
 async def _run(named: list[str], watch: bool, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
     if not watch:
         infos = await _gather(named)
         if as_json:
@@ -97,6 +100,8 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
 
 
 def _table(infos: Sequence[NodeInfo]) -> Table:
+    from rich.table import Table
+
     table = Table("name", "address", "device", "memory free", "stage", "version", box=None)
     for info in infos:
         stage = "-"

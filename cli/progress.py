@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+from typing import TYPE_CHECKING
 
 from shardnet.wire.messages import NodeProgress, PlanReply
 
 from .run import say
+
+if TYPE_CHECKING:  # rich takes longer to import than most commands to run
+    from rich.progress import TaskID
 
 
 class LoadBars:
     """Says which ring was chosen, and shows how far its nodes are with loading."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
         self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),

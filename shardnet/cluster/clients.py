@@ -19,6 +19,7 @@ from shardnet.runtime.engine import (
     RequestTiming,
     TokenGenerated,
 )
+from shardnet.runtime.executor import Executor
 from shardnet.types import TokenLogprobs
 from shardnet.wire.messages import (
     Done,
@@ -39,8 +40,10 @@ from shardnet.wire.messages import (
 class Clients:
     """Serves the client messages of all control links of a node."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, reader: Executor) -> None:
+        """Take the head that makes rings and the thread that turns prompts into token ids."""
         self._head = head
+        self._reader = reader
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Answer with the plan, or with where to ask."""
@@ -71,7 +74,7 @@ class Clients:
         if isinstance(lead, Elsewhere):
             control.send(Redirect(request=message.request, address=lead.address))
             return
-        prompt = _prompt_ids(message, lead)
+        prompt = await self._reader.run(lambda: _prompt_ids(message, lead))
         request = GenerationRequest(
             prompt=tuple(prompt),
             sampling=message.sampling.params(),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from shardnet.cluster.planning import Plan, check_same_model, make_plan
@@ -45,6 +46,9 @@ class Neighbourhood(Protocol):
 
     async def identify(self, model: str) -> ModelFacts:
         """Look at a checkpoint on this node."""
+
+    async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
+        """Load the tokenizer of a checkpoint on this node, None where it has none."""
 
     async def port(self, node: NodeInfo) -> StagePort:
         """Return the port to a node of a plan."""
@@ -194,7 +198,7 @@ class Head:
         self._epoch += 1
         ring = Ring(_spec(plan), ports, Epoch(self._epoch))
         load_s = await ring.build(on_progress)
-        tokenizer = Tokenizer.load_optional(plan.facts.path)
+        tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
         self._lead = Lead(
             plan=plan,
             ring=ring,

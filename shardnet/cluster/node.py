@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.errors import ShardnetError, UsageError, error_for_code, first_error
+from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
 from shardnet.transport import tcp
@@ -76,11 +78,11 @@ class Node:
         self._tasks = tasks
         self._address = ""
         self._client_links: set[Link] = set()
-        self._reader = Executor("shardnet-identify", niceness=10)
+        self._reader = Executor("shardnet-read", niceness=10)
         self._host = StageHost(dial=self._dial_data)
         self._peers = Peers(dial=self._dial_control, handler=self._handle, tasks=tasks)
         self._head = Head(self)
-        self._clients = Clients(self._head)
+        self._clients = Clients(self._head, self._reader)
 
     @property
     def node(self) -> NodeId:
@@ -165,6 +167,10 @@ class Node:
         """Look at a checkpoint on this node."""
         return await self._reader.run(lambda: identify(model))
 
+    async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
+        """Load the tokenizer of a checkpoint on this node, None where it has none."""
+        return await self._reader.run(lambda: Tokenizer.load_optional(folder))
+
     async def port(self, node: NodeInfo) -> StagePort:
         """Return the port to a node."""
         if node.node == self.node:
@@ -187,8 +193,8 @@ class Node:
     def info(self) -> NodeInfo:
         """Describe this node."""
         loaded, seat = self._host.loaded, self._host.seat
-        budget = self._settings.budget
-        total = budget.total_bytes(len(self._settings.local_nodes.list()))
+        total = self._memory_bytes()
+        used = loaded.weight_bytes if loaded else 0
         stage = None
         if loaded is not None:
             layers = loaded.order.layers
@@ -202,12 +208,12 @@ class Node:
             name=self._settings.name,
             address=self._address,
             version=__version__,
-            device=budget.device.description,
+            device=self._settings.budget.device.description,
             memory_bytes=total,
-            memory_free_bytes=max(0, total - budget.used_bytes),
+            memory_free_bytes=max(0, total - used),
             cores=available_cores(),
             threads=self.threads,
-            dtypes=[dtype.value for dtype in budget.device.dtypes],
+            dtypes=[dtype.value for dtype in self._settings.budget.device.dtypes],
             host_id=make_host_id(),
             stage=stage,
         )
@@ -286,14 +292,13 @@ class Node:
         progress: Progress,
         broken: Callable[[ShardnetError], None],
     ) -> StageReady:
-        budget, n_nodes = self._settings.budget, len(self._settings.local_nodes.list())
         order = StageOrder(
             model=message.model,
             model_id=message.model_id,
             layers=LayerRange(*message.layers),
             dtype=DType(message.dtype),
             context=message.context,
-            device=budget.device.kind,
+            device=self._settings.budget.device.kind,
         )
         threads = message.threads or self.threads
         loaded, reused = await self._host.load(
@@ -301,11 +306,10 @@ class Node:
             order,
             owner=owner,
             threads=threads,
-            memory_bytes=budget.total_bytes(n_nodes),
+            memory_bytes=self._memory_bytes(),
             on_progress=progress,
             on_broken=broken,
         )
-        budget.used_bytes = loaded.weight_bytes
         self._settings.log(
             f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "
             f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
@@ -324,8 +328,15 @@ class Node:
         if self._host.seat is not None and self._host.seat.ring != ring:
             return
         await self._host.unload(owner)
-        self._settings.budget.used_bytes = 0
         self._settings.log("freed the stage")
+
+    def _memory_bytes(self) -> int:
+        """What a stage of this node may take, its loaded one included."""
+        loaded = self._host.loaded
+        return self._settings.budget.total_bytes(
+            used_bytes=loaded.weight_bytes if loaded else 0,
+            n_nodes_here=len(self._settings.local_nodes.list()),
+        )
 
     async def _identify_own(self, model: str) -> str:
         return (await self.identify(model)).model_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
@@ -81,22 +81,21 @@ def _good_dtypes(kind: str) -> tuple[DType, ...]:
         torch.set_num_threads(n_threads)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """How much a node may use for its stage.
-
-    `asked_bytes` is --memory, None without it. `used_bytes` is what the loaded stage has taken.
-    """
+    """How much a node may use for its stage. `asked_bytes` is --memory, None without it."""
 
     device: Device
     asked_bytes: int | None
-    used_bytes: int = field(default=0)
 
-    def total_bytes(self, n_nodes_here: int) -> int:
-        """Return what the stage may use in all: what was asked, or a share of what is available."""
+    def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
+        """Return what the stage may use in all: what was asked, or a share of what is available.
+
+        `used_bytes` is what the loaded stage has taken.
+        """
         if self.asked_bytes is not None:
             return self.asked_bytes
-        available = self._available_bytes() + self.used_bytes
+        available = self._available_bytes() + used_bytes
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
     def _available_bytes(self) -> int:
