@@ -1,7 +1,7 @@
 """Real processes of the `shardnet` command, each with a deadline and an end.
 
-A `Machine` pretends to be a machine of its own: its nodes and commands share a home, a configuration
-and a register of nodes that nobody else sees. Knows processes only, not what they are for.
+A `Machine` pretends to be a machine of its own: its nodes and commands share a home, a
+configuration and a register of nodes that nobody else sees. Knows processes, not models.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Command:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(
-                f"no end within {deadline_s} s: {self.process.args}: {self.stderr.text}"
+                f"no end within {deadline_s} s: {self.process.args!r}: {self.stderr.text}"
             ) from None
         return Result(code=code, stdout=self.stdout.close(), stderr=self.stderr.close())
 
@@ -305,3 +305,19 @@ def open_machine(folder: Path) -> Iterator[Machine]:
         yield machine
     finally:
         machine.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trio:
+    """Three nodes on one machine."""
+
+    machine: Machine
+    nodes: list[NodeProcess]
+
+    def addresses(self, *numbers: int) -> str:
+        """The nodes of these numbers as --nodes takes them; all without any."""
+        return ",".join(self.nodes[number].address for number in numbers or range(3))
+
+    def generate(self, prompt: str, model: Path, *arguments: str) -> Result:
+        """Run `shardnet generate` to its end."""
+        return self.machine.run("generate", prompt, "--model", str(model), *arguments)

@@ -10,16 +10,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+Weights = np.ndarray[Any, np.dtype[np.float32]]
+
 BOS_ID, EOS_ID = 0, 1
 N_TOKENS = 258
 HIDDEN = 320
 """At least one component per token, rounded to whole attention heads of 64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parrots:
+    """Folders of checkpoints. `alphabet` says abc…z for ever, `big` the same, slowly and from much
+    memory; `signs` says characters of one to four tokens after an `a` and then ends."""
+
+    alphabet: Path
+    big: Path
+    signs: Path
+
+
+def make_parrots(folder: Path) -> Parrots:
+    """Write all of them into `folder`."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return Parrots(
+        alphabet=make_parrot(folder / "alphabet", letters, ends=False),
+        big=make_parrot(folder / "big", letters, ends=False, intermediate=1 << 14),
+        signs=make_parrot(folder / "signs", "aé€😀 Жz.", ends=True),
+    )
 
 
 def make_parrot(
@@ -83,16 +107,14 @@ def _config(layers: int, intermediate: int, positions: int) -> dict[str, Any]:
     }
 
 
-def _tensors(
-    layers: int, intermediate: int, cycle: Sequence[int]
-) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+def _tensors(layers: int, intermediate: int, cycle: Sequence[int]) -> dict[str, Weights]:
     embedding = np.eye(N_TOKENS, HIDDEN, dtype=np.float32)
     successors = np.zeros((N_TOKENS, HIDDEN), dtype=np.float32)
-    for token_id, following in zip(cycle, cycle[1:], strict=False):
+    for token_id, following in pairwise(cycle):
         successors[following, token_id] = 1
     norm = np.ones(HIDDEN, dtype=np.float32)
     wide, narrow = (intermediate, HIDDEN), (HIDDEN, intermediate)
-    tensors = {"model.embed_tokens.weight": embedding}
+    tensors: dict[str, Weights] = {"model.embed_tokens.weight": embedding}
     for layer in range(layers):
         shapes = {
             "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -111,9 +133,7 @@ def _tensors(
     return tensors | {"model.norm.weight": norm, "lm_head.weight": successors}
 
 
-def _write_safetensors(
-    path: Path, tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]
-) -> None:
+def _write_safetensors(path: Path, tensors: dict[str, Weights]) -> None:
     """Write the tensors in bfloat16, the upper half of a float32."""
     header: dict[str, Any] = {}
     end = 0

@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import Parrots, Trio
-from nodes import Machine
+from nodes import Machine, Trio
+from parrot import Parrots
 
 from shardnet import __version__
 

@@ -1,0 +1,298 @@
+"""The main job on real nodes: the same text on any split, streamed, stopped and shared."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodes import Machine, Trio
+from parrot import EOS_ID, Parrots
+
+from shardnet.api.client import connect
+from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+SIGNS = "é€😀 Жz."
+"""What the `signs` checkpoint says after an `a`."""
+
+BUNDLED = ["It is a truth", "--temperature", "0.8", "--top-k", "50", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the bundled model says in one process, with one thread and without any node."""
+    machine = Machine(tmp_path_factory.mktemp("alone"))
+    command = ["generate", *BUNDLED, "--max-tokens", "40", "--threads", "1", "--json"]
+    answer: dict[str, Any] = machine.run(*command).json
+    assert [stage["layers"] for stage in answer["stages"]] == [[0, 8]]
+    assert answer["text"].replace("\n", "").isprintable()
+    return answer
+
+
+@pytest.mark.parametrize("nodes", [(0,), (1, 0), (2, 1, 0)])
+def test_the_split_changes_no_token(trio: Trio, alone: dict[str, Any], nodes: tuple[int]) -> None:
+    where = ["--nodes", trio.addresses(*nodes)]
+    answer = trio.machine.run("generate", *BUNDLED, "--max-tokens", "40", "--json", *where).json
+    assert len(answer["stages"]) == len(nodes)
+    assert answer["token_ids"] == alone["token_ids"]
+    assert answer["text"] == alone["text"]
+
+
+def test_a_second_request_loads_nothing(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(), "--max-tokens", "3", "--json"]
+    trio.generate("a", parrots.alphabet, *where)
+    logs = [node.log for node in trio.nodes]
+    answer = trio.generate("x", parrots.alphabet, *where).json
+    assert answer["text"] == "yza"
+    assert answer["timing"]["load_s"] == 0
+    assert [node.log for node in trio.nodes] == logs
+
+
+def test_another_plan_for_the_same_model_is_carried_out(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 1), "--max-tokens", "3", "--json"]
+    for layers in ("0-1,1-4", "0-3,3-4"):
+        answer = trio.generate("a", parrots.alphabet, *where, "--layers", layers).json
+        told = [f"{start}-{end}" for start, end in (s["layers"] for s in answer["stages"])]
+        assert ",".join(told) == layers
+        assert answer["text"] == "bcd"
+
+
+def test_another_model_frees_the_first_on_every_node(trio: Trio, parrots: Parrots) -> None:
+    """Torch keeps some memory when it first works with large weights: hence the first round."""
+    pair = trio.nodes[:2]
+    where = ["--nodes", trio.addresses(0, 1), "--layers", "0-2,2-4", "--max-tokens", "2"]
+    share = sum(file.stat().st_size for file in parrots.big.iterdir()) // 2
+    trio.generate("a", parrots.big, *where)
+    trio.generate("a", parrots.alphabet, *where)
+    empty = [node.private_bytes for node in pair]
+    assert trio.generate("a", parrots.big, *where).stdout == "bc\n"
+    loaded = [node.private_bytes for node in pair]
+    assert trio.generate("a", parrots.alphabet, *where).stdout == "bc\n"
+    after = [node.private_bytes for node in pair]
+    for number in range(2):
+        assert loaded[number] > empty[number] + 0.8 * share
+        assert after[number] < empty[number] + 0.4 * share
+
+
+def test_unload_frees_the_model_on_every_node(trio: Trio, parrots: Parrots) -> None:
+    trio.generate("a", parrots.big, "--nodes", trio.addresses(1, 0), "--max-tokens", "2")
+    loaded = trio.nodes[0].private_bytes
+    assert trio.machine.run("unload", "--nodes", trio.nodes[0].address).code == 0
+    assert trio.nodes[0].private_bytes < loaded - 50_000_000
+    for node in trio.machine.run("nodes", "--json").json:
+        if node["name"] in ("anna", "bert"):
+            assert node["stage"] is None
+            assert node["memory_free_bytes"] == node["memory_bytes"]
+
+
+def test_a_running_request_keeps_its_model(trio: Trio, parrots: Parrots) -> None:
+    command = ["generate", "a", "--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
+    running = trio.machine.begin(*command, "--max-tokens", "150")
+    running.stdout.wait_for("b")
+    others = [
+        trio.machine.begin("generate", "a", "--model", str(parrots.alphabet), "--nodes", nodes)
+        for nodes in (trio.addresses(0, 1), trio.addresses(1, 0), trio.addresses(2, 1))
+    ]
+    unloading = trio.machine.begin("unload", "--nodes", trio.nodes[0].address)
+    for other in [*others, unloading]:
+        error = other.wait().error
+        assert str(parrots.big) in error
+        assert "wait" in error
+    result = running.wait()
+    assert result.code == 0
+    assert result.stdout == (ALPHABET * 10)[1:151] + "\n"
+
+
+def test_a_node_sends_the_client_on_to_the_head(trio: Trio, parrots: Parrots) -> None:
+    """The oldest node of the machine is asked; another one leads the ring that it is in."""
+    ready = trio.generate("a", parrots.alphabet, "--nodes", trio.addresses(1, 0), "--json").json
+    result = trio.generate("m", parrots.alphabet, "--max-tokens", "3", "--json")
+    assert "anna" in result.stderr.splitlines()[0]
+    assert result.json["stages"] == ready["stages"]
+    assert result.json["text"] == "nop"
+    assert result.json["timing"]["load_s"] == 0
+
+
+def test_a_peer_is_asked_where_no_node_runs(trio: Trio, parrots: Parrots, machine: Machine) -> None:
+    arguments = ["--model", str(parrots.alphabet), "--max-tokens", "3", "--json"]
+    trio.machine.run("unload", "--nodes", trio.addresses(0))
+    result = machine.run("generate", "a", *arguments, "--peer", trio.nodes[2].address)
+    assert trio.nodes[2].address in result.stderr
+    assert result.json["text"] == "bcd"
+
+
+def test_a_node_plans_over_the_peers_it_was_told(
+    trio: Trio, parrots: Parrots, machine: Machine
+) -> None:
+    """A peer that answers is used, one that does not is named and does no harm."""
+    peers = ["--peer", trio.nodes[1].address, "--peer", "127.0.0.1:1"]
+    [newcomer] = machine.start_nodes("dora", arguments=peers)
+    newcomer.stderr.wait_for("127.0.0.1:1")
+    wanted = ["--layers", "0-2,2-4", "--max-tokens", "3", "--json"]
+    result = machine.run("generate", "a", "--model", str(parrots.alphabet), *wanted)
+    ids = [newcomer.ready["node"], trio.nodes[1].ready["node"]]
+    assert [stage["node"] for stage in result.json["stages"]] == ids
+    assert result.json["text"] == "bcd"
+
+
+def test_two_requests_share_a_ring(trio: Trio, parrots: Parrots) -> None:
+    where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1), "--max-tokens", "30"]
+    trio.machine.run("generate", "a", *where)
+    first, second = (trio.machine.begin("generate", prompt, *where) for prompt in "an")
+    assert first.wait().stdout == (ALPHABET * 2)[1:31] + "\n"
+    assert second.wait().stdout == (ALPHABET * 2)[14:44] + "\n"
+
+
+def test_a_long_prompt_goes_round_in_chunks(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(), "--max-tokens", "2", "--json"]
+    answer = trio.machine.run(
+        *("generate", "-", "--model", str(parrots.alphabet), *where), stdin=ALPHABET * 60 + "abc"
+    ).json
+    assert len(answer["prompt_token_ids"]) == 26 * 60 + 3
+    assert answer["text"] == "de"
+
+
+def test_pieces_hold_whole_characters_only(trio: Trio, parrots: Parrots) -> None:
+    pieces = asyncio.run(_pieces(trio, parrots.signs))
+    assert "".join(piece.text for piece in pieces) == SIGNS
+    assert [piece.text for piece in pieces if piece.text] == list(SIGNS)
+
+
+async def _pieces(trio: Trio, model: Path) -> list[TextPiece | Finished]:
+    nodes = trio.addresses(0, 2).split(",")
+    message = Generate(
+        request=0,
+        choice=ModelChoice(model=str(model), nodes=nodes),
+        sampling=Sampling(),
+        prompt="a",
+    )
+    async with connect(nodes[0]) as client, aclosing(client.generate(message)) as events:
+        return [event async for event in events if isinstance(event, TextPiece | Finished)]
+
+
+def test_a_cut_character_is_marked(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3"]
+    assert trio.generate("a", parrots.signs, *where).stdout == "é\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "n_tokens"),
+    [
+        (["😀 Ж"], "é€", 12),
+        (["€😀!", "Жz"], "é€😀 ", 13),
+        (["é€"], "", 5),
+    ],
+)
+def test_a_stop_string_never_shows(
+    trio: Trio, parrots: Parrots, stops: list[str], text: str, n_tokens: int
+) -> None:
+    """Its characters are several tokens each, and it spans several characters."""
+    arguments = [part for stop in stops for part in ("--stop", stop)]
+    where = ["--nodes", trio.addresses(0, 2)]
+    assert trio.generate("a", parrots.signs, *where, *arguments).stdout == text + "\n"
+    answer = trio.generate("a", parrots.signs, *where, *arguments, "--json").json
+    assert answer["text"] == text
+    assert answer["finish_reason"] == "stop"
+    assert len(answer["token_ids"]) == n_tokens
+
+
+def test_the_end_of_text_is_a_token_without_text(trio: Trio, parrots: Parrots) -> None:
+    answer = trio.generate("z", parrots.signs, "--nodes", trio.addresses(0, 2), "--json").json
+    assert answer["token_ids"][1:] == [EOS_ID]
+    assert answer["tokens"] == [".", "</s>"]
+    assert answer["text"] == "."
+    assert answer["finish_reason"] == "stop"
+
+
+def test_a_stop_token_id_ends_the_text(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--json"]
+    [stop_id] = trio.generate("d", parrots.alphabet, *where, "--max-tokens", "1").json["token_ids"]
+    arguments = ["--stop-token-id", str(stop_id), "--max-tokens", "30"]
+    answer = trio.generate("a", parrots.alphabet, *where, *arguments).json
+    assert answer["text"] == "bcd"
+    assert answer["token_ids"][-1] == stop_id
+    assert answer["finish_reason"] == "stop"
+
+
+def test_the_end_of_the_context_ends_the_text(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--context", "16", "--json"]
+    answer = trio.generate("abcd", parrots.alphabet, *where).json
+    assert answer["text"] == ALPHABET[4:16]
+    assert answer["finish_reason"] == "length"
+
+
+def test_a_prompt_may_be_token_ids(trio: Trio, parrots: Parrots) -> None:
+    where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 2), "--json"]
+    ids = trio.machine.run("generate", "xy", *where, "--max-tokens", "1").json["prompt_token_ids"]
+    prompt = ["--token-ids", ",".join(map(str, ids)), "--max-tokens", "3"]
+    answer = trio.machine.run("generate", *prompt, *where).json
+    assert answer["prompt_token_ids"] == ids
+    assert answer["text"] == "zab"
+
+
+def test_logprobs_tell_of_every_token(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--json"]
+    arguments = ["--logprobs", "2", "--max-tokens", "2", "--temperature", "0.1", "--seed", "1"]
+    answer = trio.generate("a", parrots.signs, *where, *arguments).json
+    assert [entry["token_id"] for entry in answer["logprobs"]] == answer["token_ids"]
+    first = answer["logprobs"][0]
+    assert set(first) >= {"token_id", "token", "bytes", "logprob", "top"}
+    assert first["bytes"] == [0xC3]
+    assert first["token"] == "\ufffd"
+    assert -1e-3 < first["logprob"] <= 0
+    assert len(first["top"]) == 2
+    assert first["top"][0] == [first["token_id"], "\ufffd", first["logprob"]]
+    assert first["top"][1][2] < -10
+
+
+def test_a_seed_that_was_drawn_is_told(trio: Trio, parrots: Parrots) -> None:
+    arguments = ["--nodes", trio.addresses(0), "--temperature", "1", "--max-tokens", "2", "--json"]
+    seeds = {trio.generate("a", parrots.signs, *arguments).json["seed"] for _ in range(2)}
+    assert len(seeds) == 2
+
+
+def test_an_empty_prompt_is_refused(trio: Trio, parrots: Parrots) -> None:
+    error = trio.generate("", parrots.alphabet, "--nodes", trio.addresses(0, 2)).error
+    assert "prompt is empty" in error
+
+
+def test_a_prompt_beyond_the_context_is_refused(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--context", "16"]
+    error = trio.generate("a" * 16, parrots.alphabet, *where).error
+    assert "16" in error
+    assert "--context" in error
+    assert trio.generate("a" * 15, parrots.alphabet, *where).stdout == "b\n"
+
+
+def test_a_context_beyond_the_model_is_refused(trio: Trio, parrots: Parrots) -> None:
+    arguments = ["--nodes", trio.addresses(0, 2), "--context", "10000"]
+    error = trio.generate("a", parrots.alphabet, *arguments).error
+    assert "10000" in error
+    assert "8192" in error
+
+
+def test_layers_that_do_not_fit_the_model_are_refused(trio: Trio, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2)]
+    for layers in ("0-2,2-5", "0-1,1-3", "0-4", "0-1,1-2,2-4"):
+        assert "layers" in trio.generate("a", parrots.alphabet, *where, "--layers", layers).error
+
+
+def test_a_token_id_beyond_the_vocabulary_is_refused(trio: Trio, parrots: Parrots) -> None:
+    where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 2)]
+    error = trio.machine.run("generate", "--token-ids", "1,99999", *where).error
+    assert "99999" in error
+
+
+def test_a_model_too_large_for_its_nodes_is_refused(parrots: Parrots, machine: Machine) -> None:
+    [node] = machine.start_nodes("tiny", arguments=["--memory", "50MB"])
+    where = ["--nodes", node.address]
+    error = machine.run("generate", "a", "--model", str(parrots.big), *where).error
+    assert "tiny" in error
+    assert "--memory" in error
+    result = machine.run(
+        *("generate", "a", "--model", str(parrots.alphabet), *where), "--max-tokens", "2"
+    )
+    assert result.stdout == "bc\n"
