@@ -66,8 +66,12 @@ class StageChain:
             ]
         )
 
-    def step(self, *groups: Rows) -> Tensor:
-        """Send one micro-batch through the stages: float32 logits of the sampled rows."""
+    def step(self, *groups: Rows, hidden: Tensor | None = None) -> Tensor:
+        """Send one micro-batch through the stages: float32 logits of the sampled rows.
+
+        A chain that does not begin at the first stage takes `hidden`, one that does not end at the
+        last returns it.
+        """
         batch = MicroBatch(
             epoch=Epoch(1),
             step=StepId(1),
@@ -83,7 +87,6 @@ class StageChain:
             ),
             token_ids=[token_id for rows in groups for token_id in rows.ids],
         )
-        hidden = None
         for stage in self.stages:
             hidden = stage.forward(batch, hidden)
         assert hidden is not None

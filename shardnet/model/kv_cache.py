@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
+from shardnet.model.device_memory import is_out_of_memory
 from shardnet.types import BLOCK_POSITIONS, SlotId
 
 
@@ -125,10 +126,12 @@ class KvCache:
             for tensors in (held.keys, held.values):
                 for layer in range(self._n_layers):
                     tensors[layer] = self._moved(tensors[layer], blocks)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise CapacityError(
-                f"slot {slot}: no memory for {blocks} KV blocks of {self.block_bytes} bytes "
-                f"({error}); start the node with less --memory"
+                f"slot {slot}: {self._device} has no memory for {blocks} KV blocks of "
+                f"{self.block_bytes} bytes; start the node with less --memory"
             ) from error
         self._blocks_used += blocks - held.blocks
         held.blocks = blocks

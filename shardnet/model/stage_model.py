@@ -14,6 +14,7 @@ from torch import Tensor
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
+from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.kernels import KernelChoice
@@ -179,9 +180,12 @@ def load_stage(
             family = LlamaStage(config, layers, weights, context, dtype, device)
         else:
             family = Gpt2Stage(config, layers, weights)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise CapacityError(
-            f"{device} has no memory for layers {layers} ({error}); give the node fewer layers"
+            f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
+            "give the node fewer layers"
         ) from error
     finally:
         checkpoint.release()

@@ -1,0 +1,16 @@
+"""Telling a device that has no more memory from torch's other failures.
+
+Knows torch's two ways to say it. Must not know what the memory was for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch raised `error` because the device has no memory left.
+
+    Accelerators have an exception class for it; the CPU's allocator has only a message.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,116 @@
+"""What the planner predicts, held against what loading and computing really take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import make_gpt2, make_llama
+from stage_chain import CPU
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.codec import torch_dtype
+from shardnet.model.footprint import (
+    embedding_weight_bytes,
+    head_weight_bytes,
+    kv_block_bytes,
+    layer_weight_bytes,
+    read_bytes_per_step,
+    stage_weight_bytes,
+)
+from shardnet.model.kv_cache import KvCache
+from shardnet.types import DType, LayerRange, SlotId
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("make", [make_llama, make_gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
+def test_weights_add_up(
+    make: Callable[..., Path], tied: bool, dtype: DType, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint.open(make(tmp_path, tie_word_embeddings=tied))
+    config = checkpoint.config
+    stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
+    table = config.vocab_size * config.hidden_size * dtype.size_bytes
+    whole = stage_weight_bytes(config, LayerRange(0, 4), dtype)
+    assert whole == stored + (table if tied else 0)
+    parts = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
+    assert sum(stage_weight_bytes(config, part, dtype) for part in parts) == whole
+    assert whole == (
+        embedding_weight_bytes(config, dtype)
+        + 4 * layer_weight_bytes(config, dtype)
+        + head_weight_bytes(config, dtype)
+    )
+    read = sum(read_bytes_per_step(config, part, dtype) for part in parts)
+    assert read == whole - embedding_weight_bytes(config, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
+def test_a_block_costs_what_the_cache_says(dtype: DType, tmp_path: Path) -> None:
+    config = Checkpoint.open(make_llama(tmp_path)).config
+    cache = KvCache(3, config.n_kv_heads, config.head_size, torch_dtype(dtype), CPU, 4)
+    cache.ensure(SlotId(0), 1)
+    held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
+    assert kv_block_bytes(config, LayerRange(1, 4), dtype) == cache.block_bytes == held
+
+
+MEASURE = """
+import ctypes, json, sys, torch
+from pathlib import Path
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.kernels import probe
+from shardnet.model.stage_model import load_stage
+from shardnet.types import LayerRange
+
+def private_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+def load(layers, progress):
+    return load_stage(checkpoint, layers, choice=choice, device=cpu, room_blocks=8,
+                      progress=progress)
+
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+checkpoint = Checkpoint.open(sys.argv[1])
+choice = probe(cpu, "auto", checkpoint.config.checkpoint_dtype)
+load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
+ctypes.CDLL(None).malloc_trim(0)
+idle = private_bytes()
+read = sum(checkpoint.bytes_read.values())
+during = []
+stage = load(LayerRange(0, 8), lambda done, total: during.append(private_bytes() - idle))
+loaded = private_bytes()
+print(json.dumps({
+    "dtype": choice.dtype.value,
+    "loaded": loaded - idle,
+    "most": max(during),
+    "read": sum(checkpoint.bytes_read.values()) - read,
+}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_private_memory_is_that_of_the_range(tmp_path: Path) -> None:
+    """At most 1.15 times the bytes of the range after loading, and one layer more on the way."""
+    command = [sys.executable, "scripts/make_checkpoint.py", str(tmp_path), "--hidden=1024"]
+    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
+    run = {"cwd": ROOT, "env": {"PYTHONPATH": str(ROOT), "PATH": ""}, "timeout": 60}
+    subprocess.run(command + shape, check=True, capture_output=True, **run)
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], check=True, capture_output=True, **run
+    )
+    figures = json.loads(measured.stdout)
+    config = Checkpoint.open(tmp_path).config
+    dtype = DType(figures["dtype"])
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype)
+    if dtype is DType.BFLOAT16:
+        assert figures["read"] == predicted
+    assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted
+    assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, dtype)
