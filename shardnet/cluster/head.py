@@ -138,11 +138,13 @@ class Head:
         Raises BusyError while requests run.
         """
         async with self._changing:
-            if self._lead is None:
+            if self._lead is None or self._lead.ring.broken is not None:
                 elsewhere = self._neighbourhood.head_elsewhere()
-                if elsewhere is None:
-                    await self._neighbourhood.free_stage()
-                return elsewhere
+                if elsewhere is not None:
+                    return elsewhere
+            if self._lead is None:
+                await self._neighbourhood.free_stage()
+                return None
             if self._lead.ring.is_busy:
                 raise BusyError(
                     f"requests still run on {self._lead.plan.choice.model}: wait until they end"

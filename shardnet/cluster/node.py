@@ -175,7 +175,11 @@ class Node:
         """Return the port to a node."""
         if node.node == self.node:
             return LocalPort(
-                self._host, self.node, self._settings.name, self._identify_own, self._load_own
+                self._host,
+                self._settings.name,
+                self._identify_own,
+                self._load_own,
+                lambda ring: self._unload_stage(self.node, ring),
             )
         return RemotePort(await self._peers.link_to(node.address), self._peers.watch)
 

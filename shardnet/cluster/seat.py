@@ -108,6 +108,11 @@ class RingSeat:
             self._run(self._worker, tail, pipeline), name=f"seat {self.rank} of ring {self.ring}"
         )
 
+    def revoke(self, error: ShardnetError) -> None:
+        """Tell whoever seated us that the seat is taken away, unless the ring broke before."""
+        if not self.is_over:
+            self._on_broken(error)
+
     async def leave(self) -> None:
         """Stop working and close the links. The stage's slots are all free afterwards."""
         if self._task is not None:

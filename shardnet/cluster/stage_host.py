@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable
 
 from shardnet.cluster.seat import DialData, RingSeat
-from shardnet.errors import BusyError, CancelledRequestError, ShardnetError, UsageError
+from shardnet.errors import (
+    BusyError,
+    CancelledRequestError,
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import (
     LoadedStage,
@@ -63,6 +69,8 @@ class StageHost:
         """
         async with self._changing:
             self._refuse_if_busy(owner)
+            if self.seat is not None and self.seat.ring != message.ring:
+                self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
             await self._leave()
             self.seat = RingSeat(
                 ring=message.ring,

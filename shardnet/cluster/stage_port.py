@@ -56,20 +56,20 @@ class StagePort(Protocol):
 
 
 class LocalPort:
-    """The head itself. `load` carries out a LoadStage as the node does for other heads."""
+    """The head itself. `load` and `unload` do what the node does for other heads."""
 
     def __init__(
         self,
         host: StageHost,
-        node: str,
         name: str,
         identify: Callable[[str], Awaitable[str]],
         load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
+        unload: Callable[[str], Awaitable[None]],
     ) -> None:
         self._host = host
-        self._node = node
         self._identify = identify
         self._load = load
+        self._unload = unload
         self.name = name
 
     @property
@@ -91,7 +91,7 @@ class LocalPort:
 
     async def unload(self, ring: str) -> None:
         """Free the stage."""
-        await self._host.unload(self._node)
+        await self._unload(ring)
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
         """Never lost: this code runs there."""

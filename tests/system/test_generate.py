@@ -296,3 +296,10 @@ def test_a_model_too_large_for_its_nodes_is_refused(parrots: Parrots, machine: M
         *("generate", "a", "--model", str(parrots.alphabet), *where), "--max-tokens", "2"
     )
     assert result.stdout == "bc\n"
+
+
+def test_another_head_takes_the_nodes_and_gives_them_back(trio: Trio, parrots: Parrots) -> None:
+    """A head whose place was taken knows that its ring is no more."""
+    for nodes in ((0,), (0, 1), (1, 0), (0, 1), (1,), (0,)):
+        where = ["--nodes", trio.addresses(*nodes), "--max-tokens", "2"]
+        assert trio.generate("a", parrots.alphabet, *where).stdout == "bc\n"
