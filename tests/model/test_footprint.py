@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def test_private_memory_is_that_of_the_range(tmp_path: Path) -> None:
     """At most 1.15 times the bytes of the range after loading, and one layer more on the way."""
     command = [sys.executable, "scripts/make_checkpoint.py", str(tmp_path), "--hidden=1024"]
     shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
-    run = {"cwd": ROOT, "env": {"PYTHONPATH": str(ROOT), "PATH": ""}, "timeout": 60}
+    run = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 60}
     subprocess.run(command + shape, check=True, capture_output=True, **run)
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], check=True, capture_output=True, **run
