@@ -10,7 +10,7 @@ import enum
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 
@@ -50,6 +50,7 @@ class FrameFlags(enum.IntFlag):
     TIMINGS_WANTED = 1
 
 
+_KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
 _ALLOWED_FLAGS: Final[Mapping[FrameKind, int]] = {FrameKind.DATA: int(FrameFlags.TIMINGS_WANTED)}
 
 
@@ -104,8 +105,7 @@ class Limits:
                 return 0, 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
     """A frame's header, checked: kind known, lengths within the caps, flags allowed."""
 
     kind: FrameKind
@@ -130,36 +130,25 @@ def unpack_header(
         raise RemoteProtocolError(
             f"a frame should start with {FRAME_MAGIC:#06x}, got {magic:#06x}: the stream is damaged"
         )
-    kind = _kind(number, allowed, state)
+    kind = _KIND_OF_NUMBER.get(number)
+    if kind is None:
+        raise RemoteProtocolError(f"a frame of unknown kind {number} came {state}")
+    if kind not in allowed:
+        raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
     if flags & ~_ALLOWED_FLAGS.get(kind, 0):
         raise RemoteProtocolError(f"a {kind.name} frame came with unknown flags {flags:#04x}")
     max_meta, max_payload = limits.caps(kind)
-    for part, length, cap in (
-        ("meta", meta_length, max_meta),
-        ("payload", payload_length, max_payload),
-    ):
-        if length > cap:
-            raise RemoteProtocolError(
-                f"a {kind.name} frame claims {length} bytes of {part}; at most {cap} are allowed"
-            )
-    return Header(
-        kind=kind,
-        flags=FrameFlags(flags),
-        meta_length=meta_length,
-        payload_length=payload_length,
-        epoch=epoch,
-        step=step,
+    if meta_length > max_meta:
+        raise _above_cap(kind, "meta", meta_length, max_meta)
+    if payload_length > max_payload:
+        raise _above_cap(kind, "payload", payload_length, max_payload)
+    return Header(kind, FrameFlags(flags), meta_length, payload_length, epoch, step)
+
+
+def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"a {kind.name} frame claims {length} bytes of {part}; at most {cap} are allowed"
     )
-
-
-def _kind(number: int, allowed: frozenset[FrameKind], state: str) -> FrameKind:
-    try:
-        kind = FrameKind(number)
-    except ValueError:
-        raise RemoteProtocolError(f"a frame of unknown kind {number} came {state}") from None
-    if kind not in allowed:
-        raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
-    return kind
 
 
 def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
@@ -177,7 +166,7 @@ def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "
             f"the caps of {max_meta} + {max_payload}"
         )
-    if frame.flags & ~_ALLOWED_FLAGS.get(frame.kind, 0):
+    if frame.flags and int(frame.flags) & ~_ALLOWED_FLAGS.get(frame.kind, 0):
         raise LocalProtocolError(f"a {frame.kind.name} frame cannot have flags {frame.flags!r}")
     try:
         header = HEADER.pack(

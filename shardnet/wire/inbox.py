@@ -46,9 +46,13 @@ class Inbox:
 
     def take(self, n: int) -> memoryview:
         """Give what `peek` gives; the bytes wait no longer."""
-        taken = self.peek(n)
-        self._start += len(taken)
-        return taken
+        start = self._start
+        self._start = min(start + n, self._end)
+        return self._view[start : self._start]
+
+    def clear(self) -> None:
+        """Forget the waiting bytes."""
+        self._start = self._end = 0
 
 
 class Part:
@@ -73,11 +77,13 @@ class Part:
         """Take note that `n` bytes were put at the start of `room`."""
         self._filled += n
 
-    def fill_from(self, inbox: Inbox) -> None:
-        """Copy what is waiting, as much as is missing."""
+    def fill_from(self, inbox: Inbox) -> bool:
+        """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
         data = inbox.take(self.missing)
-        self.view[self._filled : self._filled + len(data)] = data
-        self._filled += len(data)
+        end = self._filled + len(data)
+        self.view[self._filled : end] = data
+        self._filled = end
+        return end == len(self.view)
 
 
 def _aligned(n: int) -> memoryview:

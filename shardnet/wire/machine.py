@@ -133,6 +133,7 @@ class LinkMachine:
         self._said_last_word = False
         self._outgoing: list[Buffer] = []
         self._inbox = Inbox()
+        self._target: Inbox | Part = self._inbox
         self._header: Header | None = None
         self._meta = self._payload = _NOTHING
 
@@ -172,13 +173,12 @@ class LinkMachine:
 
     def get_buffer(self) -> memoryview:
         """Give the place where the next received bytes belong; it is never empty."""
-        part = self._direct_part()
-        return part.room() if part else self._inbox.room()
+        self._target = self._direct_part() or self._inbox
+        return self._target.room()
 
     def received(self, n: int) -> list[Event]:
         """Take note that `n` bytes were put where `get_buffer` said; give what they completed."""
-        part = self._direct_part()
-        (part or self._inbox).filled(n)
+        self._target.filled(n)
         events: list[Event] = []
         try:
             while self._state is not LinkState.ENDED and self._advance(events):
@@ -186,7 +186,7 @@ class LinkMachine:
         except ShardnetError as error:
             self._fail(error, events)
         if self._state is LinkState.ENDED:
-            self._inbox = Inbox()
+            self._inbox.clear()
         return events
 
     def eof(self) -> list[Event]:
@@ -205,22 +205,18 @@ class LinkMachine:
         return [LinkFailed(error=error)]
 
     def _direct_part(self) -> Part | None:
-        if not self._inbox:
-            for part in (self._meta, self._payload):
-                if part.missing:
-                    return part if part.missing >= DIRECT_BYTES else None
-        return None
+        part = self._meta if self._meta.missing else self._payload
+        return part if part.missing >= DIRECT_BYTES and not self._inbox else None
 
     def _advance(self, events: list[Event]) -> bool:
         """Take the next thing out of the received bytes. False when it is not whole yet."""
         if self._state is LinkState.PREAMBLE:
             return self._take_preamble()
-        if self._header is None:
-            return self._take_header()
-        for part in (self._meta, self._payload):
-            part.fill_from(self._inbox)
-            if part.missing:
-                return False
+        if self._header is None and not self._take_header():
+            return False
+        if not (self._meta.fill_from(self._inbox) and self._payload.fill_from(self._inbox)):
+            return False
+        assert self._header is not None
         frame = Frame(
             kind=self._header.kind,
             epoch=self._header.epoch,
