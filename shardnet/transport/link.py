@@ -75,8 +75,9 @@ class Link(Protocol):
     def send(self, frame: Frame) -> None:
         """Hand `frame` to the transport at once, without copying or waiting.
 
-        The payload must not change until `drain` returns. Raises the error that ended the link,
-        or LocalProtocolError when the frame is not allowed.
+        The payload must not change any more: its last part may wait to be sent even when `drain`
+        has returned. Raises the error that ended the link, or LocalProtocolError when the frame is
+        not allowed.
         """
 
     async def drain(self) -> None:

@@ -166,7 +166,7 @@ class MachineLink(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake."""
         self._transport = cast(asyncio.Transport, transport)
-        host, port = transport.get_extra_info("peername")[:2]
+        host, port = (transport.get_extra_info("peername") or ("a peer that left", 0))[:2]
         self._peer_address = format_address(host, port)
         if self._error is None:
             self._write(self._machine.start())

@@ -18,6 +18,7 @@ from shardnet.errors import (
     PeerSilentError,
     PeerUnreachableError,
     ShardnetError,
+    UsageError,
 )
 from shardnet.transport.link import Link, LinkOptions, format_address
 from shardnet.transport.machine_link import MachineLink
@@ -36,10 +37,11 @@ async def connect(
 ) -> Link:
     """Open a link to the node at `host` and `port`, and wait for its hello.
 
-    Raises PeerUnreachableError when nothing answers there within `handshake_s`,
-    VersionMismatchError, RemoteProtocolError when something else answers, or whatever error the
-    node refuses the link with.
+    Raises UsageError for a port that cannot be, PeerUnreachableError when nothing answers there
+    within `handshake_s`, VersionMismatchError, RemoteProtocolError when something else answers, or
+    whatever error the node refuses the link with.
     """
+    _check_port(port, lowest=1)
     options = options or LinkOptions()
     where = format_address(host, port)
     link = _TcpLink(hello, initiator=True, options=options)
@@ -74,8 +76,9 @@ async def listen(
     runs as a task for each link that is up and owns it: when it raises, the link is aborted, when
     it returns, the link goes on. Failed handshakes go to `on_failure` (default: the log).
 
-    Raises ConfigurationError when the address cannot be used.
+    Raises UsageError for a port that cannot be, ConfigurationError when the address cannot be used.
     """
+    _check_port(port, lowest=0)
     listener = Listener(hello, on_link, on_failure or _log_failure, options or LinkOptions())
     await listener.start(host, port)
     return listener
@@ -236,11 +239,16 @@ async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _set_buffers(listening, options)
         listening.bind(address)
-        listening.listen()
+        listening.listen()  # of two that bind one port at once, the second fails only here
     except OSError:
         listening.close()
         raise
     return listening
+
+
+def _check_port(port: int, *, lowest: int) -> None:
+    if not lowest <= port <= 65535:  # the resolver would take it modulo 65536
+        raise UsageError(f"port {port} is not a number from {lowest} to 65535")
 
 
 def _set_buffers(sock: socket.socket, options: LinkOptions) -> None:

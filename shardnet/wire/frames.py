@@ -59,8 +59,8 @@ class Frame:
     """One length-prefixed message on a link.
 
     `meta` and `payload` are flat bytes. The payload of a received frame is a writable memoryview
-    whose first byte is aligned to 64 bytes and which nobody else holds; the payload of a sent frame
-    must not change until the link has drained.
+    whose first byte is aligned to 64 bytes and which nobody else holds. The payload of a sent frame
+    must not change any more.
     """
 
     kind: FrameKind

@@ -156,10 +156,12 @@ class LinkMachine:
         """
         if self._state is LinkState.ENDED or self._said_last_word:
             raise LinkClosedError("the link has ended; nothing can be sent on it")
-        if self._state is not LinkState.UP or frame.kind not in self._allowed:
+        if self._state is not LinkState.UP:
             raise LocalProtocolError(
-                f"a {frame.kind.name} frame cannot be sent {self._state.value} of this purpose"
+                f"a {frame.kind.name} frame cannot be sent {self._state.value}"
             )
+        if frame.kind not in self._allowed:
+            raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
         buffers = pack_frame(frame, self._limits)
         self._said_last_word = frame.kind is FrameKind.BYE
         return buffers

@@ -20,6 +20,7 @@ from shardnet.errors import (
     PeerUnreachableError,
     PlanError,
     ShardnetError,
+    UsageError,
 )
 from shardnet.transport import loop as loop_module
 from shardnet.transport.link import Link
@@ -136,6 +137,15 @@ def test_an_ipv6_address_is_written_in_brackets(harness: Harness) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     harness.run(scenario)
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 70000])
+def test_a_port_that_cannot_be(port: int) -> None:
+    with pytest.raises(UsageError, match=f"port {port} is not a number from 1 to 65535"):
+        asyncio.run(connect(LOCAL, port, hello()))
+    if port != 0:
+        with pytest.raises(UsageError, match=f"port {port} is not a number from 0 to 65535"):
+            asyncio.run(listen(LOCAL, port, hello(), keep))
 
 
 # --- listen
