@@ -309,14 +309,14 @@ def open_machine(folder: Path) -> Iterator[Machine]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trio:
-    """Three nodes on one machine."""
+    """The nodes of one machine, three where nothing else is said."""
 
     machine: Machine
     nodes: list[NodeProcess]
 
     def addresses(self, *numbers: int) -> str:
         """The nodes of these numbers as --nodes takes them; all without any."""
-        return ",".join(self.nodes[number].address for number in numbers or range(3))
+        return ",".join(self.nodes[number].address for number in numbers or range(len(self.nodes)))
 
     def generate(self, prompt: str, model: Path, *arguments: str) -> Result:
         """Run `shardnet generate` to its end."""
