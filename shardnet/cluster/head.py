@@ -164,7 +164,7 @@ class Head:
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """Take a stage's word that a ring is broken."""
         if self._lead is not None and self._lead.ring.name == ring:
-            self._lead.ring.break_(error)
+            self._lead.ring.lost(f"the ring broke: {error}")
 
     def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.

@@ -305,6 +305,11 @@ class Node:
             device=self._settings.budget.device.kind,
         )
         threads = message.threads or self.threads
+
+        def left(error: ShardnetError) -> None:
+            self._settings.log(f"left the ring of {order.model}: {error}")
+            broken(error)
+
         loaded, reused = await self._host.load(
             message,
             order,
@@ -312,7 +317,7 @@ class Node:
             threads=threads,
             memory_bytes=self._memory_bytes(),
             on_progress=progress,
-            on_broken=broken,
+            on_broken=left,
         )
         self._settings.log(
             f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "

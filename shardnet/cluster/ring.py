@@ -28,6 +28,9 @@ MAX_SLOTS = 64
 WATCH_EVERY_S = 5.0
 """How often the head looks for a stuck stage."""
 
+WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
+"""What a person can do when a ring has lost a node or a link."""
+
 OnStageProgress = Callable[[int, int, int], None]
 """Takes (rank, bytes done, bytes in all)."""
 
@@ -88,7 +91,7 @@ class Ring:
             await self.unload()
             raise
         for port in self._ports:
-            port.watch(partial(self._lost, port.name))
+            port.watch(partial(self._node_lost, port.name))
         self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
         return time.perf_counter() - started
 
@@ -98,6 +101,10 @@ class Ring:
             self.broken = error
             if self._engine is not None:
                 self._engine.fail(error)
+
+    def lost(self, cause: str) -> None:
+        """End the ring because of what happened to a node or a link of it."""
+        self.break_(PeerFailedError(f"{cause}; {WAY_OUT}"))
 
     async def unload(self) -> None:
         """Free the stage on every node that still answers."""
@@ -165,8 +172,8 @@ class Ring:
             clock_ns=time.perf_counter_ns,
         )
 
-    def _lost(self, name: str, error: ShardnetError) -> None:
-        self.break_(PeerFailedError(f"node {name} was lost: {error}"))
+    def _node_lost(self, name: str, error: ShardnetError) -> None:
+        self.lost(f"node {name} was lost: {error}")
 
     async def _watch(self) -> None:
         while self.broken is None:
