@@ -19,6 +19,7 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.link import LinkOptions, format_address
+from shardnet.transport.silence import Silence
 from shardnet.wire.frames import Buffer, Frame, FrameKind
 from shardnet.wire.machine import (
     Event,
@@ -61,7 +62,7 @@ class MachineLink(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._silence = _Silence(options.silence_s, self._loop.time())
+        self._silence = Silence(options.silence_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
 
@@ -315,34 +316,6 @@ class MachineLink(asyncio.BufferedProtocol):
         for waiter in waiters:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-
-
-class _Silence:
-    """How long a peer has been silent, without blaming it for our own pauses.
-
-    While we read, silence is bytes that do not come. While we have paused reading, it is bytes that
-    do not leave though some wait: then each side waits for the other to read.
-    """
-
-    def __init__(self, allowed_s: float, now: float) -> None:
-        self._allowed_s = allowed_s
-        self._since = now
-        self._looked_at = now
-        self._unsent_bytes = 0
-
-    def broken(self, now: float) -> None:
-        """Start again: something came, or we begin to listen again."""
-        self._since = now
-
-    def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
-        """Say whether the silence has lasted too long at `now`. Called regularly."""
-        stood_still = now - self._looked_at > self._allowed_s  # suspended, or the loop blocked
-        moving = not reading and (unsent_bytes == 0 or unsent_bytes != self._unsent_bytes)
-        self._looked_at = now
-        self._unsent_bytes = unsent_bytes
-        if stood_still or moving:
-            self._since = now
-        return now - self._since >= self._allowed_s
 
 
 def _lost_error(exc: Exception | None) -> ShardnetError:

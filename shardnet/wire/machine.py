@@ -175,7 +175,8 @@ class LinkMachine:
 
     def get_buffer(self) -> memoryview:
         """Give the place where the next received bytes belong; it is never empty."""
-        self._target = self._direct_part() or self._inbox
+        part = self._meta if self._meta.missing else self._payload
+        self._target = part if part.missing >= DIRECT_BYTES else self._inbox
         return self._target.room()
 
     def received(self, n: int) -> list[Event]:
@@ -205,10 +206,6 @@ class LinkMachine:
         self._state = LinkState.ENDED
         error = LinkClosedError(f"the peer closed the connection {when}; its log may say why")
         return [LinkFailed(error=error)]
-
-    def _direct_part(self) -> Part | None:
-        part = self._meta if self._meta.missing else self._payload
-        return part if part.missing >= DIRECT_BYTES and not self._inbox else None
 
     def _advance(self, events: list[Event]) -> bool:
         """Take the next thing out of the received bytes. False when it is not whole yet."""

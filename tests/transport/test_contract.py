@@ -225,6 +225,20 @@ def test_close_wakes_our_own_receiver(harness: Harness) -> None:
     harness.run(scenario)
 
 
+def test_close_does_not_wait_for_frames_that_nobody_received(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        a, b = await harness.pair(replace(SMALL_BUFFERS, close_s=1000))
+        for step in range(5):
+            a.send(frame(step, bytes(100_000)))
+        await turns()
+        await b.close()
+        with pytest.raises(LinkClosedError, match="the peer has closed the link"):
+            await a.receive()
+        await a.close()
+
+    harness.run(scenario)
+
+
 def test_close_is_bounded_when_the_peer_does_not_answer(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up(replace(OPTIONS, close_s=0.1))

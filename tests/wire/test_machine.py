@@ -161,6 +161,12 @@ def test_the_first_frame_must_be_a_hello(kind: FrameKind) -> None:
         assert f"{kind.name} frame is not allowed before the hello" in str(error)
 
 
+def test_any_error_instead_of_a_hello_ends_the_link() -> None:
+    machine = LinkMachine(hello(), initiator=True)
+    refusal = error_frame(PlanError("no"), step=3, sequence=4)
+    assert isinstance(failure(feed(machine, PREAMBLE + raw(refusal))), PlanError)
+
+
 def test_a_second_hello_is_refused() -> None:
     made = pair()
     made.move(to_b=raw(hello_frame(hello())))

@@ -1,0 +1,39 @@
+"""When a peer has been silent for too long (design decision 14).
+
+Pure: knows times and byte counts that it is told, and no clock, loop or transport.
+"""
+
+from __future__ import annotations
+
+
+class Silence:
+    """How long a peer has been silent, without blaming it for our own pauses.
+
+    While we read, silence is bytes that do not come. While we have paused reading, it is bytes that
+    do not leave though some wait: then each side waits for the other to read.
+    """
+
+    def __init__(self, allowed_s: float, now: float) -> None:
+        """Allow `allowed_s` seconds of silence, from `now` on. All times are of one clock."""
+        self._allowed_s = allowed_s
+        self._since = now
+        self._looked_at = now
+        self._unsent_bytes = 0
+
+    def broken(self, now: float) -> None:
+        """Start again: something came, or we begin to listen again."""
+        self._since = now
+
+    def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
+        """Say whether the silence has lasted too long at `now`.
+
+        To be called several times within the allowed silence: a longer gap means that this process
+        itself stood still. `unsent_bytes` are those that the transport still holds.
+        """
+        stood_still = now - self._looked_at > self._allowed_s / 2
+        moving = not reading and (unsent_bytes == 0 or unsent_bytes != self._unsent_bytes)
+        self._looked_at = now
+        self._unsent_bytes = unsent_bytes
+        if stood_still or moving:
+            self._since = now
+        return now - self._since >= self._allowed_s
