@@ -52,22 +52,29 @@ class _NodeProcess:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
         self._process = process
+        self._is_ready = False
         self._last_lines: deque[str] = deque(maxlen=1)
         self._listening = asyncio.create_task(self._keep_last_line())
 
     @classmethod
     async def start(cls, name: str, threads: int) -> _NodeProcess:
         """Start it. Ctrl-C does not reach it: it goes when its standard input closes."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--port", "0"),
-            *("--name", name, "--threads", str(threads), "--until-stdin-closes"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED},
-            start_new_session=True,
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--port", "0"),
+                *("--name", name, "--threads", str(threads), "--until-stdin-closes"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED},
+                start_new_session=True,
+            )
         )
-        return cls(name, process)
+        try:
+            return cls(name, await asyncio.shield(starting))
+        except asyncio.CancelledError:  # a process that is half started would be nobody's
+            await cls(name, await starting).stop()
+            raise
 
     async def address(self) -> str:
         """Wait for the ready line and return where the node listens."""
@@ -80,15 +87,19 @@ class _NodeProcess:
             await self.stop()
             said = self._last_lines[0] if self._last_lines else "it said nothing"
             raise PeerFailedError(f"node {self._name} did not start: {said}")
+        self._is_ready = True
         ready = json.loads(line)
         return f"{ready['host']}:{ready['port']}"
 
     async def stop(self) -> None:
-        """Close its standard input, wait for it to leave, and end it if it does not."""
+        """Close its standard input, wait for it to leave, and end it if it does not.
+
+        One that is not ready yet has nothing to leave and would only notice after its imports.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_S if self._is_ready else 0):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):

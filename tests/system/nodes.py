@@ -22,6 +22,8 @@ from typing import IO, Any
 
 import psutil
 
+from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
+
 START_S = 60.0
 """How long a node may take to its ready line."""
 COMMAND_S = 60.0
@@ -216,7 +218,7 @@ class Machine:
         self._environment = inherited | {
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
-            "SHARDNET_RUNTIME_DIR": str(self.runtime_dir),
+            RUNTIME_DIR_VARIABLE: str(self.runtime_dir),
             "PYTHONWARNINGS": "error::ResourceWarning",
             "COLUMNS": "200",
         }
@@ -260,6 +262,16 @@ class Machine:
     ) -> Result:
         """Run a command to its end."""
         return self.begin(*arguments, environment=environment, stdin=stdin).wait(deadline_s)
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes that were started for this machine and live, whoever started them."""
+        mark = (RUNTIME_DIR_VARIABLE, str(self.runtime_dir))
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mark in process.environ().items():
+                    found.append(process)
+        return found
 
     def close(self) -> None:
         """End everything that still runs; fail if a node does not leave properly."""

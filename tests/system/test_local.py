@@ -1,0 +1,90 @@
+"""`--local N`: node processes for one run, gone afterwards whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from nodes import Command, Machine
+from parrot import Parrots
+
+LEAVE_S = 10.0
+"""How long the node processes may outlive their parent. Those that are loading torch need it."""
+
+
+def begin(machine: Machine, parrots: Parrots, *arguments: str) -> Command:
+    """Start a long generation over two local nodes."""
+    return machine.begin(
+        *("generate", "a", "--model", str(parrots.big), "--local", "2", "--max-tokens", "4000"),
+        *arguments,
+    )
+
+
+def check_nothing_left(machine: Machine) -> None:
+    """Check that no process of the machine is left soon."""
+    _, alive = psutil.wait_procs(machine.processes(), timeout=LEAVE_S)
+    assert not alive
+    assert not machine.runtime_dir.exists()
+
+
+def test_nodes_are_started_with_their_share_of_the_cores(
+    machine: Machine, parrots: Parrots
+) -> None:
+    arguments = ["--model", str(parrots.signs), "--local", "2", "--json"]
+    result = machine.run("generate", "a", *arguments)
+    assert result.json["text"] == "é€😀 Жz."
+    assert [stage["rank"] for stage in result.json["stages"]] == [0, 1]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"starting 2 nodes on this machine, threads each: {share}" in result.stderr
+    check_nothing_left(machine)
+
+
+@pytest.mark.parametrize("moment", ["starting 2 nodes", "ring: "])
+def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, moment: str) -> None:
+    """While the node processes start, and while they load."""
+    command = begin(machine, parrots)
+    command.stderr.wait_for(moment)
+    command.signal(signal.SIGINT)
+    result = command.wait(2 * LEAVE_S)
+    assert result.code == 130
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    check_nothing_left(machine)
+
+
+def test_interrupting_the_text_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
+    command = begin(machine, parrots)
+    command.stdout.wait_for("b")
+    command.signal(signal.SIGINT)
+    result = command.wait(LEAVE_S)
+    assert result.code == 130
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "interrupted"
+    check_nothing_left(machine)
+
+
+def test_killing_the_parent_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
+    command = begin(machine, parrots)
+    command.stdout.wait_for("b")
+    assert len(machine.processes()) == 3
+    command.kill()
+    check_nothing_left(machine)
+
+
+def test_a_failure_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
+    result = begin(machine, parrots, "--layers", "0-1,1-9").wait()
+    assert "layers" in result.error
+    check_nothing_left(machine)
+
+
+def test_a_local_node_that_is_killed_ends_the_run(machine: Machine, parrots: Parrots) -> None:
+    command = begin(machine, parrots)
+    command.stdout.wait_for("b")
+    tail = next(p for p in machine.processes() if "local-1" in p.cmdline())
+    tail.kill()
+    result = command.wait(LEAVE_S)
+    assert result.code == 1
+    assert "local-1" in result.error_line
+    check_nothing_left(machine)
