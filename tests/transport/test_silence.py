@@ -19,7 +19,7 @@ def test_every_byte_starts_it_again() -> None:
     silence = Silence(ALLOWED_S, 0.0)
     looks(silence, 4, 8, 9)
     silence.broken(9.0)
-    assert looks(silence, 12, 18.9, 19) == [False, False, True]
+    assert looks(silence, 12, 16, 18.9, 19) == [False, False, False, True]
 
 
 def test_a_process_that_stood_still_itself_does_not_blame_the_peer() -> None:
