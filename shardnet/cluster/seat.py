@@ -165,9 +165,8 @@ class RingSeat:
             self._break(first_error(group))
         except* Exception as group:  # our own bug: the ring must end by name, not hang
             log.exception("rank %d of ring %s failed", self.rank, self.ring)
-            self._break(
-                ShardnetError(f"internal error at rank {self.rank}: {group.exceptions[0]!r}")
-            )
+            cause = first_error(group)
+            self._break(ShardnetError(f"internal error at rank {self.rank}: {cause!r}"))
 
     def _break(self, error: ShardnetError) -> None:
         """Tell the neighbours and whoever seated us why this stage stops."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -39,7 +40,7 @@ async def no_dial(address: str, seat: RingSeat) -> Link:
     raise AssertionError("a ring of one dials nobody")
 
 
-def seat(broken: list[ShardnetError], n_stages: int = 1, rank: int = 0) -> RingSeat:
+def seat(on_broken: Callable[[ShardnetError], None], n_stages: int = 1, rank: int = 0) -> RingSeat:
     return RingSeat(
         ring="r",
         epoch=Epoch(1),
@@ -48,13 +49,19 @@ def seat(broken: list[ShardnetError], n_stages: int = 1, rank: int = 0) -> RingS
         model="/m",
         owner="n",
         dial=no_dial,
-        on_broken=broken.append,
+        on_broken=on_broken,
     )
 
 
 def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         broken: list[ShardnetError] = []
+        ended = asyncio.Event()
+
+        def note(error: ShardnetError) -> None:
+            broken.append(error)
+            ended.set()
+
         executor = Executor("test")
         pipeline = Pipeline(
             epoch=Epoch(1),
@@ -63,14 +70,13 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
             on_answered=lambda answered: None,
             on_failed=lambda failed: None,
         )
-        one = seat(broken)
+        one = seat(note)
         await one.join(BrokenCompute(), executor, pipeline)
         group = RowGroup(
             sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
         )
         pipeline.send(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(1,)))
-        while not one.is_over:
-            await asyncio.sleep(0)
+        await ended.wait()
         assert [str(error) for error in broken] == [
             "internal error at rank 0: ZeroDivisionError('a bug of ours')"
         ]
@@ -97,6 +103,6 @@ def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -
             rank=rank,
         )
         with pytest.raises(UsageError, match="expected was rank 2 of ring r epoch 1"):
-            seat([], n_stages=3, rank=0).check_hello(hello)
+            seat(print, n_stages=3, rank=0).check_hello(hello)
 
     asyncio.run(main())
