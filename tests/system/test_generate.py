@@ -111,6 +111,15 @@ def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None
     assert result.stdout == (ALPHABET * 10)[1:151] + "\n"
 
 
+def test_a_request_that_comes_close_behind_unloads_nothing(trio: Crew, parrots: Parrots) -> None:
+    """Of requests for two models at one moment, each is carried out or refused by name."""
+    for _ in range(5):
+        said = trio.say_at_once([("a", parrots.alphabet), ("z", parrots.signs)], 0, 1)
+        assert {"bcd", "."} & set(said)
+        refused = [text for text in said if text not in ("bcd", ".")]
+        assert all("is generating with" in text for text in refused), refused
+
+
 def test_a_node_sends_the_client_on_to_the_head(trio: Crew, parrots: Parrots) -> None:
     """The oldest node of the machine is asked; another one leads the ring that it is in."""
     ready = trio.generate("a", parrots.alphabet, "--nodes", trio.addresses(1, 0), "--json").json
