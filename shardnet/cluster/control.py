@@ -60,19 +60,16 @@ class ControlLink:
     an answer cancels the request at the peer.
     """
 
-    def __init__(self, link: Link, handler: Handler) -> None:
+    def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
         self.link = link
+        self.peer_name = peer_name or f"{link.peer.name} ({link.peer_address})"
+        """How to call the peer in messages to people."""
         self._handler = handler
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
         self._handling: dict[int, asyncio.Task[None]] = {}
         self.ended: ShardnetError | None = None
         """What ended the link, None while it lives."""
-
-    @property
-    def peer_name(self) -> str:
-        """How to call the peer in messages to people."""
-        return f"{self.link.peer.name} ({self.link.peer_address})"
 
     def next_request(self) -> int:
         """Return a request number that is not used yet on this side of the link."""

@@ -23,7 +23,13 @@ from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
-from shardnet.errors import ShardnetError, UsageError, error_for_code, first_error
+from shardnet.errors import (
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+    error_for_code,
+    first_error,
+)
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
@@ -51,6 +57,7 @@ from shardnet.wire.messages import (
     StatusReply,
     Unload,
     UnloadStage,
+    error_frame,
 )
 
 PEER_STATUS_S = 2.0
@@ -139,7 +146,14 @@ class Node:
                 tasks.create_task(self._peers.keep(address, self._settings.log))
 
     async def close(self) -> None:
-        """Unload what this node leads, leave what it follows, end the threads."""
+        """Unload what this node leads, leave what it follows, end the threads.
+
+        Clients that wait for something are told why they get nothing.
+        """
+        leaving = PeerFailedError("the node is leaving; start it again or ask another one")
+        for link in self._client_links:
+            if not link.closed:
+                link.send(error_frame(leaving))
         await self._head.close()
         await self._host.close()
         await self._peers.close()
