@@ -33,6 +33,7 @@ from .options import (
     Nodes,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .progress import LoadBars
@@ -131,6 +132,7 @@ def generate(
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
     )
+    check_sendable(message)
     run_command(_run(message, local, peer or [], as_json))
 
 
@@ -145,7 +147,12 @@ def _checked(sampling: SamplingParams) -> Sampling:
 def _prompt_text(prompt: str | None, token_ids: str) -> str:
     if (prompt is None) == (not token_ids):
         raise typer.BadParameter("give either PROMPT or --token-ids")
-    return sys.stdin.read() if prompt == "-" else prompt or ""
+    if prompt != "-":
+        return prompt or ""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply
+from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
 from .options import (
     Context,
@@ -19,6 +19,7 @@ from .options import (
     Nodes,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .run import run_command
@@ -40,6 +41,7 @@ def plan(
     choice = model_choice(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
+    check_sendable(PlanRequest(request=0, choice=choice))
     run_command(_run(choice, local, peer or [], as_json))
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import split_address
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
 from shardnet.wire.messages import (
@@ -35,6 +35,8 @@ from shardnet.wire.messages import (
     StatusReply,
     TextPiece,
     Unload,
+    control_frame,
+    read_control,
 )
 
 MAX_REDIRECTS = 3
@@ -76,7 +78,10 @@ class Client:
         return await self._control.ask(message, StatusReply)
 
     async def plan(self, choice: ModelChoice) -> PlanReply:
-        """Ask for the plan that `choice` would get. Raises PlanError and its like."""
+        """Ask for the plan that `choice` would get.
+
+        Raises PlanError and its like, UsageError for a choice that cannot be sent.
+        """
         message = PlanRequest(request=0, choice=choice)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -95,7 +100,8 @@ class Client:
     async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:
         """Run one request and yield its events: the plan, loading, text, and Finished at the end.
 
-        Raises whatever named error the request ends in. Closing the generator cancels the request.
+        Raises whatever named error the request ends in, UsageError for a message that cannot be
+        sent. Closing the generator cancels the request.
         """
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -107,6 +113,7 @@ class Client:
 
     async def _follow(self, message: Ask) -> AsyncGenerator[object, None]:
         """Yield the answers of the node, or of the one it sends us to."""
+        check_request(message)
         async with contextlib.AsyncExitStack() as stack:
             control = self._control
             for _ in range(MAX_REDIRECTS + 1):
@@ -122,6 +129,14 @@ class Client:
                 link = await dial(redirect.address)
                 control = await stack.enter_async_context(_serving(link))
             raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+
+
+def check_request(message: Ask) -> None:
+    """Raise UsageError, which names the field, for values that the protocol has no room for."""
+    try:
+        read_control(control_frame(message))
+    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
+        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
 
 
 @asynccontextmanager

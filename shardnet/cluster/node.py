@@ -25,6 +25,7 @@ from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.errors import (
     PeerFailedError,
+    ProtocolError,
     ShardnetError,
     UsageError,
     error_for_code,
@@ -239,12 +240,14 @@ class Node:
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
-        """Serve a client until it leaves; how it leaves does not matter."""
+        """Serve a client until it leaves. One that breaks the protocol is worth a line."""
         self._client_links.add(link)
         try:
             await ControlLink(link, self._handle).serve()
-        except ShardnetError:
+        except ShardnetError as error:
             link.abort("the client has gone")
+            if isinstance(error, ProtocolError):
+                self._settings.log(f"dropped the client at {link.peer_address}: {error}")
         finally:
             self._client_links.discard(link)
 
