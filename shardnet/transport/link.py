@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardnet.wire.frames import Frame, Limits
 from shardnet.wire.messages import Hello
+
+if TYPE_CHECKING:  # not every link needs the library behind it
+    from shardnet.transport.identity import Identity
 
 
 def _no_progress() -> tuple[int, int]:
@@ -21,6 +24,7 @@ def _no_progress() -> tuple[int, int]:
 class LinkOptions:
     """How a link behaves.
 
+    `identity`: with it TCP carries mutual TLS 1.3, and only holders of the same key are spoken to.
     `heartbeat_s`: a heartbeat goes out when nothing else did for this long.
     `silence_s`: a peer that sends no byte for this long is given up (PeerSilentError).
     `handshake_s`: from the first attempt to connect to the peer's hello.
@@ -34,6 +38,7 @@ class LinkOptions:
     `progress`: gives (epoch, last completed step) for heartbeats.
     """
 
+    identity: Identity | None = None
     heartbeat_s: float = 2.0
     silence_s: float = 10.0
     handshake_s: float = 5.0

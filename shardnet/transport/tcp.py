@@ -22,6 +22,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.link import Link, LinkOptions, format_address
 from shardnet.transport.machine_link import MachineLink
+from shardnet.transport.tls import TlsTransport
 from shardnet.wire.machine import HelloAnswer
 from shardnet.wire.messages import Hello
 
@@ -49,7 +50,7 @@ async def connect(
     try:
         async with asyncio.timeout(options.handshake_s):
             sock = await _dial(host, port, options)
-            await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+            await asyncio.get_running_loop().create_connection(link.over_tcp, sock=sock)
             await link.wait_up()
             up = True
     except OSError as error:
@@ -128,10 +129,11 @@ class Listener:
         if self._handlers:
             await asyncio.wait(self._handlers)
 
-    def _accept(self) -> _TcpLink:
-        return _TcpLink(
+    def _accept(self) -> asyncio.BufferedProtocol:
+        link = _TcpLink(
             self._hello, initiator=False, options=self._options, on_connected=self._start_handler
         )
+        return link.over_tcp()
 
     def _start_handler(self, link: _TcpLink) -> None:
         handler = asyncio.get_running_loop().create_task(self._supervise(link))
@@ -189,7 +191,16 @@ class _TcpLink(MachineLink):
         on_connected: Callable[[_TcpLink], None] | None = None,
     ) -> None:
         super().__init__(hello, initiator=initiator, options=options)
+        self._initiator = initiator
         self._on_connected = on_connected
+
+    def over_tcp(self) -> asyncio.BufferedProtocol:
+        """Give what TCP is to call: this link, or the TLS between."""
+        identity = self._options.identity
+        if identity is None:
+            return self
+        context = identity.client if self._initiator else identity.server
+        return TlsTransport(self, context, initiator=self._initiator)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set the socket's remaining options, then begin the handshake."""
