@@ -34,7 +34,8 @@ class LinkOptions:
     `receive_frames`: reading pauses while this many received frames wait; what one read of at most
     64 KiB has already brought still joins them.
     `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
-    `max_handshakes`: connections a listener lets wait for their hello at one time.
+    `max_handshakes`: connections a listener lets wait for their hello at one time, and of these
+    `max_handshakes_per_host` from one host.
     `progress`: gives (epoch, last completed step) for heartbeats.
     """
 
@@ -47,6 +48,7 @@ class LinkOptions:
     receive_frames: int = 64
     socket_buffer_bytes: int | None = None
     max_handshakes: int = 64
+    max_handshakes_per_host: int = 16
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress
 
@@ -107,5 +109,7 @@ class Link(Protocol):
 
 
 def format_address(host: str, port: int) -> str:
-    """Write `host:port`, an IPv6 host in brackets."""
+    """Write `host:port`, an IPv6 host in brackets, an IPv4 host that came by IPv6 as IPv4."""
+    if host.startswith("::ffff:") and "." in host:
+        host = host.removeprefix("::ffff:")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,11 +18,15 @@ from shardnet.errors import ShardnetError
 from shardnet.transport.tls_errors import cut_short, handshake_error, stream_error
 from shardnet.wire.frames import KIB, PREAMBLE_MAGIC, Buffer
 
-_RECEIVE_BYTES: Final = 128 * KIB
-_PIECE_BYTES: Final = 128 * KIB
+_RECEIVE_BYTES: Final = 64 * KIB
+_PIECE_BYTES: Final = 64 * KIB
 """So much is encrypted at once; then TCP may say that it is full."""
 _SMALL_BYTES: Final = 16 * KIB
 """Buffers up to this size are joined with their neighbours: every record costs a call."""
+
+_CERTIFICATE_REQUIRED: Final = bytes.fromhex("15 03 03 0002 02 74")
+"""The alert of that name, as a record that is not encrypted. A node without a key understands it:
+docs/protocol.md section 2."""
 
 
 class SecuredProtocol(Protocol):
@@ -209,7 +213,9 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self._flush()
         except ssl.SSLError as error:
             failure = handshake_error(error, initiator=self._initiator, began_with=self._began_with)
-            self._flush()  # the alert that tells the peer
+            if not self._outgoing.pending:  # the engine says nothing to what is no TLS
+                self._outgoing.write(_CERTIFICATE_REQUIRED)
+            self._flush()
             self._fail(failure, error)
         else:
             self._state = _State.UP
@@ -235,7 +241,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         try:
             while filled < len(target):
                 n = cast(int, self._engine.read(len(target) - filled, target[filled:]))
-                if n == 0:
+                if n == 0:  # close_notify
                     raise ssl.SSLZeroReturnError
                 filled += n
         except ssl.SSLWantReadError:

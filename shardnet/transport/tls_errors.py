@@ -14,7 +14,7 @@ from shardnet.errors import (
     LinkError,
     RemoteProtocolError,
 )
-from shardnet.wire.frames import PREAMBLE_MAGIC
+from shardnet.wire.frames import PREAMBLE_MAGIC, TLS_RECORDS
 
 _OTHER_KEY: Final = (
     "it holds another cluster key; run `shardnet key show` on one of the two machines and "
@@ -43,7 +43,7 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
         "PROTOCOL" in reason or "NO_SHARED_CIPHER" in reason
     ):  # UNSUPPORTED_PROTOCOL, alerts about it
         return AuthenticationError("it does not speak TLS 1.3; install the same shardnet there")
-    if began_with[:1] != b"\x16":  # no handshake record
+    if began_with[:1] not in TLS_RECORDS:
         what = "check the address and port" if initiator else "it is no node of this cluster"
         return AuthenticationError(f"it does not speak TLS; {what}")
     return AuthenticationError(f"the TLS handshake failed ({reason}); is it a node of shardnet?")
