@@ -111,13 +111,13 @@ class Listener:
         )
         self._listening: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._host = ""
+        self.host = ""
         self.port = 0
 
     @property
     def address(self) -> str:
         """`host:port` as bound."""
-        return format_address(self._host, self.port)
+        return format_address(self.host, self.port)
 
     async def start(self, host: str, port: int) -> None:
         """Bind and listen. Raises ConfigurationError when the address cannot be used."""
@@ -126,7 +126,7 @@ class Listener:
         except OSError as error:
             where = format_address(host, port)
             raise ConfigurationError(_cannot_listen(where, error)) from error
-        self._host, self.port = self._listening.getsockname()[:2]
+        self.host, self.port = self._listening.getsockname()[:2]
         self._start(self._accept_all(self._listening))
 
     async def close(self) -> None:
