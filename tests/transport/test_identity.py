@@ -61,12 +61,6 @@ def test_equal_keys_give_the_same_authority_byte_for_byte() -> None:
     assert first.public_bytes(encoding) != other.public_bytes(encoding)
 
 
-def test_the_derivation_never_changes() -> None:
-    """Nodes of all versions must agree: this is written in docs/protocol.md section 14."""
-    identity = make_identity(bytes(range(16)))
-    assert identity.fingerprint == "a0b425463aa964af"
-
-
 def test_a_leaf_names_nobody_and_is_valid_by_any_clock() -> None:
     key = derive_authority_key(b"k" * 16)
     leaf = make_leaf(make_authority(key), key, Ed25519PrivateKey.generate())
