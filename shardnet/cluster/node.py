@@ -295,6 +295,7 @@ class Node:
                     )
                 )
 
+        self._head.check_idle()
         ready = await self._load(message, control.link.peer.node, progress, broken)
         control.send(ready)
 

@@ -115,8 +115,7 @@ class LinkSink:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
             case StepComputed(batch=batch, timings=timings, result=result):
-                self._link.send(self._extras(batch.step, timings, result))
-                self._link.send(self._result(output))
+                self._link.send(self._extras(batch.step, timings, result), self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
             case SequenceOpened() | SequenceClosed():
