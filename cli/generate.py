@@ -23,10 +23,13 @@ from shardnet.wire.messages import (
     Timing,
 )
 
+from .access import Access
 from .options import (
     Context,
     DTypeName,
+    Insecure,
     Json,
+    KeyFile,
     Layers,
     Local,
     Model,
@@ -54,6 +57,8 @@ def generate(
     context: Context = 0,
     dtype: DTypeName = "auto",
     threads: Threads = 0,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     token_ids: Annotated[
         str,
         typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
@@ -133,7 +138,8 @@ def generate(
         keep_special_tokens=keep_special_tokens,
     )
     check_sendable(message)
-    run_command(_run(message, local, peer or [], as_json))
+    access = Access(key_file=key_file, insecure=insecure)
+    run_command(_run(message, local, peer or [], access, as_json))
 
 
 def _checked(sampling: SamplingParams) -> Sampling:
@@ -164,8 +170,10 @@ def _parse_ids(text: str) -> list[int]:
         ) from error
 
 
-async def _run(message: Generate, local: int, peers: list[str], as_json: bool) -> None:
-    async with open_target(message.choice, local=local, peers=peers) as target:
+async def _run(
+    message: Generate, local: int, peers: list[str], access: Access, as_json: bool
+) -> None:
+    async with open_target(message.choice, local=local, peers=peers, access=access) as target:
         message = msgspec.structs.replace(message, choice=target.choice)
         output = _JsonOutput(message) if as_json else _TextOutput()
         with LoadBars() as bars:

@@ -15,11 +15,14 @@ from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages import NodeInfo
 
-from .options import Json, Nodes, Peer, split_nodes
+from .access import Access
+from .options import Insecure, Json, KeyFile, Nodes, Peer, split_nodes
 from .run import run_command, say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.table import Table
+
+    from shardnet.transport.identity import Identity
 
 REFRESH_S = 1.0
 ANSWER_S = 3.0
@@ -30,18 +33,22 @@ def nodes(
     nodes: Nodes = "",
     peer: Peer = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the nodes of this machine, those they know, and those that are named."""
-    run_command(_run([*split_nodes(nodes), *(peer or [])], watch, as_json))
+    access = Access(key_file=key_file, insecure=insecure)
+    run_command(_run([*split_nodes(nodes), *(peer or [])], access, watch, as_json))
 
 
-async def _run(named: list[str], watch: bool, as_json: bool) -> None:
+async def _run(named: list[str], access: Access, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    identity = access.identity()
     if not watch:
-        infos = await _gather(named)
+        infos = await _gather(named, identity)
         if as_json:
             print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -49,16 +56,17 @@ async def _run(named: list[str], watch: bool, as_json: bool) -> None:
         else:
             print("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named)), auto_refresh=False) as live:
+    with Live(_table(await _gather(named, identity)), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named)), refresh=True)
+            live.update(_table(await _gather(named, identity)), refresh=True)
 
 
-async def _gather(named: Sequence[str]) -> list[NodeInfo]:
+async def _gather(named: Sequence[str], identity: Identity | None) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones, and take in whom they know."""
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
-    answers = await asyncio.gather(*(_ask(address) for address in dict.fromkeys([*named, *here])))
+    addresses = dict.fromkeys([*named, *here])
+    answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     found: dict[str, NodeInfo] = {}
     for infos in answers:
         for info in infos:
@@ -66,10 +74,10 @@ async def _gather(named: Sequence[str]) -> list[NodeInfo]:
     return sorted(found.values(), key=lambda info: (info.name, info.address))
 
 
-async def _ask(address: str) -> list[NodeInfo]:
+async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
     """Ask one node; one that does not answer is named and left out."""
     try:
-        async with asyncio.timeout(ANSWER_S), connect(address) as client:
+        async with asyncio.timeout(ANSWER_S), connect(address, identity) as client:
             status = await client.status(with_peers=True)
             return [status.node, *status.peers]
     except ShardnetError as error:

@@ -109,6 +109,24 @@ Peer = Annotated[
         show_default=False,
     ),
 ]
+KeyFile = Annotated[
+    str,
+    typer.Option(
+        "--key-file",
+        metavar="F",
+        help="Where the cluster key is. Default: cluster.key beside the configuration.",
+        envvar="SHARDNET_KEY_FILE",
+        show_default=False,
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Use no cluster key: links are neither encrypted nor authenticated.",
+        envvar="SHARDNET_INSECURE",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 

@@ -9,10 +9,13 @@ import msgspec
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
+from .access import Access
 from .options import (
     Context,
     DTypeName,
+    Insecure,
     Json,
+    KeyFile,
     Layers,
     Local,
     Model,
@@ -35,6 +38,8 @@ def plan(
     context: Context = 0,
     dtype: DTypeName = "auto",
     threads: Threads = 0,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the plan that would be used, why, and which nodes were left out."""
@@ -42,11 +47,14 @@ def plan(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
     check_sendable(PlanRequest(request=0, choice=choice))
-    run_command(_run(choice, local, peer or [], as_json))
+    access = Access(key_file=key_file, insecure=insecure)
+    run_command(_run(choice, local, peer or [], access, as_json))
 
 
-async def _run(choice: ModelChoice, local: int, peers: list[str], as_json: bool) -> None:
-    async with open_target(choice, local=local, peers=peers) as target:
+async def _run(
+    choice: ModelChoice, local: int, peers: list[str], access: Access, as_json: bool
+) -> None:
+    async with open_target(choice, local=local, peers=peers, access=access) as target:
         reply = await target.client.plan(target.choice)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 

@@ -19,7 +19,12 @@ from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.peers import Peers, split_address
-from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.profile import (
+    MemoryBudget,
+    available_cores,
+    make_host_id,
+    reachable_host,
+)
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
@@ -35,7 +40,8 @@ from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
 from shardnet.transport import tcp
-from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.identity import Identity
+from shardnet.transport.link import Link, LinkOptions, format_address
 from shardnet.transport.memory import memory_pair
 from shardnet.types import DType, LayerRange, NodeId
 from shardnet.wire.messages import (
@@ -67,7 +73,10 @@ PEER_STATUS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What a node is told at its start. `threads` 0 is a share of the machine's cores."""
+    """What a node is told at its start. `threads` 0 is a share of the machine's cores.
+
+    Without `identity` its links are neither encrypted nor authenticated.
+    """
 
     node: NodeId
     name: str
@@ -76,6 +85,7 @@ class NodeSettings:
     peers: tuple[str, ...]
     local_nodes: LocalNodes
     log: Callable[[str], None]
+    identity: Identity | None = None
 
 
 class Node:
@@ -103,6 +113,11 @@ class Node:
         return self._address
 
     @property
+    def cluster(self) -> str | None:
+        """The fingerprint of this node's cluster, None where it has no key."""
+        return self._settings.identity.fingerprint if self._settings.identity else None
+
+    @property
     def threads(self) -> int:
         """Threads a stage computes with: as told, or the share among this machine's nodes."""
         if self._settings.threads:
@@ -123,7 +138,7 @@ class Node:
     @property
     def options(self) -> LinkOptions:
         """How this node's links behave."""
-        return LinkOptions(progress=lambda: self._host.progress)
+        return LinkOptions(identity=self._settings.identity, progress=lambda: self._host.progress)
 
     def hello(self, peer: Hello) -> Hello:
         """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
@@ -432,7 +447,7 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
 
 @asynccontextmanager
 async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterator[Node]:
-    """Run a node that listens on `host`; port 0 takes a free one.
+    """Run a node that listens on `host`, "" for all interfaces; port 0 takes a free one.
 
     Raises ConfigurationError when the address cannot be used.
     """
@@ -445,7 +460,7 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             on_failure=lambda error: settings.log(f"refused a link: {error}"),
             options=node.options,
         )
-        node.listening_at(listener.address)
+        node.listening_at(format_address(reachable_host(listener.host), listener.port))
         try:
             yield node
         finally:
