@@ -31,6 +31,7 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
     model_choice,
@@ -49,6 +50,7 @@ def generate(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -131,7 +133,7 @@ def generate(
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
     )
-    run_command(_run(message, local, peer or [], as_json))
+    run_command(_run(message, local, peer or [], not no_mdns, as_json))
 
 
 def _checked(sampling: SamplingParams) -> Sampling:
@@ -157,8 +159,8 @@ def _parse_ids(text: str) -> list[int]:
         ) from error
 
 
-async def _run(message: Generate, local: int, peers: list[str], as_json: bool) -> None:
-    async with open_target(message.choice, local=local, peers=peers) as target:
+async def _run(message: Generate, local: int, peers: list[str], mdns: bool, as_json: bool) -> None:
+    async with open_target(message.choice, local=local, peers=peers, mdns=mdns) as target:
         message = msgspec.structs.replace(message, choice=target.choice)
         output = _JsonOutput(message) if as_json else _TextOutput()
         with LoadBars() as bars:

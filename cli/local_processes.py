@@ -62,7 +62,7 @@ class _NodeProcess:
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--port", "0"),
-                *("--name", name, "--threads", str(threads), "--until-stdin-closes"),
+                *("--name", name, "--threads", str(threads), "--no-mdns", "--until-stdin-closes"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -114,6 +114,6 @@ class _NodeProcess:
 
 
 _NOT_INHERITED = frozenset(
-    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "MEMORY", "INSECURE")
+    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "MEMORY", "INSECURE")
 )
 """Settings of this machine's own node; those of a run are its flags."""

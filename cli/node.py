@@ -18,7 +18,8 @@ from shardnet import __version__
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
-from .options import Json, Peer, parse_size
+from .mdns import told_interfaces
+from .options import Json, NoMdns, Peer, parse_size
 from .run import run_command, say
 
 DEFAULT_PORT = 7433
@@ -33,6 +34,7 @@ class _Flags:
     memory_bytes: int | None
     threads: int
     peers: tuple[str, ...]
+    no_mdns: bool
     insecure: bool
     as_json: bool
     until_stdin_closes: bool
@@ -92,6 +94,7 @@ def node(
         ),
     ] = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     insecure: Annotated[
         bool,
         typer.Option(
@@ -116,6 +119,7 @@ def node(
         memory_bytes=parse_size(memory, "--memory") if memory else None,
         threads=threads,
         peers=tuple(peer or ()),
+        no_mdns=no_mdns,
         insecure=insecure,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
@@ -124,6 +128,7 @@ def node(
 
 
 async def _run(flags: _Flags) -> None:
+    from shardnet.cluster.discovery import Discovery
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
@@ -137,6 +142,9 @@ async def _run(flags: _Flags) -> None:
         peers=flags.peers,
         local_nodes=local_nodes,
         log=say,
+        discovery=None
+        if flags.no_mdns
+        else Discovery(fingerprint="", interfaces=told_interfaces(os.environ), log=say),
     )
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, flags.host, flags.port) as node:

@@ -15,7 +15,8 @@ from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages import NodeInfo
 
-from .options import Json, Nodes, Peer, split_nodes
+from .mdns import find_nearest
+from .options import Json, Nodes, NoMdns, Peer, split_nodes
 from .run import run_command, say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -29,19 +30,23 @@ ANSWER_S = 3.0
 def nodes(
     nodes: Nodes = "",
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the nodes of this machine, those they know, and those that are named."""
-    run_command(_run([*split_nodes(nodes), *(peer or [])], watch, as_json))
+    """Show the nodes of this machine, those they know, and those that are named.
+
+    Without any of these, nodes are looked for on the network.
+    """
+    run_command(_run([*split_nodes(nodes), *(peer or [])], not no_mdns, watch, as_json))
 
 
-async def _run(named: list[str], watch: bool, as_json: bool) -> None:
+async def _run(named: list[str], mdns: bool, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
     if not watch:
-        infos = await _gather(named)
+        infos = await _gather(named, mdns)
         if as_json:
             print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -49,16 +54,22 @@ async def _run(named: list[str], watch: bool, as_json: bool) -> None:
         else:
             print("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named)), auto_refresh=False) as live:
+    with Live(_table(await _gather(named, mdns)), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named)), refresh=True)
+            live.update(_table(await _gather(named, mdns)), refresh=True)
 
 
-async def _gather(named: Sequence[str]) -> list[NodeInfo]:
-    """Ask the nodes of this machine and the named ones, and take in whom they know."""
+async def _gather(named: Sequence[str], mdns: bool) -> list[NodeInfo]:
+    """Ask the nodes of this machine and the named ones, and take in whom they know.
+
+    Where there are none, with `mdns`, those that are found.
+    """
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
-    answers = await asyncio.gather(*(_ask(address) for address in dict.fromkeys([*named, *here])))
+    addresses = list(dict.fromkeys([*named, *here]))
+    if not addresses and mdns:
+        addresses = [sounding.address for sounding in await find_nearest()]
+    answers = await asyncio.gather(*(_ask(address) for address in addresses))
     found: dict[str, NodeInfo] = {}
     for infos in answers:
         for info in infos:

@@ -108,6 +108,14 @@ Peer = Annotated[
         show_default=False,
     ),
 ]
+NoMdns = Annotated[
+    bool,
+    typer.Option(
+        "--no-mdns",
+        help="Neither announce nor look for nodes by mDNS.",
+        envvar="SHARDNET_NO_MDNS",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 

@@ -17,6 +17,7 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
     model_choice,
@@ -30,6 +31,7 @@ def plan(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -40,11 +42,13 @@ def plan(
     choice = model_choice(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
-    run_command(_run(choice, local, peer or [], as_json))
+    run_command(_run(choice, local, peer or [], not no_mdns, as_json))
 
 
-async def _run(choice: ModelChoice, local: int, peers: list[str], as_json: bool) -> None:
-    async with open_target(choice, local=local, peers=peers) as target:
+async def _run(
+    choice: ModelChoice, local: int, peers: list[str], mdns: bool, as_json: bool
+) -> None:
+    async with open_target(choice, local=local, peers=peers, mdns=mdns) as target:
         reply = await target.client.plan(target.choice)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 

@@ -20,6 +20,7 @@ from shardnet.errors import LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.messages import ModelChoice
 
 from .local_processes import local_processes
+from .mdns import find_nearest
 from .run import say
 
 
@@ -33,9 +34,9 @@ class Target:
 
 @asynccontextmanager
 async def open_target(
-    choice: ModelChoice, *, local: int, peers: Sequence[str]
+    choice: ModelChoice, *, local: int, peers: Sequence[str], mdns: bool
 ) -> AsyncIterator[Target]:
-    """Find the node to ask for `choice`.
+    """Find the node to ask for `choice`; with `mdns` also by looking for one.
 
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
     answer.
@@ -46,12 +47,12 @@ async def open_target(
         if local:
             addresses = await stack.enter_async_context(local_processes(local, choice.threads))
             choice = replace(choice, nodes=addresses)
-        client = await _client(stack, choice, peers)
+        client = await _client(stack, choice, peers, mdns)
         yield Target(client=client, choice=choice)
 
 
 async def _client(
-    stack: contextlib.AsyncExitStack, choice: ModelChoice, peers: Sequence[str]
+    stack: contextlib.AsyncExitStack, choice: ModelChoice, peers: Sequence[str], mdns: bool
 ) -> Client:
     if choice.nodes:
         return await stack.enter_async_context(connect(choice.nodes[0]))
@@ -60,7 +61,10 @@ async def _client(
         return here
     if peers:
         return await _nearest(stack, peers)
-    say("no node runs here and none was named: running in this process")
+    if mdns and (found := await find_nearest()):
+        say(f"asking the nearest node, {found[0].name} ({found[0].address})")
+        return await stack.enter_async_context(connect(found[0].address))
+    say("no node runs here, none was named and none found: running in this process")
     return await stack.enter_async_context(in_process(choice.threads))
 
 

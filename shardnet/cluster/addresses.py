@@ -158,11 +158,13 @@ def dial_order(hosts: Iterable[str], own: Sequence[LocalAddress]) -> tuple[str, 
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether `host` names this machine alone."""
+    """Say whether dialling `host` reaches this machine, whoever dials."""
     try:
-        return ip_address(host).is_loopback
+        ip = ip_address(host)
     except ValueError:
         return host == "localhost"
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_loopback or ip.is_unspecified
 
 
 def is_scoped(host: str) -> bool:

@@ -21,7 +21,12 @@ from zeroconf import Error as ZeroconfError
 from zeroconf import ServiceInfo, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from shardnet.cluster.addresses import format_addresses
+from shardnet.cluster.addresses import (
+    format_addresses,
+    multicast_hosts,
+    rank,
+    read_interfaces,
+)
 from shardnet.types import NodeId
 
 SERVICE_TYPE: Final = "_shardnet._tcp.local."
@@ -87,22 +92,23 @@ OnEvent = Callable[[Candidate | Goodbye], None]
 
 
 class Discovery:
-    """Announces one node and browses for others, on the interfaces that have certain addresses.
+    """Announces one node and browses for others.
 
-    `interfaces` gives these addresses and is asked again before each announcement, so that a cable
-    that is plugged in later counts. `log` takes lines for people.
+    `interfaces` are addresses of the interfaces to use; without any they are those of the node's
+    own hosts, looked up again before each announcement, so that a cable that is plugged in later
+    counts. `log` takes lines for people.
     """
 
     def __init__(
         self,
         *,
         fingerprint: str,
-        interfaces: Callable[[], Sequence[str]],
+        interfaces: Sequence[str] = (),
         log: Callable[[str], None],
         reannounce_s: float = REANNOUNCE_S,
     ) -> None:
         self.fingerprint = fingerprint
-        self._interfaces = interfaces
+        self._fixed_interfaces = tuple(interfaces)
         self._log = log
         self._reannounce_s = reannounce_s
         self._warned = ""
@@ -114,7 +120,7 @@ class Discovery:
         """
         complaints = _Complaints(self._log)
         while True:
-            interfaces = tuple(self._interfaces())
+            interfaces = self._interfaces(own())
             try:
                 async with _open(interfaces) as zeroconf:
                     self._warned = ""
@@ -126,7 +132,7 @@ class Discovery:
     async def _keep(
         self,
         zeroconf: AsyncZeroconf,
-        interfaces: Sequence[str],
+        interfaces: tuple[str, ...],
         own: Callable[[], Candidate],
         on_event: OnEvent,
         complaints: _Complaints,
@@ -137,9 +143,15 @@ class Discovery:
         await zeroconf.async_register_service(to_service(record), cooperating_responders=True)
         reader = _Reader(own=record.node, own_host_id=record.host_id, complaints=complaints)
         async with _browsing(zeroconf, reader, on_event):
-            while tuple(self._interfaces()) == tuple(interfaces):
+            while True:
                 await asyncio.sleep(self._reannounce_s)
-                await zeroconf.async_update_service(to_service(own()))
+                record = own()
+                if self._interfaces(record) != interfaces:
+                    return
+                await zeroconf.async_update_service(to_service(record))
+
+    def _interfaces(self, record: Candidate) -> tuple[str, ...]:
+        return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))
 
     def _warn(self, error: Exception) -> None:
         line = (

@@ -16,14 +16,22 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
+from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.peers import Peers, split_address
+from shardnet.cluster.presence import Presence
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
-from shardnet.errors import ShardnetError, UsageError, error_for_code, first_error
+from shardnet.errors import (
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+    error_for_code,
+    first_error,
+)
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
@@ -41,6 +49,8 @@ from shardnet.wire.messages import (
     LoadStage,
     ModelIdentity,
     NodeInfo,
+    PeersKnown,
+    Ping,
     PlanRequest,
     Purpose,
     RingBroken,
@@ -53,13 +63,21 @@ from shardnet.wire.messages import (
     UnloadStage,
 )
 
-PEER_STATUS_S = 2.0
+PEER_STATUS_S = 1.0
 """How long a node waits for a peer's status before it tells of its peers without that one."""
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 8.0
+"""With these a node that is frozen is given up 8 to 9 s later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What a node is told at its start. `threads` 0 is a share of the machine's cores."""
+    """What a node is told at its start. `threads` 0 is a share of the machine's cores.
+
+    `discovery` finds other nodes and makes this one found; without it there are only `peers`, and
+    whom they know.
+    """
 
     node: NodeId
     name: str
@@ -68,6 +86,7 @@ class NodeSettings:
     peers: tuple[str, ...]
     local_nodes: LocalNodes
     log: Callable[[str], None]
+    discovery: Discovery | None = None
 
 
 class Node:
@@ -80,7 +99,22 @@ class Node:
         self._client_links: set[Link] = set()
         self._reader = Executor("shardnet-read", niceness=10)
         self._host = StageHost(dial=self._dial_data)
-        self._peers = Peers(dial=self._dial_control, handler=self._handle, tasks=tasks)
+        self._presence = Presence(
+            node=settings.node,
+            name=settings.name,
+            on_changed=lambda: self._peers.addresses_changed(),
+        )
+        self._peers = Peers(
+            node=settings.node,
+            name=settings.name,
+            dial=self._dial_control,
+            knock=self._knock,
+            handler=self._handle,
+            tasks=tasks,
+            own_hosts=lambda: self._presence.local,
+            own_addresses=lambda: self._presence.addresses,
+            log=settings.log,
+        )
         self._head = Head(self)
         self._clients = Clients(self._head, self._reader)
 
@@ -102,8 +136,9 @@ class Node:
         return share_of_cores(available_cores(), len(self._settings.local_nodes.list()))
 
     def listening_at(self, address: str) -> None:
-        """Tell the node where it can be reached."""
+        """Tell the node where it listens."""
         self._address = address
+        self._presence.listening_at(address)
 
     async def client(self) -> Link:
         """Open a control link to this node from its own process."""
@@ -115,7 +150,11 @@ class Node:
     @property
     def options(self) -> LinkOptions:
         """How this node's links behave."""
-        return LinkOptions(progress=lambda: self._host.progress)
+        return LinkOptions(
+            heartbeat_s=HEARTBEAT_S,
+            silence_s=SILENCE_S,
+            progress=lambda: self._host.progress,
+        )
 
     def hello(self, peer: Hello) -> Hello:
         """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
@@ -133,10 +172,13 @@ class Node:
             self._tasks.create_task(self._serve_client(link))
 
     async def keep_peers(self) -> None:
-        """Keep links to the peers that were named."""
-        async with asyncio.TaskGroup() as tasks:
-            for address in self._settings.peers:
-                tasks.create_task(self._peers.keep(address, self._settings.log))
+        """Keep links to the peers that were named and to all that are found."""
+        await self._peers.run(self._settings.peers)
+
+    async def discover(self) -> None:
+        """Be found and find others, until cancelled."""
+        if self._settings.discovery is not None:
+            await self._presence.discover(self._settings.discovery, self._peers)
 
     async def close(self) -> None:
         """Unload what this node leads, leave what it follows, end the threads."""
@@ -181,7 +223,10 @@ class Node:
                 self._load_own,
                 lambda ring: self._unload_stage(self.node, ring),
             )
-        return RemotePort(await self._peers.link_to(node.address), self._peers.watch)
+        control = self._peers.link_of(NodeId(node.node))
+        if control is None:
+            control = await self._peers.link_to(node.address)
+        return RemotePort(control, self._peers.watch, self._peers.latest)
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -210,7 +255,7 @@ class Node:
         return NodeInfo(
             node=self.node,
             name=self._settings.name,
-            address=self._address,
+            address=self._presence.address,
             version=__version__,
             device=self._settings.budget.device.description,
             memory_bytes=total,
@@ -239,6 +284,12 @@ class Node:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._peer_infos() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
+            case Ping(request=request):
+                control.send(Done(request=request))
+            case PeersKnown():
+                if control.link.peer.role is not Role.NODE:
+                    raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
+                self._peers.heard(control, message)
             case IdentifyModel(request=request, model=model):
                 model_id = await self._identify_own(model)
                 control.send(ModelIdentity(request=request, model_id=model_id))
@@ -365,8 +416,13 @@ class Node:
         host, port = split_address(address)
         return await tcp.connect(host, port, self._hello(Purpose.CONTROL), options=self.options)
 
-    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
+    async def _knock(self, address: str) -> Link:
         host, port = split_address(address)
+        hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
+        return await tcp.connect(host, port, hello, options=self.options)
+
+    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
+        host, port = split_address(self._peers.route(address))
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
         return await tcp.connect(host, port, hello, options=self.options)
 
@@ -374,12 +430,10 @@ class Node:
 
     async def _info_at(self, address: str) -> NodeInfo:
         """Ask the node at `address`, which may be this one, who it is."""
-        if address == self._address:
-            return self.info()
-        control = await self._peers.link_to(address)
-        if control.link.peer.node == self.node:
-            return replace(self.info(), address=address)
-        return replace(await self._ask_status(control), address=address)
+        control = None if address == self._address else await self._peers.find(address)
+        if control is not None:
+            return replace(await self._ask_status(control), address=address)
+        return replace(self.info(), address=self._presence.seen_as(address))
 
     async def _peer_infos(self) -> list[NodeInfo]:
         """Ask every linked peer; one that does not answer in time is left out."""
@@ -392,7 +446,11 @@ class Node:
                 return None
 
         infos = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
-        return [info for info in infos if info is not None]
+        return [
+            replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
+            for info in infos
+            if info is not None
+        ]
 
     async def _ask_status(self, control: ControlLink) -> NodeInfo:
         ask = Status(request=control.next_request(), with_peers=False)
@@ -428,7 +486,10 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             options=node.options,
         )
         node.listening_at(listener.address)
-        try:
-            yield node
-        finally:
-            await listener.close()
+        async with asyncio.TaskGroup() as tasks:
+            discovering = tasks.create_task(node.discover())
+            try:
+                yield node
+            finally:
+                discovering.cancel()
+                await listener.close()

@@ -219,6 +219,7 @@ class Machine:
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
             RUNTIME_DIR_VARIABLE: str(self.runtime_dir),
+            "SHARDNET_NO_MDNS": "1",
             "PYTHONWARNINGS": "error::ResourceWarning",
             "COLUMNS": "200",
         }
