@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from default_model.checkpoint import Shipped, check_same, export, write_card
 from default_model.corpus import BOS_ID, EOS_ID, encode, load_corpus, train_tokenizer
 from default_model.llama import Llama, Shape
 from default_model.muon import Muon
-from default_model.scoring import loss_sum, score
+from default_model.scoring import SCORING_CONTEXT, loss_sum, score
 from torch import Tensor, nn
 
 SAMPLE_PROMPT = "It is a truth universally acknowledged, that"
@@ -41,13 +42,19 @@ class Recipe:
     steps: int | None
     seed: int
     threads: int
-    context: int
-    batch: int
+    batch_tokens: int
     muon_lr: float
     adam_lr: float
     weight_decay: float
     dropout: float
     warmup: float = 0.04
+    # (progress at which it begins, tokens in a window): short windows are cheap, long ones are
+    # needed only so that the model has seen every position it offers.
+    stages: tuple[tuple[float, int], ...] = ((0.0, 256), (0.7, 512), (0.9, 1024))
+
+    def context_at(self, progress: float) -> int:
+        """Return the number of tokens in a window at `progress` in [0, 1]."""
+        return max(context for start, context in self.stages if start <= progress)
 
 
 def make_optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -67,18 +74,19 @@ def rate_at(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def batches(stream: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(stream: Tensor, recipe: Recipe, context: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (inputs, targets) [B, T] for ever, each token once an epoch, cut anew every epoch.
 
     Every window begins with bos, as every prompt will, wherever in a chapter it was cut.
     """
     generator = torch.Generator().manual_seed(recipe.seed)
+    n_rows = recipe.batch_tokens // context
     while True:
-        offset = int(torch.randint(recipe.context, (), generator=generator))
-        n_windows = (len(stream) - offset) // recipe.context
-        windows = stream[offset : offset + n_windows * recipe.context].view(n_windows, -1)
+        offset = int(torch.randint(context, (), generator=generator))
+        n_windows = (len(stream) - offset) // context
+        windows = stream[offset : offset + n_windows * context].view(n_windows, context)
         order = torch.randperm(n_windows, generator=generator)
-        for picks in order[: n_windows // recipe.batch * recipe.batch].view(-1, recipe.batch):
+        for picks in order[: n_windows // n_rows * n_rows].view(-1, n_rows):
             targets = windows[picks]
             inputs = targets.roll(1, dims=1)
             inputs[:, 0] = BOS_ID
@@ -95,10 +103,11 @@ class Effort:
 
 
 def compiled(model: Llama, recipe: Recipe) -> nn.Module:
-    """Return the model compiled for the windows of the recipe, forward and backward."""
+    """Return the model compiled for every window length of the recipe, forward and backward."""
     forward = cast("nn.Module", torch.compile(model, dynamic=False))
-    blank = torch.full((recipe.batch, recipe.context), EOS_ID)
-    loss_sum(forward, blank, blank).backward()  # type: ignore[no-untyped-call]
+    for _, context in recipe.stages:
+        blank = torch.full((recipe.batch_tokens // context, context), EOS_ID)
+        loss_sum(forward, blank, blank).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
     return forward
 
@@ -107,36 +116,33 @@ def train(model: Llama, stream: Tensor, recipe: Recipe) -> Effort:
     """Train the model in place until the budget of the recipe is spent, printing its progress."""
     optimizers = make_optimizers(model, recipe)
     full_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    sources = {context: batches(stream, recipe, context) for _, context in recipe.stages}
     model.train()
     forward = compiled(model, recipe)
     began = time.monotonic()
-    shown_loss, done = math.nan, 0
-    for step, (inputs, targets) in enumerate(batches(stream, recipe)):
-        done, elapsed = step, time.monotonic() - began
+    shown_loss, n_tokens = math.nan, 0
+    for step in itertools.count():
+        elapsed = time.monotonic() - began
         progress = step / recipe.steps if recipe.steps else elapsed / (60 * recipe.minutes)
         if progress >= 1:
             break
+        inputs, targets = next(sources[recipe.context_at(progress)])
         loss = loss_sum(forward, inputs, targets) / targets.numel()
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer, full_rate in zip(optimizers, full_rates, strict=True):
             optimizer.param_groups[0]["lr"] = full_rate * rate_at(progress, recipe.warmup)
             optimizer.step()
             optimizer.zero_grad()
+        n_tokens += targets.numel()
         shown_loss = loss.item() if step == 0 else 0.95 * shown_loss + 0.05 * loss.item()
         if step % 20 == 0:
-            n_tokens = (step + 1) * targets.numel()
-            speed = n_tokens / (time.monotonic() - began)
             print(
                 f"{progress:6.1%}  step {step:5d}  epoch {n_tokens / len(stream):5.2f}"
-                f"  loss {shown_loss:.3f}  {speed:.0f} tokens/s",
+                f"  loss {shown_loss:.3f}  {n_tokens / (time.monotonic() - began):.0f} tokens/s",
                 flush=True,
             )
     model.eval()
-    return Effort(
-        steps=done,
-        n_tokens=done * recipe.batch * recipe.context,
-        seconds=time.monotonic() - began,
-    )
+    return Effort(steps=step, n_tokens=n_tokens, seconds=time.monotonic() - began)
 
 
 def card_fields(
@@ -144,7 +150,7 @@ def card_fields(
 ) -> dict[str, object]:
     """Return every figure of the card; the loss is that of the files as transformers reads them."""
     tokenizer = shipped.tokenizer.backend_tokenizer
-    result = score(shipped, tokenizer, held_out, recipe.context)
+    result = score(shipped, tokenizer, held_out)
     print(f"held out: {result.nats_per_token:.3f} nats/token, {result.bits_per_byte:.4f} bits/byte")
     sample = shipped.sample(SAMPLE_PROMPT, 160, recipe.seed)
     print(sample)
@@ -153,6 +159,7 @@ def card_fields(
         **asdict(recipe),
         **asdict(effort),
         "minutes_taken": f"{effort.seconds / 60:.1f}",
+        "pace": "steps" if recipe.steps else "clock",
         "million_tokens": f"{effort.n_tokens / 1e6:.1f}",
         "nats_per_token": f"{result.nats_per_token:.3f}",
         "bits_per_byte": f"{result.bits_per_byte:.4f}",
@@ -160,7 +167,10 @@ def card_fields(
         "held_out_bytes": result.n_bytes,
         "held_out_chapters": len(held_out),
         "held_out_sha256": hashlib.sha256("\n\n".join(held_out).encode()).hexdigest(),
-        "half_context": recipe.context // 2,
+        "scoring_context": SCORING_CONTEXT,
+        "half_context": SCORING_CONTEXT // 2,
+        "longest": recipe.context_at(1.0),
+        "stages": ", ".join(f"{context} from {start:.0%}" for start, context in recipe.stages),
         "parameters": f"{sum(p.numel() for p in shipped.parameters()):,}",
         "sample": "\n>\n".join(f"> {p}" for p in sample.split("\n\n")),
     }
@@ -171,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the model that ships with shardnet.")
     parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--score", action="store_true", help="only score the model in --output")
-    parser.add_argument("--minutes", type=float, default=10.0, help="training time (default 10)")
+    parser.add_argument("--minutes", type=float, default=37.0, help="training time (default 37)")
     parser.add_argument("--steps", type=int, help="train this many steps instead of --minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -181,13 +191,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ffn", type=int, default=640)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=512, help="tokens in a training window")
-    parser.add_argument("--batch", type=int, default=5, help="windows in a step")
+    parser.add_argument("--batch-tokens", type=int, default=3072, help="a multiple of 1024")
     parser.add_argument("--muon-lr", type=float, default=0.02)
-    parser.add_argument("--adam-lr", type=float, default=4e-3)
+    parser.add_argument("--adam-lr", type=float, default=0.02)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    return parser.parse_args()
+    parser.add_argument("--dropout", type=float, default=0.1)
+    given = parser.parse_args()
+    if given.batch_tokens < 1 or given.batch_tokens % 1024:
+        parser.error(f"--batch-tokens must be a multiple of 1024, not {given.batch_tokens}")
+    return given
 
 
 def main() -> None:
@@ -201,7 +213,7 @@ def main() -> None:
     chapters, held_out = load_corpus()
     if given["score"]:
         shipped = Shipped(folder)
-        print(score(shipped, shipped.tokenizer.backend_tokenizer, held_out, recipe.context))
+        print(score(shipped, shipped.tokenizer.backend_tokenizer, held_out))
         return
     tokenizer = train_tokenizer(chapters, shape.vocab)
     stream = torch.tensor([i for chapter in chapters for i in encode(tokenizer, chapter)])

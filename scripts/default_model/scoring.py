@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from default_model.corpus import BOS_ID, EOS_ID, encode
 
+SCORING_CONTEXT = 512  # a constant, so that scores of different models compare
 IGNORED = -100  # the target that F.cross_entropy leaves out
 
 
@@ -38,7 +39,9 @@ def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def windows(ids: Sequence[int], context: int) -> Iterator[tuple[list[int], list[int]]]:
+def windows(
+    ids: Sequence[int], context: int = SCORING_CONTEXT
+) -> Iterator[tuple[list[int], list[int]]]:
     """Cut one chapter into half-overlapping windows; each token is a target exactly once.
 
     Every window begins with bos, as in training, in the place of the oldest token.
@@ -54,9 +57,9 @@ def windows(ids: Sequence[int], context: int) -> Iterator[tuple[list[int], list[
 
 
 @torch.no_grad()
-def score(model: nn.Module, tokenizer: Tokenizer, chapters: Sequence[str], context: int) -> Score:
-    """Score chapters, each from its own bos to its eos, seeing at most `context` tokens back."""
-    pairs = [w for c in chapters for w in windows(encode(tokenizer, c), context)]
+def score(model: nn.Module, tokenizer: Tokenizer, chapters: Sequence[str]) -> Score:
+    """Score chapters, each from its own bos to its eos, seeing at most SCORING_CONTEXT tokens."""
+    pairs = [w for c in chapters for w in windows(encode(tokenizer, c))]
     nats, n_tokens = 0.0, 0
     for start in range(0, len(pairs), 8):
         inputs, targets = (torch.tensor(t) for t in zip(*pairs[start : start + 8], strict=True))

@@ -6,6 +6,7 @@ configuration and a register of nodes that nobody else sees. Knows processes, no
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,14 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
+from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
+from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
 
 START_S = 60.0
 """How long a node may take to its ready line."""
@@ -334,3 +337,22 @@ class Trio:
     def generate(self, prompt: str, model: Path, *arguments: str) -> Result:
         """Run `shardnet generate` to its end."""
         return self.machine.run("generate", prompt, "--model", str(model), *arguments)
+
+    def says(self, prompt: str, model: Path, *numbers: int) -> str:
+        """Three tokens that these nodes make, asked for without a process of its own."""
+        addresses = self.addresses(*numbers).split(",")
+        message = Generate(
+            request=0,
+            choice=ModelChoice(model=str(model), nodes=addresses),
+            sampling=Sampling(),
+            prompt=prompt,
+            max_tokens=3,
+        )
+        return asyncio.run(_text(addresses[0], message))
+
+
+async def _text(address: str, message: Generate) -> str:
+    async with connect(address) as client, aclosing(client.generate(message)) as events:
+        return "".join(
+            [event.text async for event in events if isinstance(event, TextPiece | Finished)]
+        )

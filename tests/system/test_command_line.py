@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from nodes import Machine, Trio
+from nodes import Machine, Result, Trio
 from parrot import Parrots
+from shardnet_cli.main import app
+from typer.testing import CliRunner
 
 from shardnet import __version__
 
@@ -136,15 +138,27 @@ WRONG_USAGE = [
 ]
 
 
-def test_wrong_usage_exits_with_2_and_names_the_flag(trio: Trio) -> None:
-    running = [(usage, trio.machine.begin(*usage)) for usage in WRONG_USAGE]
-    for usage, command in running:
-        result = command.wait()
-        assert result.code == 2, (usage, result)
-        assert result.stdout == "", usage
-        assert "Traceback" not in result.stderr, usage
-        flag = next((part for part in usage if part.startswith("--")), usage[-1])
-        assert flag.removeprefix("--") in result.stderr, (usage, result.stderr)
+@pytest.mark.parametrize("usage", WRONG_USAGE, ids=" ".join)
+def test_wrong_usage_exits_with_2_and_names_the_flag(usage: list[str]) -> None:
+    """In this process, since there are many; the next test is the same with a real one."""
+    result = CliRunner().invoke(app, usage)
+    check_usage_error(
+        usage, Result(code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+    )
+
+
+def test_a_process_exits_with_2_too(machine: Machine) -> None:
+    usage = ["generate", "a", "--temperature", "-1"]
+    check_usage_error(usage, machine.run(*usage))
+
+
+def check_usage_error(usage: list[str], result: Result) -> None:
+    """Check that wrong usage is refused, naming the flag or else the last word."""
+    assert result.code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    flag = next((part for part in usage if part.startswith("--")), usage[-1])
+    assert flag.removeprefix("--") in result.stderr
 
 
 def test_an_unknown_configuration_key_is_named_with_the_nearest(machine: Machine) -> None:

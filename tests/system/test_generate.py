@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from nodes import Machine, Trio
-from parrot import EOS_ID, Parrots
+from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
 from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
@@ -60,25 +60,27 @@ def test_another_plan_for_the_same_model_is_carried_out(trio: Trio, parrots: Par
         assert answer["text"] == "bcd"
 
 
-def test_another_model_frees_the_first_on_every_node(trio: Trio, parrots: Parrots) -> None:
+def test_another_model_frees_the_first_on_every_node(
+    trio: Trio, parrots: Parrots, tmp_path: Path
+) -> None:
     """Torch keeps some memory when it first works with large weights: hence the first round."""
+    huge = make_parrot(tmp_path / "huge", ALPHABET, ends=False, intermediate=1 << 15)
+    share = (huge / "model.safetensors").stat().st_size // 2
     pair = trio.nodes[:2]
-    where = ["--nodes", trio.addresses(0, 1), "--layers", "0-2,2-4", "--max-tokens", "2"]
-    share = sum(file.stat().st_size for file in parrots.big.iterdir()) // 2
-    trio.generate("a", parrots.big, *where)
-    trio.generate("a", parrots.alphabet, *where)
+    assert trio.says("a", huge, 0, 1) == "bcd"
+    assert trio.says("a", parrots.alphabet, 0, 1) == "bcd"
     empty = [node.private_bytes for node in pair]
-    assert trio.generate("a", parrots.big, *where).stdout == "bc\n"
+    assert trio.says("a", huge, 0, 1) == "bcd"
     loaded = [node.private_bytes for node in pair]
-    assert trio.generate("a", parrots.alphabet, *where).stdout == "bc\n"
+    assert trio.says("a", parrots.alphabet, 0, 1) == "bcd"
     after = [node.private_bytes for node in pair]
     for number in range(2):
-        assert loaded[number] > empty[number] + 0.8 * share
-        assert after[number] < empty[number] + 0.4 * share
+        assert loaded[number] > empty[number] + 0.7 * share
+        assert after[number] < empty[number] + 0.3 * share
 
 
 def test_unload_frees_the_model_on_every_node(trio: Trio, parrots: Parrots) -> None:
-    trio.generate("a", parrots.big, "--nodes", trio.addresses(1, 0), "--max-tokens", "2")
+    trio.says("a", parrots.big, 1, 0)
     loaded = trio.nodes[0].private_bytes
     assert trio.machine.run("unload", "--nodes", trio.nodes[0].address).code == 0
     assert trio.nodes[0].private_bytes < loaded - 50_000_000
@@ -140,7 +142,7 @@ def test_a_node_plans_over_the_peers_it_was_told(
 
 def test_two_requests_share_a_ring(trio: Trio, parrots: Parrots) -> None:
     where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1), "--max-tokens", "30"]
-    trio.machine.run("generate", "a", *where)
+    trio.says("a", parrots.big, 0, 1)
     first, second = (trio.machine.begin("generate", prompt, *where) for prompt in "an")
     assert first.wait().stdout == (ALPHABET * 2)[1:31] + "\n"
     assert second.wait().stdout == (ALPHABET * 2)[14:44] + "\n"
@@ -292,14 +294,10 @@ def test_a_model_too_large_for_its_nodes_is_refused(parrots: Parrots, machine: M
     error = machine.run("generate", "a", "--model", str(parrots.big), *where).error
     assert "tiny" in error
     assert "--memory" in error
-    result = machine.run(
-        *("generate", "a", "--model", str(parrots.alphabet), *where), "--max-tokens", "2"
-    )
-    assert result.stdout == "bc\n"
+    assert Trio(machine=machine, nodes=[node]).says("a", parrots.alphabet) == "bcd"
 
 
 def test_another_head_takes_the_nodes_and_gives_them_back(trio: Trio, parrots: Parrots) -> None:
     """A head whose place was taken knows that its ring is no more."""
     for nodes in ((0,), (0, 1), (1, 0), (0, 1), (1,), (0,)):
-        where = ["--nodes", trio.addresses(*nodes), "--max-tokens", "2"]
-        assert trio.generate("a", parrots.alphabet, *where).stdout == "bc\n"
+        assert trio.says("a", parrots.alphabet, *nodes) == "bcd"

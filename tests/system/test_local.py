@@ -14,11 +14,11 @@ LEAVE_S = 10.0
 """How long the node processes may outlive their parent. Those that are loading torch need it."""
 
 
-def begin(machine: Machine, parrots: Parrots, *arguments: str) -> Command:
-    """Start a long generation over two local nodes."""
+def begin(machine: Machine, parrots: Parrots, n_nodes: int) -> Command:
+    """Start a long generation over local nodes."""
     return machine.begin(
-        *("generate", "a", "--model", str(parrots.big), "--local", "2", "--max-tokens", "4000"),
-        *arguments,
+        *("generate", "a", "--model", str(parrots.big), "--max-tokens", "4000"),
+        *("--local", str(n_nodes)),
     )
 
 
@@ -44,7 +44,7 @@ def test_nodes_are_started_with_their_share_of_the_cores(
 @pytest.mark.parametrize("moment", ["starting 2 nodes", "ring: "])
 def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, moment: str) -> None:
     """While the node processes start, and while they load."""
-    command = begin(machine, parrots)
+    command = begin(machine, parrots, 2 if moment.startswith("starting") else 1)
     command.stderr.wait_for(moment)
     command.signal(signal.SIGINT)
     result = command.wait(2 * LEAVE_S)
@@ -55,7 +55,7 @@ def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, m
 
 
 def test_interrupting_the_text_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
-    command = begin(machine, parrots)
+    command = begin(machine, parrots, 1)
     command.stdout.wait_for("b")
     command.signal(signal.SIGINT)
     result = command.wait(LEAVE_S)
@@ -66,21 +66,21 @@ def test_interrupting_the_text_leaves_nothing(machine: Machine, parrots: Parrots
 
 
 def test_killing_the_parent_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
-    command = begin(machine, parrots)
+    command = begin(machine, parrots, 2)
     command.stdout.wait_for("b")
     assert len(machine.processes()) == 3
     command.kill()
     check_nothing_left(machine)
 
 
-def test_a_failure_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
-    result = begin(machine, parrots, "--layers", "0-1,1-9").wait()
-    assert "layers" in result.error
+def test_a_failure_leaves_nothing(machine: Machine) -> None:
+    result = machine.run("generate", "a", "--model", "/nowhere", "--local", "1")
+    assert "/nowhere" in result.error
     check_nothing_left(machine)
 
 
 def test_a_local_node_that_is_killed_ends_the_run(machine: Machine, parrots: Parrots) -> None:
-    command = begin(machine, parrots)
+    command = begin(machine, parrots, 2)
     command.stdout.wait_for("b")
     tail = next(p for p in machine.processes() if "local-1" in p.cmdline())
     tail.kill()

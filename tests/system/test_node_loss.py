@@ -31,12 +31,6 @@ def begin(trio: Trio, model: Path, addresses: str) -> Command:
     return running
 
 
-def check_serves(trio: Trio, model: Path, addresses: str) -> None:
-    """Check that the nodes are usable."""
-    result = trio.generate("m", model, "--nodes", addresses, "--max-tokens", "3")
-    assert result.stdout == "nop\n", result.stderr
-
-
 def test_a_killed_node_is_named_and_the_others_serve_on(machine: Machine, parrots: Parrots) -> None:
     """First the tail, which is replaced, then the middle, then the head."""
     nodes = machine.start_nodes("emil", "fred", "gina")
@@ -48,7 +42,7 @@ def test_a_killed_node_is_named_and_the_others_serve_on(machine: Machine, parrot
         assert result.code == 1
         named = (nodes[victim].ready["name"], nodes[victim].address)
         assert any(name in result.error_line for name in named)
-        check_serves(crew, parrots.alphabet, crew.addresses(*left))
+        assert crew.says("m", parrots.alphabet, *left) == "nop"
         if victim:
             [nodes[victim]] = machine.start_nodes(nodes[victim].ready["name"])
 
@@ -68,12 +62,12 @@ def test_a_frozen_node_is_named_and_serves_again_when_it_wakes(
             assert frozen.ready["name"] in result.error_line
             assert "frozen" in result.error_line
         for ring, _ in rings:
-            check_serves(ring, parrots.alphabet, ring.nodes[0].address)
+            assert ring.says("m", parrots.alphabet, 0) == "nop"
     finally:
         for _, frozen in rings:
             frozen.thaw()
     for ring, _ in rings:
-        check_serves(ring, parrots.alphabet, ring.addresses())
+        assert ring.says("m", parrots.alphabet) == "nop"
 
 
 def test_a_stalled_link_and_a_frozen_client_are_given_up(
@@ -90,7 +84,7 @@ def test_a_stalled_link_and_a_frozen_client_are_given_up(
         result = running.wait(SILENCE_S)
     assert result.code == 1
     assert "bert" in result.error_line
-    check_serves(trio, parrots.alphabet, trio.addresses())
+    assert trio.says("m", parrots.alphabet) == "nop"
     # The head gives the client up after the same silence; until then its ring is busy.
     while "still run" in (unloading := unload(pair)):
         pass
@@ -119,13 +113,13 @@ def test_a_damaged_link_ends_the_ring_by_name(
         result = running.wait(SILENCE_S)
     assert result.code == 1
     assert any(name in result.error_line for name in ("anna", "bert", "cleo")), result.error_line
-    check_serves(trio, parrots.alphabet, trio.addresses())
+    assert trio.says("m", parrots.alphabet) == "nop"
 
 
 def test_a_client_that_is_killed_frees_its_ring(trio: Trio, parrots: Parrots) -> None:
     running = begin(trio, parrots.big, trio.addresses())
     running.kill()
-    check_serves(trio, parrots.alphabet, trio.addresses())
+    assert trio.says("m", parrots.alphabet) == "nop"
 
 
 def test_interrupting_a_client_frees_its_ring(trio: Trio, parrots: Parrots) -> None:
@@ -134,7 +128,7 @@ def test_interrupting_a_client_frees_its_ring(trio: Trio, parrots: Parrots) -> N
     result = running.wait(10)
     assert result.code == 130
     assert "Traceback" not in result.stderr
-    check_serves(trio, parrots.alphabet, trio.addresses())
+    assert trio.says("m", parrots.alphabet) == "nop"
 
 
 def test_a_node_that_leaves_says_goodbye(trio: Trio, parrots: Parrots, machine: Machine) -> None:
@@ -146,4 +140,4 @@ def test_a_node_that_leaves_says_goodbye(trio: Trio, parrots: Parrots, machine: 
     result = running.wait(SILENCE_S)
     assert result.code == 1
     assert "paul" in result.error_line
-    check_serves(trio, parrots.alphabet, trio.addresses())
+    assert trio.says("m", parrots.alphabet) == "nop"

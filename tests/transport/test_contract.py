@@ -418,6 +418,20 @@ def test_a_handshake_that_fails(
     harness.run(scenario)
 
 
+def test_a_refused_peer_is_told_why_though_it_sends_on(harness: Harness) -> None:
+    async def scenario(harness: Harness) -> None:
+        peer, up = await harness.raw()
+        peer.send(PREAMBLE + raw(hello_frame(hello("raw", Purpose.BULK))) + bytes(20 * MIB))
+        assert await peer.read(len(PREAMBLE)) == PREAMBLE
+        _, kind, *_ = HEADER.unpack(await peer.read(HEADER.size))
+        assert kind == FrameKind.ERROR
+        peer.transport.abort()
+        with pytest.raises(RemoteProtocolError, match="bulk link"):
+            await up
+
+    harness.run(scenario)
+
+
 def test_an_error_about_the_link_is_raised_with_its_class_and_the_peers_name(
     harness: Harness,
 ) -> None:
