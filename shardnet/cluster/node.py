@@ -422,9 +422,13 @@ class Node:
         return await tcp.connect(host, port, hello, options=self.options)
 
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
-        host, port = split_address(self._peers.route(address))
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
-        return await tcp.connect(host, port, hello, options=self.options)
+
+        async def dial(address: str) -> Link:
+            host, port = split_address(address)
+            return await tcp.connect(host, port, hello, options=self.options)
+
+        return await self._peers.dial_by(address, dial)
 
     # --- other nodes
 

@@ -172,7 +172,7 @@ class PeerBook:
             known.is_linked = known.is_settled = False
             known.unreached_since = now
             known.next_try = self._first_try(node, now)
-            if not known.told:
+            if not known.told or known.lonely_since is not None:
                 known.lonely_since = now
 
     def answered(
@@ -184,6 +184,13 @@ class PeerBook:
             known.address, known.rtt_s = address, rtt_s
             known.failures = dict(failures)
             known.is_settled = True
+
+    def doubt(self, node: NodeId, now: float) -> None:
+        """Note that the address that is used does not answer: all are to be tried again."""
+        known = self._known.get(node)
+        if known is not None:
+            known.is_settled = False
+            known.next_try = now
 
     def failed(self, node: NodeId, failures: Mapping[str, str], now: float) -> None:
         """Note that an attempt reached the node nowhere, and why; set the time of the next."""

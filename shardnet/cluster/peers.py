@@ -171,10 +171,20 @@ class Peers:
             return ""
         return known.address or next(iter(self._order(known.announced)), "")
 
-    def route(self, address: str) -> str:
-        """Return where to dial the node that is announced at `address`: where it answered us."""
+    async def dial_by(self, address: str, dial: Callable[[str], Awaitable[Link]]) -> Link:
+        """Open a link with `dial` to the node that others have at `address`.
+
+        That is where it has answered this node, if that is known; else, and where that fails, at
+        `address` itself. Raises what `dial` raises there.
+        """
         known = self._book.owner_of(address)
-        return known.address or address if known is not None else address
+        if known is not None and known.address not in ("", address):
+            try:
+                return await dial(known.address)
+            except ShardnetError:
+                self._book.doubt(known.node, time.monotonic())
+                self._changed.set()
+        return await dial(address)
 
     def rtt_s(self, node: NodeId) -> float | None:
         """Return the round trip to a linked node, the shortest of late, None before it is known."""

@@ -135,8 +135,9 @@ def test_a_node_plans_over_the_peers_it_was_told(
     newcomer.stderr.wait_for("127.0.0.1:1")
     wanted = ["--layers", "0-2,2-4", "--max-tokens", "3", "--json"]
     result = machine.run("generate", "a", "--model", str(parrots.alphabet), *wanted)
-    ids = [newcomer.ready["node"], trio.nodes[1].ready["node"]]
-    assert [stage["node"] for stage in result.json["stages"]] == ids
+    first, second = (stage["node"] for stage in result.json["stages"])
+    assert first == newcomer.ready["node"]
+    assert second in {node.ready["node"] for node in trio.nodes}  # whom the peer knows counts too
     assert result.json["text"] == "bcd"
 
 
