@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -139,16 +140,19 @@ class Discovery:
     ) -> None:
         """Announce and browse while the interfaces are these."""
         record = own()
-        # Node ids are unique: asking around whether the name is taken would cost a second.
-        await zeroconf.async_register_service(to_service(record), cooperating_responders=True)
         reader = _Reader(own=record.node, own_host_id=record.host_id, complaints=complaints)
         async with _browsing(zeroconf, reader, on_event):
+            # Node ids are unique: asking around whether the name is taken would cost a second.
+            announcing = await zeroconf.async_register_service(
+                to_service(record), cooperating_responders=True
+            )
             while True:
+                await announcing  # it is sent several times
                 await asyncio.sleep(self._reannounce_s)
                 record = own()
                 if self._interfaces(record) != interfaces:
                     return
-                await zeroconf.async_update_service(to_service(record))
+                announcing = await zeroconf.async_update_service(to_service(record))
 
     def _interfaces(self, record: Candidate) -> tuple[str, ...]:
         return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))
@@ -295,10 +299,11 @@ async def _open(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
 
     Raises OSError where multicast is not possible.
     """
-    if not interfaces:
-        raise OSError("this machine has no network")
+    present = [address for address in interfaces if _is_here(address)]
+    if not present:
+        raise OSError(f"no network: this machine has no address {' or '.join(interfaces)}")
     try:
-        zeroconf = AsyncZeroconf(interfaces=list(interfaces))
+        zeroconf = AsyncZeroconf(interfaces=present)
     except RuntimeError as error:  # an interface went away just now
         raise OSError(str(error)) from error
     try:
@@ -308,6 +313,15 @@ async def _open(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
             async with asyncio.timeout(GOODBYE_S):
                 await zeroconf.async_unregister_all_services()
         await zeroconf.async_close()
+
+
+def _is_here(address: str) -> bool:
+    """Say whether an interface of this machine has the address now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 @asynccontextmanager

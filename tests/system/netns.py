@@ -78,19 +78,19 @@ class Network:
     def up(self) -> None:
         """Make everything."""
         _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, *"link add br0 type bridge forward_delay 0".split())
-        _ip("-n", self._switch, *"link set br0 up".split())
+        _ip("-n", self._switch, *["link", "add", "br0", "type", "bridge", "forward_delay", "0"])
+        _ip("-n", self._switch, *["link", "set", "br0", "up"])
         for host in self.hosts:
             there = ("-n", host.namespace)
             port = f"p{host.number}"
             _ip("netns", "add", host.namespace)
-            _ip(*there, *"link set lo up".split())
+            _ip(*there, *["link", "set", "lo", "up"])
             _ip(*f"link add eth0 netns {host.namespace} type veth".split(), *("peer", "name", port),
                 *("netns", self._switch))  # fmt: skip
             _ip("-n", self._switch, *f"link set {port} master br0 up".split())
             _ip(*there, *f"addr add {host.address}/24 brd + dev eth0".split())
             _ip(*there, *f"addr add fd77::{host.number}/64 dev eth0 nodad".split())
-            _ip(*there, *"link set eth0 up".split())
+            _ip(*there, *["link", "set", "eth0", "up"])
 
     def down(self) -> None:
         """Remove everything that was made."""
