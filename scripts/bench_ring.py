@@ -30,6 +30,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import read_bytes_per_step
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.runtime.executor import Executor
 from shardnet.transport.loop import run
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -112,27 +113,41 @@ async def _measure(settings: Settings) -> dict[str, object]:
         started = time.perf_counter()
         model = _load(checkpoint, whole, choice, settings)
         alone_load_s = time.perf_counter() - started
+    alone = Executor("bench", set_up=lambda: torch.set_num_threads(settings.threads))
     async with local_processes(settings.stages, settings.threads) as addresses:
         message = _message(settings, addresses, choice, config.vocab_size)
         async with connect(addresses[0]) as client:
             first = await _ring_turn(client, message)
             rounds = [
-                await _turn(client, message, model, settings, config.vocab_size)
+                await _turn(client, message, alone, model, settings, config.vocab_size)
                 for _ in range(settings.rounds)
             ]
+    alone.close()
     return _report(settings, choice, limit_gb_s, step_bytes, alone_load_s, first, rounds)
 
 
 async def _turn(
-    client: Client, message: Generate, model: StageModel, settings: Settings, vocab_size: int
+    client: Client,
+    message: Generate,
+    alone: Executor,
+    model: StageModel,
+    settings: Settings,
+    vocab_size: int,
 ) -> OneRound:
-    prompt = _prompt(settings, vocab_size)
-    chunks = [rows for rows in CHUNKS_TO_TRY if rows <= max(settings.n_prompt, CHUNKS_TO_TRY[0])]
-    prefill = {rows: _prefill_alone(model, prompt, rows) for rows in chunks}
-    step_s = _decode_alone(model, len(prompt), settings.n_tokens)
+    prefill, step_s = await alone.run(lambda: _turn_alone(model, settings, vocab_size))
     return OneRound(
         alone_prefill_s=prefill, alone_step_s=step_s, ring=await _ring_turn(client, message)
     )
+
+
+def _turn_alone(
+    model: StageModel, settings: Settings, vocab_size: int
+) -> tuple[dict[int, float], float]:
+    """Seconds of a prefill by chunk rows, and of a decode step, without any wire."""
+    prompt = _prompt(settings, vocab_size)
+    chunks = [rows for rows in CHUNKS_TO_TRY if rows <= max(settings.n_prompt, CHUNKS_TO_TRY[0])]
+    prefill = {rows: _prefill_alone(model, prompt, rows) for rows in chunks}
+    return prefill, _decode_alone(model, len(prompt), settings.n_tokens)
 
 
 async def _ring_turn(client: Client, message: Generate) -> Timing:
@@ -181,7 +196,7 @@ def _prefill_alone(model: StageModel, prompt: Sequence[int], chunk_rows: int) ->
 
 
 def _decode_alone(model: StageModel, start: int, n_tokens: int) -> float:
-    """Median seconds of a greedy decode step, behind a prefill of `start` positions."""
+    """Mean seconds of a greedy decode step, behind a prefill of `start` positions."""
     token, steps = 1, []
     for position in range(start, start + n_tokens):
         started = time.perf_counter()

@@ -26,7 +26,9 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class ShardnetError(Exception):
@@ -167,10 +169,7 @@ def error_for_code(code: int, message: str) -> ShardnetError:
     return by_code.get(code, ShardnetError)(message)
 
 
-def first_error(group: BaseExceptionGroup[ShardnetError]) -> ShardnetError:
+def first_error(group: BaseExceptionGroup[E]) -> E:
     """Return the error that a task group failed with first, out of nested groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, ShardnetError)
-    return error
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

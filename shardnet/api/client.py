@@ -77,16 +77,19 @@ class Client:
 
     async def plan(self, choice: ModelChoice) -> PlanReply:
         """Ask for the plan that `choice` would get. Raises PlanError and its like."""
-        async for answer in self._follow(PlanRequest(request=0, choice=choice)):
-            if isinstance(answer, PlanReply):
-                return answer
+        message = PlanRequest(request=0, choice=choice)
+        async with contextlib.aclosing(self._follow(message)) as answers:
+            async for answer in answers:
+                if isinstance(answer, PlanReply):
+                    return answer
         raise _no_answer(self.address)
 
     async def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""
-        async for answer in self._follow(Unload(request=0)):
-            if isinstance(answer, Done):
-                return
+        async with contextlib.aclosing(self._follow(Unload(request=0))) as answers:
+            async for answer in answers:
+                if isinstance(answer, Done):
+                    return
         raise _no_answer(self.address)
 
     async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:

@@ -7,6 +7,7 @@ dialled by the one before. Must not know who planned the ring or what the stage 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
@@ -18,6 +19,8 @@ from shardnet.runtime.stage import StageSink, StageSource, StageWorker
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, StepId
 from shardnet.wire.messages import Hello, error_frame
+
+log = logging.getLogger(__name__)
 
 NEIGHBOUR_S = 10.0
 """How long a seat waits for its neighbours' data links."""
@@ -160,6 +163,10 @@ class RingSeat:
                     tasks.create_task(_read_answers(tail, pipeline))
         except* ShardnetError as group:
             self._break(first_error(group))
+        except* Exception as group:  # our own bug: the ring must end by name, not hang
+            log.exception("rank %d of ring %s failed", self.rank, self.ring)
+            cause = first_error(group)
+            self._break(ShardnetError(f"internal error at rank {self.rank}: {cause!r}"))
 
     def _break(self, error: ShardnetError) -> None:
         """Tell the neighbours and whoever seated us why this stage stops."""

@@ -10,22 +10,11 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed(Generic[T]):
-    """A job's result and where its time went, in microseconds of one monotonic clock."""
-
-    value: T
-    queue_us: int
-    compute_us: int
 
 
 class Executor:
@@ -46,27 +35,16 @@ class Executor:
 
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=start)
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread and return its result, or raise what it raised.
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue `job` for the thread at once; the future holds its result or what it raised.
 
-        Cancelling the wait does not stop a job that has begun.
+        Cancelling the future does not stop a job that has begun.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        return asyncio.get_running_loop().run_in_executor(self._pool, job)
 
-    async def run_timed(self, job: Callable[[], T], *, arrived_ns: int) -> Timed[T]:
-        """Run `job`; its queueing is counted from `arrived_ns` (time.perf_counter_ns)."""
-
-        def timed() -> Timed[T]:
-            started = time.perf_counter_ns()
-            value = job()
-            ended = time.perf_counter_ns()
-            return Timed(
-                value=value,
-                queue_us=max(0, started - arrived_ns) // 1000,
-                compute_us=(ended - started) // 1000,
-            )
-
-        return await self.run(timed)
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run `job` on the thread and return its result, or raise what it raised."""
+        return await self.submit(job)
 
     def close(self) -> None:
         """Let the running job end, drop the waiting ones and end the thread. Does not wait."""

@@ -51,27 +51,27 @@ class LinkSource:
     def __init__(self, link: Link, epoch: Epoch) -> None:
         self._link = link
         self._epoch = epoch
-        self._extras: dict[int, Extras] = {}
+        self._extras = _PendingExtras(link)
 
     async def receive(self) -> StageInput:
         """Return the next input. Raises LinkError when the link ends or breaks the protocol."""
         while True:
             frame = await self._link.receive()
             _check_epoch(frame, self._epoch, self._link)
+            extras = self._extras.before(frame)
             match frame.kind:
                 case FrameKind.DATA:
-                    return self._step(read_data(frame))
+                    return self._step(read_data(frame), extras)
                 case FrameKind.SEQUENCE:
                     return _slot_operation(read_sequence(frame))
                 case FrameKind.ERROR:
                     return _step_failed(frame)
                 case FrameKind.EXTRAS:
-                    self._extras[frame.step] = read_extras(frame)
+                    self._extras.keep(frame)
                 case _:
                     raise _unexpected(frame, self._link)
 
-    def _step(self, step: Step) -> StepArrived:
-        extras = self._extras.pop(step.batch.step, _NO_EXTRAS)
+    def _step(self, step: Step, extras: Extras) -> StepArrived:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
@@ -86,32 +86,22 @@ class TailLink:
     def __init__(self, link: Link, epoch: Epoch) -> None:
         self._link = link
         self._epoch = epoch
-        self._extras: dict[int, Extras] = {}
+        self._extras = _PendingExtras(link)
 
     async def receive(self) -> StepAnswer | StepFailed:
         """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
         while True:
             frame = await self._link.receive()
+            extras = self._extras.before(frame)
             match frame.kind:
                 case FrameKind.TOKENS:
-                    return self._answer(frame)
+                    return _answer(frame, extras)
                 case FrameKind.ERROR:
                     return _step_failed(frame)
                 case FrameKind.EXTRAS:
-                    self._extras[frame.step] = read_extras(frame)
+                    self._extras.keep(frame)
                 case _:
                     raise _unexpected(frame, self._link)
-
-    def _answer(self, frame: Frame) -> StepAnswer:
-        token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
-        extras = self._extras.pop(frame.step, _NO_EXTRAS)
-        return StepAnswer(
-            epoch=Epoch(frame.epoch),
-            step=StepId(frame.step),
-            token_ids=token_ids,
-            logprobs=_logprobs(extras, len(token_ids)),
-            timings=_timings(extras),
-        )
 
 
 class LinkSink:
@@ -125,8 +115,7 @@ class LinkSink:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
             case StepComputed(batch=batch, timings=timings, result=result):
-                self._link.send(self._extras(batch.step, timings, result))
-                self._link.send(self._result(output))
+                self._link.send(self._extras(batch.step, timings, result), self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
             case SequenceOpened() | SequenceClosed():
@@ -160,6 +149,33 @@ class LinkSink:
         return extras_frame(extras, epoch=self._epoch, step=step)
 
 
+class _PendingExtras:
+    """The extras that came and whose own step must come next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._step = 0
+        self._extras = _NO_EXTRAS
+
+    def keep(self, frame: Frame) -> None:
+        """Keep what came for the step that follows."""
+        self._step, self._extras = frame.step, read_extras(frame)
+
+    def before(self, frame: Frame) -> Extras:
+        """Give what came before `frame`, once.
+
+        Raises RemoteProtocolError when extras came for another step.
+        """
+        step, extras = self._step, self._extras
+        self._step, self._extras = 0, _NO_EXTRAS
+        if step and (step != frame.step or frame.kind is FrameKind.EXTRAS):
+            raise RemoteProtocolError(
+                f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
+                f"step {frame.step}"
+            )
+        return extras
+
+
 class TailSink(LinkSink):
     """The tail's sink: answers go to the head; slot operations have reached everyone and end."""
 
@@ -169,18 +185,32 @@ class TailSink(LinkSink):
             super().send(output)
 
 
+def _answer(frame: Frame, extras: Extras) -> StepAnswer:
+    token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
+    return StepAnswer(
+        epoch=Epoch(frame.epoch),
+        step=StepId(frame.step),
+        token_ids=token_ids,
+        logprobs=_logprobs(extras, len(token_ids)),
+        timings=_timings(extras),
+    )
+
+
+def _name(link: Link) -> str:
+    return f"{link.peer.name} ({link.peer_address})"
+
+
 def _check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
     if frame.epoch != epoch:
         raise RemoteProtocolError(
-            f"{link.peer.name} ({link.peer_address}) sent {frame.kind.name} of epoch {frame.epoch} "
-            f"on a link of epoch {epoch}"
+            f"{_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
+            f"{epoch}"
         )
 
 
 def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"{link.peer.name} ({link.peer_address}) sent {frame.kind.name}, which does not travel "
-        "this way round the ring"
+        f"{_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
     )
 
 

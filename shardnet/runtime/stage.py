@@ -7,13 +7,13 @@ handed to the thread while the last ones are sent. Must not know tensors, socket
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.compute import (
-    Activations,
-    Samples,
     SequenceClosed,
     SequenceOpened,
     StageCompute,
@@ -24,7 +24,7 @@ from shardnet.runtime.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.runtime.executor import Executor, Timed
+from shardnet.runtime.executor import Executor
 from shardnet.types import SequenceId, StepId
 
 _HANDED_OVER = 2
@@ -60,6 +60,7 @@ class StageWorker:
         source: StageSource,
         sink: StageSink,
         on_step_done: Callable[[StepId], None],
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._rank = rank
         self._compute = compute
@@ -67,27 +68,28 @@ class StageWorker:
         self._source = source
         self._sink = sink
         self._on_step_done = on_step_done
+        self._clock_ns = clock_ns
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot here, as far as this stage has taken them in."""
-        self._under_way: asyncio.Queue[asyncio.Task[StageOutput]] = asyncio.Queue(_HANDED_OVER)
+        self._under_way: asyncio.Queue[asyncio.Future[StageOutput]] = asyncio.Queue(_HANDED_OVER)
 
     async def run(self) -> None:
         """Work until cancelled. Raises the LinkError that broke the ring, in a group of one."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._take_in(tasks), name=f"stage {self._rank}: take in")
+                tasks.create_task(self._take_in(), name=f"stage {self._rank}: take in")
                 tasks.create_task(self._pass_on(), name=f"stage {self._rank}: pass on")
         finally:
             await self._executor.run(self._compute.reset)
 
-    async def _take_in(self, tasks: asyncio.TaskGroup) -> None:
+    async def _take_in(self) -> None:
         while True:
             arrived = await self._source.receive()
             if isinstance(arrived, SequenceOpened):
                 self.open_sequences.add(arrived.sequence_id)
             elif isinstance(arrived, SequenceClosed):
                 self.open_sequences.discard(arrived.sequence_id)
-            await self._under_way.put(tasks.create_task(self._process(arrived)))
+            await self._under_way.put(self._executor.submit(partial(self._process, arrived)))
 
     async def _pass_on(self) -> None:
         while True:
@@ -97,32 +99,29 @@ class StageWorker:
                 self._on_step_done(output.batch.step)
             await self._sink.drain()
 
-    async def _process(self, arrived: StageInput) -> StageOutput:
-        compute = self._compute
+    # --- on the compute thread
+
+    def _process(self, arrived: StageInput) -> StageOutput:
         match arrived:
             case StepArrived():
-                return await self._step(arrived)
+                return self._step(arrived)
             case SequenceOpened(sequence_id=sequence_id, slot=slot, sampling=sampling):
-                await self._executor.run(lambda: compute.open_sequence(sequence_id, slot, sampling))
+                self._compute.open_sequence(sequence_id, slot, sampling)
             case SequenceClosed(sequence_id=sequence_id, slot=slot):
-                await self._executor.run(lambda: compute.close_sequence(sequence_id, slot))
+                self._compute.close_sequence(sequence_id, slot)
             case StepFailed():
                 pass
         return arrived
 
-    async def _step(self, arrived: StepArrived) -> StepComputed | StepFailed:
+    def _step(self, arrived: StepArrived) -> StepComputed | StepFailed:
+        started_ns = self._clock_ns()
         try:
-            timed = await self._executor.run_timed(
-                lambda: self._compute.compute(arrived.batch, arrived.activations),
-                arrived_ns=arrived.arrived_ns,
-            )
+            result = self._compute.compute(arrived.batch, arrived.activations)
         except ShardnetError as error:
             return StepFailed(step=arrived.batch.step, error=error)
-        return StepComputed(
-            batch=arrived.batch,
-            result=timed.value,
-            timings=(*arrived.timings, self._timing(timed)),
+        timing = StageTiming(
+            rank=self._rank,
+            compute_us=(self._clock_ns() - started_ns) // 1000,
+            queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
         )
-
-    def _timing(self, timed: Timed[Activations | Samples]) -> StageTiming:
-        return StageTiming(rank=self._rank, compute_us=timed.compute_us, queue_us=timed.queue_us)
+        return StepComputed(batch=arrived.batch, result=result, timings=(*arrived.timings, timing))

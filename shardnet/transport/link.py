@@ -72,11 +72,11 @@ class Link(Protocol):
     def closed(self) -> bool:
         """Whether the link has ended: nothing can be sent any more."""
 
-    def send(self, frame: Frame) -> None:
-        """Hand `frame` to the transport at once, without copying or waiting.
+    def send(self, *frames: Frame) -> None:
+        """Hand `frames` to the transport in one go, without copying or waiting.
 
-        The payload must not change any more: its last part may wait to be sent even when `drain`
-        has returned. Raises the error that ended the link, or LocalProtocolError when the frame is
+        Their payloads must not change any more: the last part may wait to be sent even when `drain`
+        has returned. Raises the error that ended the link, or LocalProtocolError when a frame is
         not allowed.
         """
 

@@ -95,10 +95,10 @@ class MachineLink(asyncio.BufferedProtocol):
         """See `Link`."""
         return self._error is not None
 
-    def send(self, frame: Frame) -> None:
+    def send(self, *frames: Frame) -> None:
         """See `Link`."""
         self._raise_if_ended()
-        self._write(self._machine.send(frame))
+        self._write([part for frame in frames for part in self._machine.send(frame)])
 
     async def drain(self) -> None:
         """See `Link`."""

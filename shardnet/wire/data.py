@@ -14,7 +14,7 @@ from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
-from shardnet.wire.frames import Buffer, Frame, FrameFlags, FrameKind
+from shardnet.wire.frames import Buffer, Frame, FrameKind
 
 _HEAD: Final = struct.Struct("<HBBII")
 """n_groups, dtype code, reserved 0, n_rows, width."""
@@ -38,7 +38,6 @@ class Step:
     dtype: DType
     width: int
     payload: Buffer
-    timings_wanted: bool = False
 
 
 def data_frame(step: Step) -> Frame:
@@ -69,7 +68,6 @@ def data_frame(step: Step) -> Frame:
         kind=FrameKind.DATA,
         epoch=batch.epoch,
         step=batch.step,
-        flags=FrameFlags.TIMINGS_WANTED if step.timings_wanted else FrameFlags.NONE,
         meta=meta,
         payload=step.payload,
     )
@@ -93,7 +91,6 @@ def read_data(frame: Frame) -> Step:
         dtype=dtype,
         width=width,
         payload=frame.payload,
-        timings_wanted=FrameFlags.TIMINGS_WANTED in frame.flags,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -22,7 +21,7 @@ PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 
 FRAME_MAGIC: Final = 0x4E53
 HEADER: Final = struct.Struct("<HBBIIIQ")
-"""magic, kind, flags, meta length, payload length, epoch, step."""
+"""magic, kind, reserved, meta length, payload length, epoch, step."""
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -43,15 +42,7 @@ class FrameKind(enum.IntEnum):
     BULK = 10
 
 
-class FrameFlags(enum.IntFlag):
-    """Bits of the header's flags byte. All others are 0."""
-
-    NONE = 0
-    TIMINGS_WANTED = 1
-
-
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
-_ALLOWED_FLAGS: Final[Mapping[FrameKind, int]] = {FrameKind.DATA: int(FrameFlags.TIMINGS_WANTED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +57,6 @@ class Frame:
     kind: FrameKind
     epoch: int = 0
     step: int = 0
-    flags: FrameFlags = FrameFlags.NONE
     meta: Buffer = b""
     payload: Buffer = b""
 
@@ -106,10 +96,9 @@ class Limits:
 
 
 class Header(NamedTuple):
-    """A frame's header, checked: kind known, lengths within the caps, flags allowed."""
+    """A frame's header, checked: kind known and lengths within the caps."""
 
     kind: FrameKind
-    flags: FrameFlags
     meta_length: int
     payload_length: int
     epoch: int
@@ -123,9 +112,9 @@ def unpack_header(
 
     `allowed` are the kinds that may come now and `state` says when now is, for the message.
 
-    Raises RemoteProtocolError when the magic, kind, flags or a length is not allowed.
+    Raises RemoteProtocolError when the magic, kind, reserved byte or a length is not allowed.
     """
-    magic, number, flags, meta_length, payload_length, epoch, step = HEADER.unpack_from(data)
+    magic, number, reserved, meta_length, payload_length, epoch, step = HEADER.unpack_from(data)
     if magic != FRAME_MAGIC:
         raise RemoteProtocolError(
             f"a frame should start with {FRAME_MAGIC:#06x}, got {magic:#06x}: the stream is damaged"
@@ -135,14 +124,14 @@ def unpack_header(
         raise RemoteProtocolError(f"a frame of unknown kind {number} came {state}")
     if kind not in allowed:
         raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
-    if flags & ~_ALLOWED_FLAGS.get(kind, 0):
-        raise RemoteProtocolError(f"a {kind.name} frame came with unknown flags {flags:#04x}")
+    if reserved:
+        raise RemoteProtocolError(f"a {kind.name} frame came with {reserved:#04x} where 0 belongs")
     max_meta, max_payload = limits.caps(kind)
     if meta_length > max_meta:
         raise _above_cap(kind, "meta", meta_length, max_meta)
     if payload_length > max_payload:
         raise _above_cap(kind, "payload", payload_length, max_payload)
-    return Header(kind, FrameFlags(flags), meta_length, payload_length, epoch, step)
+    return Header(kind, meta_length, payload_length, epoch, step)
 
 
 def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProtocolError:
@@ -154,8 +143,8 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
 def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
     """Give the buffers to write for `frame`: header and meta joined, then the payload as it is.
 
-    The payload is not copied. Raises LocalProtocolError when the frame breaks the caps, its flags
-    or its numbers do not fit: the peer would refuse it.
+    The payload is not copied. Raises LocalProtocolError when the frame breaks the caps or its
+    numbers do not fit: the peer would refuse it.
     """
     payload = memoryview(frame.payload)
     if payload.ndim != 1 or payload.format != "B":
@@ -166,13 +155,11 @@ def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "
             f"the caps of {max_meta} + {max_payload}"
         )
-    if frame.flags and int(frame.flags) & ~_ALLOWED_FLAGS.get(frame.kind, 0):
-        raise LocalProtocolError(f"a {frame.kind.name} frame cannot have flags {frame.flags!r}")
     try:
         header = HEADER.pack(
             FRAME_MAGIC,
             frame.kind,
-            frame.flags,
+            0,
             len(frame.meta),
             len(payload),
             frame.epoch,

@@ -220,7 +220,6 @@ class LinkMachine:
             kind=self._header.kind,
             epoch=self._header.epoch,
             step=self._header.step,
-            flags=self._header.flags,
             meta=self._meta.view,
             payload=self._payload.view,
         )

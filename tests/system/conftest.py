@@ -6,18 +6,27 @@ begins is left over from another test.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import Machine, Trio, open_machine
+from nodes import Crew, Machine, open_machine
 from parrot import Parrots, make_parrots
+
+from shardnet.transport.loop import run
 
 
 @pytest.fixture(scope="session")
 def parrots(tmp_path_factory: pytest.TempPathFactory) -> Parrots:
     """The checkpoints, none of which a test may change."""
     return make_parrots(tmp_path_factory.mktemp("parrots"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loop_before_all_tests() -> None:
+    """Have libuv open the pipe for signals that it keeps as long as the process lives."""
+    run(asyncio.sleep(0))
 
 
 @pytest.fixture
@@ -28,7 +37,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="session")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     """Three nodes that live as long as the tests."""
     with open_machine(tmp_path_factory.mktemp("trio") / "machine") as machine:
-        yield Trio(machine=machine, nodes=machine.start_nodes("anna", "bert", "cleo"))
+        yield Crew(machine=machine, nodes=machine.start_nodes("anna", "bert", "cleo"))

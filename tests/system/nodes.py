@@ -23,6 +23,8 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
+from shardnet_cli.main import app
+from typer.testing import CliRunner
 
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
@@ -279,6 +281,13 @@ class Machine:
         """Run a command to its end."""
         return self.begin(*arguments, environment=environment, stdin=stdin).wait(deadline_s)
 
+    def call(self, *arguments: str, stdin: str | None = None) -> Result:
+        """Run a command inside this process, which is 0.3 s faster than `run`."""
+        outcome = CliRunner(env={**os.environ, **self._environment}).invoke(
+            app, arguments, input=stdin, catch_exceptions=False
+        )
+        return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
     def processes(self) -> list[psutil.Process]:
         """All processes that were started for this machine and live, whoever started them."""
         mark = (RUNTIME_DIR_VARIABLE, str(self.runtime_dir))
@@ -336,8 +345,8 @@ def open_machine(folder: Path) -> Iterator[Machine]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trio:
-    """The nodes of one machine, three where nothing else is said."""
+class Crew:
+    """Some nodes of one machine."""
 
     machine: Machine
     nodes: list[NodeProcess]
@@ -347,8 +356,8 @@ class Trio:
         return ",".join(self.nodes[number].address for number in numbers or range(len(self.nodes)))
 
     def generate(self, prompt: str, model: Path, *arguments: str) -> Result:
-        """Run `shardnet generate` to its end."""
-        return self.machine.run("generate", prompt, "--model", str(model), *arguments)
+        """Run `shardnet generate` to its end, inside this process."""
+        return self.machine.call("generate", prompt, "--model", str(model), *arguments)
 
     def says(self, prompt: str, model: Path, *numbers: int) -> str:
         """Three tokens that these nodes make, asked for without a process of its own."""
@@ -361,6 +370,15 @@ class Trio:
             max_tokens=3,
         )
         return asyncio.run(_text(addresses[0], message))
+
+    def begin(self, model: Path, addresses: str = "") -> Command:
+        """Start a generation that goes on for long, and wait until it is under way."""
+        running = self.machine.begin(
+            *("generate", "a", "--model", str(model), "--max-tokens", "8000"),
+            *("--nodes", addresses or self.addresses()),
+        )
+        running.stdout.wait_for("xyz")
+        return running
 
 
 async def _text(address: str, message: Generate) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Trio, open_machine
+from nodes import Crew, open_machine
 from parrot import HIDDEN, N_TOKENS, Parrots, make_parrot
 
 
@@ -128,7 +128,7 @@ def copy(tmp_path: Path, parrots: Parrots) -> Path:
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_spoiled_checkpoint_is_refused_by_name(
-    trio: Trio, parrots: Parrots, copy: Path, what: str
+    trio: Crew, parrots: Parrots, copy: Path, what: str
 ) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3"]
     spoil, parts = SPOILED[what]
@@ -140,7 +140,7 @@ def test_a_spoiled_checkpoint_is_refused_by_name(
 
 
 def test_a_checkpoint_that_changes_is_loaded_again(
-    trio: Trio, parrots: Parrots, copy: Path
+    trio: Crew, parrots: Parrots, copy: Path
 ) -> None:
     assert trio.says("a", copy, 0, 2) == "bcd"
     shutil.copytree(parrots.signs, copy, dirs_exist_ok=True)
@@ -150,7 +150,7 @@ def test_a_checkpoint_that_changes_is_loaded_again(
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     """Two nodes that see other files at one path, as on two machines: each its own folder's."""
     folder = tmp_path_factory.mktemp("apart")
     with open_machine(folder / "machine") as machine:
@@ -158,10 +158,10 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
         for name in ("hans", "ines"):
             (folder / name).mkdir()
             nodes += machine.start_nodes(name, cwd=folder / name)
-        yield Trio(machine=machine, nodes=nodes)
+        yield Crew(machine=machine, nodes=nodes)
 
 
-def test_nodes_must_hold_the_same_model(apart: Trio, parrots: Parrots) -> None:
+def test_nodes_must_hold_the_same_model(apart: Crew, parrots: Parrots) -> None:
     """First the second node has no checkpoint, then another one, then the same."""
     path = Path("/proc/self/cwd/model")
     if not path.parent.exists():

@@ -7,15 +7,13 @@ import socket
 from pathlib import Path
 
 import pytest
-from nodes import Machine, Result, Trio
+from nodes import Crew, Machine, Result
 from parrot import Parrots
-from shardnet_cli.main import app
-from typer.testing import CliRunner
 
 from shardnet import __version__
 
 
-def test_the_ready_line_names_the_node_its_address_and_process(trio: Trio) -> None:
+def test_the_ready_line_names_the_node_its_address_and_process(trio: Crew) -> None:
     node = trio.nodes[0]
     ready = node.ready
     assert set(ready) >= {"event", "node", "name", "host", "port", "pid", "version"}
@@ -27,7 +25,7 @@ def test_the_ready_line_names_the_node_its_address_and_process(trio: Trio) -> No
     assert node.stdout.text.count("\n") == 1
 
 
-def test_nodes_json_lists_every_node_of_the_machine(trio: Trio, parrots: Parrots) -> None:
+def test_nodes_json_lists_every_node_of_the_machine(trio: Crew, parrots: Parrots) -> None:
     model = str(parrots.alphabet)
     trio.generate("a", parrots.alphabet, "--nodes", trio.addresses(2, 0), "--max-tokens", "1")
     found = {node["name"]: node for node in trio.machine.run("nodes", "--json").json}
@@ -43,13 +41,13 @@ def test_nodes_json_lists_every_node_of_the_machine(trio: Trio, parrots: Parrots
     assert found["cleo"]["stage"] == {"model": model, "layers": [0, 2], "rank": 0}
 
 
-def test_nodes_lists_a_node_that_is_named(trio: Trio, machine: Machine) -> None:
+def test_nodes_lists_a_node_that_is_named(trio: Crew, machine: Machine) -> None:
     assert machine.run("nodes", "--json").json == []
     named = machine.run("nodes", "--json", "--peer", trio.nodes[1].address).json
     assert "bert" in {node["name"] for node in named}
 
 
-def test_plan_json_says_who_would_run_what(trio: Trio, parrots: Parrots) -> None:
+def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(1, 2), "--context", "512"]
     plan = trio.machine.run("plan", "--json", *arguments).json
     assert plan["model"] == str(parrots.big)
@@ -67,16 +65,16 @@ def test_plan_json_says_who_would_run_what(trio: Trio, parrots: Parrots) -> None
     assert all(stage["weight_bytes"] > 0 and stage["kv_bytes"] > 0 for stage in plan["stages"])
 
 
-def test_plan_loads_nothing(trio: Trio, parrots: Parrots) -> None:
+def test_plan_loads_nothing(trio: Crew, parrots: Parrots) -> None:
     before = [node.log for node in trio.nodes]
     trio.machine.run("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())
     assert [node.log for node in trio.nodes] == before
 
 
-def test_generate_json_has_the_keys_of_the_contract(trio: Trio, parrots: Parrots) -> None:
+def test_generate_json_has_the_keys_of_the_contract(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--nodes", trio.addresses(0, 1), "--layers", "0-1,1-4", "--max-tokens", "5"]
-    result = trio.generate("abc", parrots.alphabet, *arguments, "--seed", "7", "--json")
-    answer = result.json
+    command = ["generate", "abc", "--model", str(parrots.alphabet), *arguments]
+    answer = trio.machine.run(*command, "--seed", "7", "--json").json
     assert answer["model"] == str(parrots.alphabet)
     assert len(answer["prompt_token_ids"]) == 3
     assert len(answer["token_ids"]) == 5
@@ -98,21 +96,14 @@ def test_generate_json_has_the_keys_of_the_contract(trio: Trio, parrots: Parrots
         assert stage["compute_ms"] > 0
 
 
-def test_generate_ends_its_text_with_a_closing_line(trio: Trio, parrots: Parrots) -> None:
-    result = trio.generate("a", parrots.signs, "--nodes", trio.addresses(0, 1))
+def test_generate_ends_its_text_with_a_closing_line(trio: Crew, parrots: Parrots) -> None:
+    command = ["generate", "a", "--model", str(parrots.signs), "--nodes", trio.addresses(0, 1)]
+    result = trio.machine.run(*command)
     assert result.code == 0
     assert result.stdout == "é€😀 Жz.\n"
     closing = result.stderr.splitlines()[-1]
     for part in ("tokens/s", "first after", "stage 0", "stage 1", "wire"):
         assert part in closing
-
-
-def test_without_a_node_the_model_runs_in_the_process_itself(machine: Machine) -> None:
-    """The bundled model, from any folder, without a home or network of any kind."""
-    result = machine.run("generate", "It is", "--max-tokens", "4", "--json")
-    assert len(result.json["token_ids"]) == 4
-    assert [stage["layers"] for stage in result.json["stages"]] == [[0, 8]]
-    assert result.json["text"].isprintable()
 
 
 WRONG_USAGE = [
@@ -139,12 +130,9 @@ WRONG_USAGE = [
 
 
 @pytest.mark.parametrize("usage", WRONG_USAGE, ids=" ".join)
-def test_wrong_usage_exits_with_2_and_names_the_flag(usage: list[str]) -> None:
+def test_wrong_usage_exits_with_2_and_names_the_flag(machine: Machine, usage: list[str]) -> None:
     """In this process, since there are many; the next test is the same with a real one."""
-    result = CliRunner().invoke(app, usage)
-    check_usage_error(
-        usage, Result(code=result.exit_code, stdout=result.stdout, stderr=result.stderr)
-    )
+    check_usage_error(usage, machine.call(*usage))
 
 
 def test_a_process_exits_with_2_too(machine: Machine) -> None:
@@ -178,7 +166,7 @@ def test_an_unusable_configuration_is_refused(machine: Machine, text: str) -> No
     assert "Traceback" not in result.stderr
 
 
-def test_flag_before_variable_before_file(trio: Trio, parrots: Parrots, machine: Machine) -> None:
+def test_flag_before_variable_before_file(trio: Crew, parrots: Parrots, machine: Machine) -> None:
     machine.config_path.write_text("context = 300\n[plan]\ndtype = 'float32'\n")
     arguments = ["plan", "--json", "--model", str(parrots.alphabet), "--nodes", trio.addresses(0)]
     variable = {"SHARDNET_CONTEXT": "400"}

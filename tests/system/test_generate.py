@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Machine, Trio
+from nodes import Crew, Machine, open_machine
 from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
@@ -33,15 +34,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nodes", [(0,), (1, 0), (2, 1, 0)])
-def test_the_split_changes_no_token(trio: Trio, alone: dict[str, Any], nodes: tuple[int]) -> None:
+def test_the_split_changes_no_token(trio: Crew, alone: dict[str, Any], nodes: tuple[int]) -> None:
     where = ["--nodes", trio.addresses(*nodes)]
-    answer = trio.machine.run("generate", *BUNDLED, "--max-tokens", "40", "--json", *where).json
+    answer = trio.machine.call("generate", *BUNDLED, "--max-tokens", "40", "--json", *where).json
     assert len(answer["stages"]) == len(nodes)
     assert answer["token_ids"] == alone["token_ids"]
     assert answer["text"] == alone["text"]
 
 
-def test_a_second_request_loads_nothing(trio: Trio, parrots: Parrots) -> None:
+def test_a_second_request_loads_nothing(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(), "--max-tokens", "3", "--json"]
     trio.generate("a", parrots.alphabet, *where)
     logs = [node.log for node in trio.nodes]
@@ -51,7 +52,7 @@ def test_a_second_request_loads_nothing(trio: Trio, parrots: Parrots) -> None:
     assert [node.log for node in trio.nodes] == logs
 
 
-def test_another_plan_for_the_same_model_is_carried_out(trio: Trio, parrots: Parrots) -> None:
+def test_another_plan_for_the_same_model_is_carried_out(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 1), "--max-tokens", "3", "--json"]
     for layers in ("0-1,1-4", "0-3,3-4"):
         answer = trio.generate("a", parrots.alphabet, *where, "--layers", layers).json
@@ -61,7 +62,7 @@ def test_another_plan_for_the_same_model_is_carried_out(trio: Trio, parrots: Par
 
 
 def test_another_model_frees_the_first_on_every_node(
-    trio: Trio, parrots: Parrots, tmp_path: Path
+    trio: Crew, parrots: Parrots, tmp_path: Path
 ) -> None:
     """Torch keeps some memory when it first works with large weights: hence the first round."""
     huge = make_parrot(tmp_path / "huge", ALPHABET, ends=False, intermediate=1 << 15)
@@ -79,18 +80,18 @@ def test_another_model_frees_the_first_on_every_node(
         assert after[number] < empty[number] + 0.3 * share
 
 
-def test_unload_frees_the_model_on_every_node(trio: Trio, parrots: Parrots) -> None:
+def test_unload_frees_the_model_on_every_node(trio: Crew, parrots: Parrots) -> None:
     trio.says("a", parrots.big, 1, 0)
     loaded = trio.nodes[0].private_bytes
-    assert trio.machine.run("unload", "--nodes", trio.nodes[0].address).code == 0
+    assert trio.machine.call("unload", "--nodes", trio.nodes[0].address).code == 0
     assert trio.nodes[0].private_bytes < loaded - 50_000_000
-    for node in trio.machine.run("nodes", "--json").json:
+    for node in trio.machine.call("nodes", "--json").json:
         if node["name"] in ("anna", "bert"):
             assert node["stage"] is None
             assert node["memory_free_bytes"] == node["memory_bytes"]
 
 
-def test_a_running_request_keeps_its_model(trio: Trio, parrots: Parrots) -> None:
+def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None:
     command = ["generate", "a", "--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
     running = trio.machine.begin(*command, "--max-tokens", "150")
     running.stdout.wait_for("b")
@@ -108,7 +109,7 @@ def test_a_running_request_keeps_its_model(trio: Trio, parrots: Parrots) -> None
     assert result.stdout == (ALPHABET * 10)[1:151] + "\n"
 
 
-def test_a_node_sends_the_client_on_to_the_head(trio: Trio, parrots: Parrots) -> None:
+def test_a_node_sends_the_client_on_to_the_head(trio: Crew, parrots: Parrots) -> None:
     """The oldest node of the machine is asked; another one leads the ring that it is in."""
     ready = trio.generate("a", parrots.alphabet, "--nodes", trio.addresses(1, 0), "--json").json
     result = trio.generate("m", parrots.alphabet, "--max-tokens", "3", "--json")
@@ -118,30 +119,44 @@ def test_a_node_sends_the_client_on_to_the_head(trio: Trio, parrots: Parrots) ->
     assert result.json["timing"]["load_s"] == 0
 
 
-def test_a_peer_is_asked_where_no_node_runs(trio: Trio, parrots: Parrots, machine: Machine) -> None:
+def test_a_peer_is_asked_where_no_node_runs(trio: Crew, parrots: Parrots, machine: Machine) -> None:
     arguments = ["--model", str(parrots.alphabet), "--max-tokens", "3", "--json"]
-    trio.machine.run("unload", "--nodes", trio.addresses(0))
-    result = machine.run("generate", "a", *arguments, "--peer", trio.nodes[2].address)
+    trio.machine.call("unload", "--nodes", trio.addresses(0))
+    result = machine.call("generate", "a", *arguments, "--peer", trio.nodes[2].address)
     assert trio.nodes[2].address in result.stderr
     assert result.json["text"] == "bcd"
 
 
+@pytest.fixture(scope="module")
+def newcomer(trio: Crew, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """A node of little memory on a machine of its own, which was told of two peers."""
+    peers = ["--peer", trio.nodes[1].address, "--peer", "127.0.0.1:1"]
+    with open_machine(tmp_path_factory.mktemp("newcomer") / "machine") as machine:
+        nodes = machine.start_nodes("dora", arguments=[*peers, "--memory", "50MB"])
+        yield Crew(machine=machine, nodes=nodes)
+
+
 def test_a_node_plans_over_the_peers_it_was_told(
-    trio: Trio, parrots: Parrots, machine: Machine
+    trio: Crew, newcomer: Crew, parrots: Parrots
 ) -> None:
     """A peer that answers is used, one that does not is named and does no harm."""
-    peers = ["--peer", trio.nodes[1].address, "--peer", "127.0.0.1:1"]
-    [newcomer] = machine.start_nodes("dora", arguments=peers)
-    newcomer.stderr.wait_for("127.0.0.1:1")
+    newcomer.nodes[0].stderr.wait_for("127.0.0.1:1")
     wanted = ["--layers", "0-2,2-4", "--max-tokens", "3", "--json"]
-    result = machine.run("generate", "a", "--model", str(parrots.alphabet), *wanted)
-    first, second = (stage["node"] for stage in result.json["stages"])
-    assert first == newcomer.ready["node"]
+    answer = newcomer.generate("a", parrots.alphabet, *wanted).json
+    first, second = (stage["node"] for stage in answer["stages"])
+    assert first == newcomer.nodes[0].ready["node"]
     assert second in {node.ready["node"] for node in trio.nodes}  # whom the peer knows counts too
-    assert result.json["text"] == "bcd"
+    assert answer["text"] == "bcd"
 
 
-def test_two_requests_share_a_ring(trio: Trio, parrots: Parrots) -> None:
+def test_a_model_too_large_for_its_nodes_is_refused(newcomer: Crew, parrots: Parrots) -> None:
+    error = newcomer.generate("a", parrots.big, "--nodes", newcomer.addresses()).error
+    assert "dora" in error
+    assert "--memory" in error
+    assert newcomer.says("a", parrots.alphabet) == "bcd"
+
+
+def test_two_requests_share_a_ring(trio: Crew, parrots: Parrots) -> None:
     where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1), "--max-tokens", "30"]
     trio.says("a", parrots.big, 0, 1)
     first, second = (trio.machine.begin("generate", prompt, *where) for prompt in "an")
@@ -149,22 +164,22 @@ def test_two_requests_share_a_ring(trio: Trio, parrots: Parrots) -> None:
     assert second.wait().stdout == (ALPHABET * 2)[14:44] + "\n"
 
 
-def test_a_long_prompt_goes_round_in_chunks(trio: Trio, parrots: Parrots) -> None:
+def test_a_long_prompt_goes_round_in_chunks(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(), "--max-tokens", "2", "--json"]
-    answer = trio.machine.run(
+    answer = trio.machine.call(
         *("generate", "-", "--model", str(parrots.alphabet), *where), stdin=ALPHABET * 60 + "abc"
     ).json
     assert len(answer["prompt_token_ids"]) == 26 * 60 + 3
     assert answer["text"] == "de"
 
 
-def test_pieces_hold_whole_characters_only(trio: Trio, parrots: Parrots) -> None:
+def test_pieces_hold_whole_characters_only(trio: Crew, parrots: Parrots) -> None:
     pieces = asyncio.run(_pieces(trio, parrots.signs))
     assert "".join(piece.text for piece in pieces) == SIGNS
     assert [piece.text for piece in pieces if piece.text] == list(SIGNS)
 
 
-async def _pieces(trio: Trio, model: Path) -> list[TextPiece | Finished]:
+async def _pieces(trio: Crew, model: Path) -> list[TextPiece | Finished]:
     nodes = trio.addresses(0, 2).split(",")
     message = Generate(
         request=0,
@@ -176,7 +191,7 @@ async def _pieces(trio: Trio, model: Path) -> list[TextPiece | Finished]:
         return [event async for event in events if isinstance(event, TextPiece | Finished)]
 
 
-def test_a_cut_character_is_marked(trio: Trio, parrots: Parrots) -> None:
+def test_a_cut_character_is_marked(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3"]
     assert trio.generate("a", parrots.signs, *where).stdout == "é\ufffd\n"
 
@@ -190,7 +205,7 @@ def test_a_cut_character_is_marked(trio: Trio, parrots: Parrots) -> None:
     ],
 )
 def test_a_stop_string_never_shows(
-    trio: Trio, parrots: Parrots, stops: list[str], text: str, n_tokens: int
+    trio: Crew, parrots: Parrots, stops: list[str], text: str, n_tokens: int
 ) -> None:
     """Its characters are several tokens each, and it spans several characters."""
     arguments = [part for stop in stops for part in ("--stop", stop)]
@@ -202,7 +217,7 @@ def test_a_stop_string_never_shows(
     assert len(answer["token_ids"]) == n_tokens
 
 
-def test_the_end_of_text_is_a_token_without_text(trio: Trio, parrots: Parrots) -> None:
+def test_the_end_of_text_is_a_token_without_text(trio: Crew, parrots: Parrots) -> None:
     answer = trio.generate("z", parrots.signs, "--nodes", trio.addresses(0, 2), "--json").json
     assert answer["token_ids"][1:] == [EOS_ID]
     assert answer["tokens"] == [".", "</s>"]
@@ -210,7 +225,7 @@ def test_the_end_of_text_is_a_token_without_text(trio: Trio, parrots: Parrots) -
     assert answer["finish_reason"] == "stop"
 
 
-def test_a_stop_token_id_ends_the_text(trio: Trio, parrots: Parrots) -> None:
+def test_a_stop_token_id_ends_the_text(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--json"]
     [stop_id] = trio.generate("d", parrots.alphabet, *where, "--max-tokens", "1").json["token_ids"]
     arguments = ["--stop-token-id", str(stop_id), "--max-tokens", "30"]
@@ -220,23 +235,23 @@ def test_a_stop_token_id_ends_the_text(trio: Trio, parrots: Parrots) -> None:
     assert answer["finish_reason"] == "stop"
 
 
-def test_the_end_of_the_context_ends_the_text(trio: Trio, parrots: Parrots) -> None:
+def test_the_end_of_the_context_ends_the_text(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--context", "16", "--json"]
     answer = trio.generate("abcd", parrots.alphabet, *where).json
     assert answer["text"] == ALPHABET[4:16]
     assert answer["finish_reason"] == "length"
 
 
-def test_a_prompt_may_be_token_ids(trio: Trio, parrots: Parrots) -> None:
+def test_a_prompt_may_be_token_ids(trio: Crew, parrots: Parrots) -> None:
     where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 2), "--json"]
-    ids = trio.machine.run("generate", "xy", *where, "--max-tokens", "1").json["prompt_token_ids"]
+    ids = trio.machine.call("generate", "xy", *where, "--max-tokens", "1").json["prompt_token_ids"]
     prompt = ["--token-ids", ",".join(map(str, ids)), "--max-tokens", "3"]
-    answer = trio.machine.run("generate", *prompt, *where).json
+    answer = trio.machine.call("generate", *prompt, *where).json
     assert answer["prompt_token_ids"] == ids
     assert answer["text"] == "zab"
 
 
-def test_logprobs_tell_of_every_token(trio: Trio, parrots: Parrots) -> None:
+def test_logprobs_tell_of_every_token(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--json"]
     arguments = ["--logprobs", "2", "--max-tokens", "2", "--temperature", "0.1", "--seed", "1"]
     answer = trio.generate("a", parrots.signs, *where, *arguments).json
@@ -251,18 +266,18 @@ def test_logprobs_tell_of_every_token(trio: Trio, parrots: Parrots) -> None:
     assert first["top"][1][2] < -10
 
 
-def test_a_seed_that_was_drawn_is_told(trio: Trio, parrots: Parrots) -> None:
+def test_a_seed_that_was_drawn_is_told(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--nodes", trio.addresses(0), "--temperature", "1", "--max-tokens", "2", "--json"]
     seeds = {trio.generate("a", parrots.signs, *arguments).json["seed"] for _ in range(2)}
     assert len(seeds) == 2
 
 
-def test_an_empty_prompt_is_refused(trio: Trio, parrots: Parrots) -> None:
+def test_an_empty_prompt_is_refused(trio: Crew, parrots: Parrots) -> None:
     error = trio.generate("", parrots.alphabet, "--nodes", trio.addresses(0, 2)).error
     assert "prompt is empty" in error
 
 
-def test_a_prompt_beyond_the_context_is_refused(trio: Trio, parrots: Parrots) -> None:
+def test_a_prompt_beyond_the_context_is_refused(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--context", "16"]
     error = trio.generate("a" * 16, parrots.alphabet, *where).error
     assert "16" in error
@@ -270,35 +285,30 @@ def test_a_prompt_beyond_the_context_is_refused(trio: Trio, parrots: Parrots) ->
     assert trio.generate("a" * 15, parrots.alphabet, *where).stdout == "b\n"
 
 
-def test_a_context_beyond_the_model_is_refused(trio: Trio, parrots: Parrots) -> None:
+def test_a_context_beyond_the_model_is_refused(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--nodes", trio.addresses(0, 2), "--context", "10000"]
     error = trio.generate("a", parrots.alphabet, *arguments).error
     assert "10000" in error
     assert "8192" in error
 
 
-def test_layers_that_do_not_fit_the_model_are_refused(trio: Trio, parrots: Parrots) -> None:
+def test_layers_that_do_not_fit_the_model_are_refused(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2)]
-    for layers in ("0-2,2-5", "0-1,1-3", "0-4", "0-1,1-2,2-4"):
-        assert "layers" in trio.generate("a", parrots.alphabet, *where, "--layers", layers).error
+    refused = [
+        trio.machine.begin("plan", "--model", str(parrots.alphabet), *where, "--layers", layers)
+        for layers in ("0-2,2-5", "0-1,1-3", "0-4", "0-1,1-2,2-4")
+    ]
+    for command in refused:
+        assert "layers" in command.wait().error
 
 
-def test_a_token_id_beyond_the_vocabulary_is_refused(trio: Trio, parrots: Parrots) -> None:
+def test_a_token_id_beyond_the_vocabulary_is_refused(trio: Crew, parrots: Parrots) -> None:
     where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 2)]
-    error = trio.machine.run("generate", "--token-ids", "1,99999", *where).error
+    error = trio.machine.call("generate", "--token-ids", "1,99999", *where).error
     assert "99999" in error
 
 
-def test_a_model_too_large_for_its_nodes_is_refused(parrots: Parrots, machine: Machine) -> None:
-    [node] = machine.start_nodes("tiny", arguments=["--memory", "50MB"])
-    where = ["--nodes", node.address]
-    error = machine.run("generate", "a", "--model", str(parrots.big), *where).error
-    assert "tiny" in error
-    assert "--memory" in error
-    assert Trio(machine=machine, nodes=[node]).says("a", parrots.alphabet) == "bcd"
-
-
-def test_another_head_takes_the_nodes_and_gives_them_back(trio: Trio, parrots: Parrots) -> None:
+def test_another_head_takes_the_nodes_and_gives_them_back(trio: Crew, parrots: Parrots) -> None:
     """A head whose place was taken knows that its ring is no more."""
     for nodes in ((0,), (0, 1), (1, 0), (0, 1), (1,), (0,)):
         assert trio.says("a", parrots.alphabet, *nodes) == "bcd"

@@ -66,9 +66,9 @@ def test_interrupting_the_text_leaves_nothing(machine: Machine, parrots: Parrots
 
 
 def test_killing_the_parent_leaves_nothing(machine: Machine, parrots: Parrots) -> None:
-    command = begin(machine, parrots, 2)
+    command = begin(machine, parrots, 1)
     command.stdout.wait_for("b")
-    assert len(machine.processes()) == 3
+    assert len(machine.processes()) == 2
     command.kill()
     check_nothing_left(machine)
 

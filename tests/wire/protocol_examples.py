@@ -54,7 +54,6 @@ STEP = Step(
     dtype=DType.FLOAT32,
     width=2,
     payload=struct.pack("<6f", 0.0, 1.0, -1.0, 0.5, 2.0, -0.25),
-    timings_wanted=True,
 )
 """Two rows of a prompt's end and one generated row; the tail samples the last of each."""
 

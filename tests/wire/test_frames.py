@@ -1,4 +1,4 @@
-"""The frame header: round trip, caps before memory, flags and kinds."""
+"""The frame header: round trip, caps before memory, kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.wire.frames import (
     HEADER,
     Frame,
-    FrameFlags,
     FrameKind,
     Header,
     Limits,
@@ -29,29 +28,22 @@ def unpack(data: bytes, allowed: frozenset[FrameKind] = ALL_KINDS) -> Header:
 
 
 def header_bytes(
-    kind: int, *, magic: int = 0x4E53, flags: int = 0, meta: int = 0, payload: int = 0
+    kind: int, *, magic: int = 0x4E53, reserved: int = 0, meta: int = 0, payload: int = 0
 ) -> bytes:
-    return struct.pack("<HBBIIIQ", magic, kind, flags, meta, payload, 0, 0)
+    return struct.pack("<HBBIIIQ", magic, kind, reserved, meta, payload, 0, 0)
 
 
 @given(
     epoch=st.integers(0, 2**32 - 1),
     step=st.integers(0, 2**64 - 1),
-    timings=st.booleans(),
     meta=st.binary(max_size=50),
     payload=st.binary(max_size=50),
 )
-def test_header_round_trip(
-    epoch: int, step: int, timings: bool, meta: bytes, payload: bytes
-) -> None:
-    flags = FrameFlags.TIMINGS_WANTED if timings else FrameFlags.NONE
-    frame = Frame(
-        kind=FrameKind.DATA, epoch=epoch, step=step, flags=flags, meta=meta, payload=payload
-    )
+def test_header_round_trip(epoch: int, step: int, meta: bytes, payload: bytes) -> None:
+    frame = Frame(kind=FrameKind.DATA, epoch=epoch, step=step, meta=meta, payload=payload)
     data = b"".join(pack_frame(frame, LIMITS))
     assert unpack(data) == Header(
         kind=FrameKind.DATA,
-        flags=flags,
         meta_length=len(meta),
         payload_length=len(payload),
         epoch=epoch,
@@ -86,8 +78,7 @@ def test_what_is_not_allowed_now_is_refused_by_name() -> None:
         (header_bytes(0), "unknown kind 0"),
         (header_bytes(200), "unknown kind 200"),
         (header_bytes(FrameKind.BYE, magic=0x534E), "0x534e"),
-        (header_bytes(FrameKind.DATA, flags=2), "unknown flags 0x02"),
-        (header_bytes(FrameKind.CONTROL, flags=1), "unknown flags 0x01"),
+        (header_bytes(FrameKind.DATA, reserved=2), "0x02 where 0 belongs"),
     ],
 )
 def test_a_damaged_header_is_the_peers_fault(data: bytes, what: str) -> None:
@@ -103,7 +94,6 @@ def test_a_damaged_header_is_the_peers_fault(data: bytes, what: str) -> None:
         Frame(kind=FrameKind.HELLO, meta=bytes(LIMITS.hello_meta_bytes + 1)),
         Frame(kind=FrameKind.BYE, epoch=2**32),
         Frame(kind=FrameKind.BYE, step=-1),
-        Frame(kind=FrameKind.BYE, flags=FrameFlags.TIMINGS_WANTED),
     ],
 )
 def test_what_a_peer_would_refuse_is_not_sent(frame: Frame) -> None:

@@ -109,7 +109,6 @@ def steps(draw: st.DrawFn) -> Step:
         dtype=dtype,
         width=width,
         payload=(fill * (n_bytes // len(fill) + 1))[:n_bytes],
-        timings_wanted=draw(st.booleans()),
     )
 
 

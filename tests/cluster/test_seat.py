@@ -1,0 +1,108 @@
+"""A seat in a ring of one: work, and what happens when the compute itself is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shardnet.cluster.seat import RingSeat
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.pipeline import Pipeline
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, MicroBatch, RowGroup, SamplingParams, SequenceId, SlotId, StepId
+from shardnet.wire.messages import Hello, Purpose, Role
+
+
+class BrokenCompute:
+    """A compute with a bug."""
+
+    def open_sequence(
+        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
+    ) -> None:
+        """Nothing."""
+
+    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        raise ZeroDivisionError("a bug of ours")
+
+
+async def no_dial(address: str, seat: RingSeat) -> Link:
+    raise AssertionError("a ring of one dials nobody")
+
+
+def seat(on_broken: Callable[[ShardnetError], None], n_stages: int = 1, rank: int = 0) -> RingSeat:
+    return RingSeat(
+        ring="r",
+        epoch=Epoch(1),
+        rank=rank,
+        addresses=("a:1", "b:2", "c:3")[:n_stages],
+        model="/m",
+        owner="n",
+        dial=no_dial,
+        on_broken=on_broken,
+    )
+
+
+def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        broken: list[ShardnetError] = []
+        ended = asyncio.Event()
+
+        def note(error: ShardnetError) -> None:
+            broken.append(error)
+            ended.set()
+
+        executor = Executor("test")
+        pipeline = Pipeline(
+            epoch=Epoch(1),
+            vocab_size=5,
+            clock_ns=time.perf_counter_ns,
+            on_answered=lambda answered: None,
+            on_failed=lambda failed: None,
+        )
+        one = seat(note)
+        await one.join(BrokenCompute(), executor, pipeline)
+        group = RowGroup(
+            sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
+        )
+        pipeline.send(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(1,)))
+        await ended.wait()
+        assert [str(error) for error in broken] == [
+            "internal error at rank 0: ZeroDivisionError('a bug of ours')"
+        ]
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+    assert "rank 0 of ring r failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ring", "epoch", "rank"), [("x", 1, 2), ("r", 2, 2), ("r", 1, 0), ("r", 1, 1)]
+)
+def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -> None:
+    async def main() -> None:
+        hello = Hello(
+            purpose=Purpose.DATA,
+            role=Role.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring=ring,
+            epoch=epoch,
+            rank=rank,
+        )
+        with pytest.raises(UsageError, match="expected was rank 2 of ring r epoch 1"):
+            seat(print, n_stages=3, rank=0).check_hello(hello)
+
+    asyncio.run(main())

@@ -1,0 +1,71 @@
+"""What talks to nodes and is none: raw connections, and servers that answer in their own way."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+from nodes import NodeProcess
+
+from shardnet.wire.frames import PREAMBLE, Limits, pack_frame
+from shardnet.wire.messages import Hello, Purpose, Role, hello_frame
+
+OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
+HELLO = b"".join(
+    pack_frame(
+        hello_frame(
+            Hello(purpose=Purpose.CONTROL, role=Role.CLIENT, node="0" * 32, name="odd", version="0")
+        ),
+        Limits(),
+    )
+)
+PATIENCE_S = 30.0
+"""Three times the silence after which a node gives a peer up."""
+
+
+@contextmanager
+def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
+    """A connection to a node on which `said` was sent."""
+    with socket.create_connection((node.ready["host"], node.ready["port"])) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(said)
+        yield connection
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    """Read until the node closes."""
+    answer = b""
+    try:
+        while part := connection.recv(1 << 16):
+            answer += part
+    except ConnectionResetError:
+        pass
+    return answer
+
+
+@contextmanager
+def answering(said: bytes) -> Iterator[str]:
+    """A server that is no node: it says `said` to whoever connects. Yields its address."""
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed
+                return
+            connections.append(connection)
+            connection.sendall(said)
+
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=answer)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()

@@ -1,0 +1,127 @@
+"""Peers that are there and say nothing: each is given up after 10 s, by name.
+
+They all fall silent at the same time, so that the tests wait once.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+from nodes import Crew, Result, open_machine
+from parrot import Parrots
+from proxy import Proxy
+from strangers import HELLO, PATIENCE_S, answering, connected, read_to_the_end
+
+from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+
+HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """How everything ended. Rings by the node that was lost."""
+
+    frozen_middle: Result
+    frozen_tail: Result
+    stalled_link: Result
+    meanwhile: list[str]
+    """What the heads of the broken rings said alone while the others were still frozen."""
+    mute_nodes: list[Result]
+    stranger_log: str
+    """What the node logged that the strangers talked to."""
+    rings: dict[str, Crew]
+
+
+@pytest.fixture(scope="module")
+def silence(
+    trio: Crew, parrots: Parrots, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Silence]:
+    """Let the middle of one ring, the tail of another, the link of a third one and the client of a
+    fourth one fall silent, and strangers that connect to its node, and nodes that never answer."""
+    with ExitStack() as stack:
+        machine = stack.enter_context(open_machine(tmp_path_factory.mktemp("silence") / "machine"))
+        karl, lena, mona, nils, olga = machine.start_nodes("karl", "lena", "mona", "nils", "olga")
+        rings = {
+            "bert": trio,
+            "lena": Crew(machine=machine, nodes=[karl, lena]),
+            "nils": Crew(machine=machine, nodes=[mona, nils]),
+            "olga": Crew(machine=machine, nodes=[olga]),
+        }
+        proxy = stack.enter_context(Proxy("127.0.0.1", nils.ready["port"]))
+        mute = stack.enter_context(answering(b""))
+        middle = trio.begin(parrots.alphabet)
+        tail = rings["lena"].begin(parrots.alphabet)
+        link = rings["nils"].begin(parrots.alphabet, f"{mona.address},127.0.0.1:{proxy.port}")
+        client = rings["olga"].begin(parrots.alphabet)
+        strangers = [
+            stack.enter_context(connected(olga, said))
+            for said in (b"", PREAMBLE + HELLO[:30], PREAMBLE + HELLO + HALF_A_FRAME)
+        ]
+        trio.nodes[1].freeze()
+        stack.callback(trio.nodes[1].thaw)
+        lena.freeze()
+        proxy.stall()
+        client.signal(signal.SIGSTOP)
+        questions = [machine.begin("plan", "--nodes", mute)]
+        questions.append(machine.begin("plan", "--nodes", f"{olga.address},{mute}"))
+        for stranger in strangers:
+            read_to_the_end(stranger)  # fails unless the node hangs up
+        result = Silence(
+            frozen_middle=middle.wait(PATIENCE_S),
+            frozen_tail=tail.wait(PATIENCE_S),
+            stalled_link=link.wait(PATIENCE_S),
+            meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
+            mute_nodes=[question.wait() for question in questions],
+            stranger_log=olga.log,
+            rings=rings,
+        )
+        trio.nodes[1].thaw()
+        lena.thaw()
+        client.kill()
+        yield result
+
+
+def test_a_frozen_middle_is_named(silence: Silence) -> None:
+    assert silence.frozen_middle.code == 1
+    assert "bert" in silence.frozen_middle.error_line
+    assert "frozen" in silence.frozen_middle.error_line
+
+
+def test_a_frozen_tail_is_named(silence: Silence) -> None:
+    assert silence.frozen_tail.code == 1
+    assert "lena" in silence.frozen_tail.error_line
+    assert "frozen" in silence.frozen_tail.error_line
+
+
+def test_a_stalled_link_is_named(silence: Silence) -> None:
+    assert silence.stalled_link.code == 1
+    assert "nils" in silence.stalled_link.error_line
+    assert "network between is cut" in silence.stalled_link.error_line
+
+
+def test_the_others_serve_while_a_node_is_frozen(silence: Silence) -> None:
+    assert silence.meanwhile == ["nop", "nop"]
+
+
+@pytest.mark.parametrize("lost", ["bert", "lena", "nils", "olga"])
+def test_every_node_serves_again(silence: Silence, parrots: Parrots, lost: str) -> None:
+    assert silence.rings[lost].says("m", parrots.alphabet) == "nop"
+
+
+def test_a_frozen_client_does_not_hold_its_ring(silence: Silence, parrots: Parrots) -> None:
+    """Another model can be loaded, so the request of that client has ended."""
+    assert silence.rings["olga"].says("z", parrots.signs) == "."
+
+
+def test_a_node_that_never_answers_is_named(silence: Silence) -> None:
+    """As the head, asked by the client, and as another node, asked by the head."""
+    for result in silence.mute_nodes:
+        assert "no answer within 5 s" in result.error
+
+
+def test_strangers_that_say_no_hello_are_logged(silence: Silence) -> None:
+    assert silence.stranger_log.count("no hello came within 5 s") == 2

@@ -1,0 +1,65 @@
+"""The wheel that is built from this checkout brings everything it needs, the bundled model too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD_S = 120
+
+
+def run(*command: str, cwd: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> None:
+    sources, target = tmp_path / "sources", tmp_path / "target"
+    sources.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "shardnet", "cli"):
+        (sources / name).symlink_to(ROOT / name)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"SHARDNET_RUNTIME_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)}
+    pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+    run(
+        *(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)),
+        str(sources),
+        cwd=tmp_path,
+        environment=environment,
+    )
+    (wheel,) = tmp_path.glob("shardnet-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert "shardnet/assets/default_model/model.safetensors" in names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "shardnet",
+        "shardnet_cli",
+    }
+    run(
+        *(*pip, "install", "--no-deps", "--target", str(target), str(wheel)),
+        cwd=tmp_path,
+        environment=environment,
+    )
+    output = run(
+        "-c",
+        "import shardnet, shardnet_cli.main as m, sys; "
+        f"assert shardnet.__file__.startswith({str(target)!r}), shardnet.__file__; "
+        "sys.argv = ['shardnet', 'generate', 'It was', '--max-tokens', '4', '--json']; m.main()",
+        cwd=tmp_path,
+        environment=environment | {"PYTHONPATH": str(target)},
+    )
+    assert len(json.loads(output)["token_ids"]) == 4
