@@ -113,7 +113,8 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    answer = await asyncio.wait_for(anext(answers), REPLY_SILENCE_S)
+                    async with asyncio.timeout(REPLY_SILENCE_S):
+                        answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "

@@ -203,7 +203,8 @@ async def _quiet(news: asyncio.Event, quiet_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         while True:
             news.clear()
-            await asyncio.wait_for(news.wait(), quiet_s)
+            async with asyncio.timeout(quiet_s):
+                await news.wait()
 
 
 # --- the record ---------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ class PeerBook:
 
     def lost(self, node: NodeId, now: float) -> None:
         """Note that the last control link has ended. What the node told is no news any more."""
+        self.retract(node, source=NAMED, now=now)
         for other in self._known.values():
             self.retract(other.node, source=node, now=now)
         known = self._known.get(node)

@@ -337,7 +337,8 @@ class Peers:
             next_due = self._book.next_due()
             wait_s = max(0.05, next_due - now) if next_due is not None else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
 
     async def _visit(self, known: KnownNode) -> None:
         """Try the addresses of a node, and link to it at the best if it is not linked."""
@@ -411,7 +412,8 @@ class Peers:
         """Close a link that another one has replaced, when both sides have stopped using it."""
         while not line.ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(line.ended.wait(), self._times.retire_s)
+                async with asyncio.timeout(self._times.retire_s):
+                    await line.ended.wait()
             if line.control.is_idle:
                 await line.control.link.close()
 
