@@ -108,7 +108,8 @@ class PeerBook:
         if not before.issuperset(addresses):
             known.is_settled = False
             known.n_failed = 0
-            known.next_try = min(known.next_try, self._first_try(node, now))
+            first_try = now if known.is_linked else self._first_try(node, now)
+            known.next_try = min(known.next_try, first_try)
 
     def refuse(
         self,

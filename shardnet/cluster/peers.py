@@ -162,14 +162,15 @@ class Peers:
         return self.link_of(NodeId(control.link.peer.node)) or control
 
     def address_of(self, node: NodeId) -> str:
-        """Return the address of a node: one that has answered, else the best it is said to have.
-
-        "" where none is known.
+        """Return the address of a node: one that has answered, else the one it has dialled from,
+        else the best it is said to have; "" where none is known.
         """
         known = self._book.get(node)
-        if known is None:
-            return ""
-        return known.address or next(iter(self._order(known.announced)), "")
+        if known is None or known.address:
+            return known.address if known is not None else ""
+        order, control = self._order(known.announced), self.link_of(node)
+        seen = _host(control.link.peer_address) if control is not None else ""
+        return next((a for a in order if _host(a) == seen), order[0] if order else "")
 
     async def dial_by(self, address: str, dial: Callable[[str], Awaitable[Link]]) -> Link:
         """Open a link with `dial` to the node that others have at `address`.
@@ -369,7 +370,7 @@ class Peers:
         """Put a node's addresses into the order in which to try them."""
         by_host: dict[str, list[str]] = {}
         for address in addresses:
-            by_host.setdefault(split_address(address)[0], []).append(address)
+            by_host.setdefault(_host(address), []).append(address)
         return tuple(a for host in dial_order(by_host, self._own_hosts()) for a in by_host[host])
 
     # --- lines
@@ -482,13 +483,16 @@ class Peers:
 
 def _is_same_machine(link: Link) -> bool:
     """Say whether a link goes over loopback."""
-    host, _, _ = link.peer_address.rpartition(":")
-    return is_loopback(host.strip("[]"))
+    return is_loopback(_host(link.peer_address))
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _known_peer(node: NodeId, name: str, addresses: Iterable[str], same_machine: bool) -> KnownPeer:
     """Write an entry; addresses that mean nothing elsewhere are left out."""
-    hosts = ((address, split_address(address)[0]) for address in addresses)
+    hosts = ((address, _host(address)) for address in addresses)
     good = [a for a, h in hosts if not is_scoped(h) and (same_machine or not is_loopback(h))]
     return KnownPeer(node=node, name=name, addresses=good[:MAX_PEER_ADDRESSES])
 

@@ -377,6 +377,19 @@ def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
     asyncio.run(main())
 
 
+def test_until_an_address_has_answered_the_one_it_has_dialled_from_is_given() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            b.addresses = ["10.0.0.1:7433", "memory-a:7433", "10.0.0.2:7433"]  # all unreachable
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and bool(a.report("b").failures))
+            assert a.peers.address_of(b.node) == "memory-a:7433"
+            assert a.peers.address_of(NodeId("nobody")) == ""
+
+    asyncio.run(main())
+
+
 def test_what_a_peer_tells_is_bounded_by_what_makes_sense_here() -> None:
     """Loopback and link-local addresses of another machine lead elsewhere."""
 
