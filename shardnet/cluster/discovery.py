@@ -318,11 +318,15 @@ async def _open(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
 
 def _is_here(address: str) -> bool:
     """Say whether an interface of this machine has the address now."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
+    try:
+        [(family, kind, number, _, place), *_] = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+        )
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 @asynccontextmanager

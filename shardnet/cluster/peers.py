@@ -487,7 +487,8 @@ def _is_same_machine(link: Link) -> bool:
 
 
 def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
+    """Return the host of an address; one of IPv4 that an IPv6 socket has seen as itself."""
+    return address.rpartition(":")[0].strip("[]").removeprefix("::ffff:")
 
 
 def _known_peer(node: NodeId, name: str, addresses: Iterable[str], same_machine: bool) -> KnownPeer:
