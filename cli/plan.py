@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages import ModelChoice, PlanReply
+from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply
 
 from .options import (
     Context,
@@ -81,10 +81,15 @@ def _as_json(plan: PlanReply) -> dict[str, Any]:
 def _as_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {plan.dtype}, context {plan.context}: {plan.why}"]
     lines += [
-        f"  rank {stage.rank}: {stage.name} ({stage.address}), layers "
+        f"  rank {stage.rank}: {stage.name}{_where(stage)}, layers "
         f"{stage.layers[0]}-{stage.layers[1]}, weights {stage.weight_bytes / 2**20:.1f} MiB, "
         f"KV cache {stage.kv_bytes / 2**20:.1f} MiB"
         for stage in plan.stages
     ]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     return "\n".join(lines)
+
+
+def _where(stage: PlannedStage) -> str:
+    """The node's address, if it has one: the node inside this process has none."""
+    return f" ({stage.address})" if stage.address else ""

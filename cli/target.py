@@ -23,6 +23,8 @@ from .local_processes import local_processes
 from .mdns import find_nearest
 from .run import say
 
+_THIS_PROCESS = "this process"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -105,12 +107,15 @@ async def in_process(threads: int) -> AsyncIterator[Client]:
 
     settings = NodeSettings(
         node=make_node_id(),
-        name="this process",
+        name=_THIS_PROCESS,
         budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
         log=lambda line: None,
     )
-    async with running(settings) as node, open_client(await node.client()) as client:
+    async with (
+        running(settings) as node,
+        open_client(await node.client(), node_name=_THIS_PROCESS) as client,
+    ):
         yield client

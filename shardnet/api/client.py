@@ -125,9 +125,12 @@ class Client:
 
 
 @asynccontextmanager
-async def open_client(link: Link) -> AsyncIterator[Client]:
-    """Make a client over a control link that is up; the link is closed at the end."""
-    async with _serving(link) as control:
+async def open_client(link: Link, *, node_name: str = "") -> AsyncIterator[Client]:
+    """Make a client over a control link that is up; the link is closed at the end.
+
+    `node_name` is how messages call the node, where it is not name and address.
+    """
+    async with _serving(link, node_name) as control:
         yield Client(control)
 
 
@@ -139,8 +142,8 @@ async def connect(address: str) -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
-async def _serving(link: Link) -> AsyncIterator[ControlLink]:
-    control = ControlLink(link, _refuse)
+async def _serving(link: Link, node_name: str = "") -> AsyncIterator[ControlLink]:
+    control = ControlLink(link, _refuse, peer_name=node_name)
     reading = asyncio.create_task(_read(control))
     try:
         yield control

@@ -64,16 +64,19 @@ class Clients:
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream what it makes."""
         message.sampling.params().check()
-        lead = await self._head.lead(
+        async with self._head.lead(
             message.choice,
             on_plan=lambda plan: control.send(plan.reply(message.request)),
             on_progress=lambda rank, done, total: control.send(
                 NodeProgress(request=message.request, rank=rank, done_bytes=done, total_bytes=total)
             ),
-        )
-        if isinstance(lead, Elsewhere):
-            control.send(Redirect(request=message.request, address=lead.address))
-            return
+        ) as lead:
+            if isinstance(lead, Elsewhere):
+                control.send(Redirect(request=message.request, address=lead.address))
+            else:
+                await self._stream(control, message, lead)
+
+    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
         prompt = await self._reader.run(lambda: _prompt_ids(message, lead))
         request = GenerationRequest(
             prompt=tuple(prompt),

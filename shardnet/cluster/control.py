@@ -71,8 +71,10 @@ class ControlLink:
     an answer cancels the request at the peer.
     """
 
-    def __init__(self, link: Link, handler: Handler) -> None:
+    def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
         self.link = link
+        self.peer_name = peer_name or f"{link.peer.name} ({link.peer_address})"
+        """How to call the peer in messages to people."""
         self._handler = handler
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
@@ -84,11 +86,6 @@ class ControlLink:
     def is_idle(self) -> bool:
         """Whether no request waits for its answer, on either side as far as is known here."""
         return not self._answers and not self._handling
-
-    @property
-    def peer_name(self) -> str:
-        """How to call the peer in messages to people."""
-        return f"{self.link.peer.name} ({self.link.peer_address})"
 
     def next_request(self) -> int:
         """Return a request number that is not used yet on this side of the link."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -88,6 +88,14 @@ class Head:
         """The model of the ring that stands, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
+    def check_idle(self) -> None:
+        """Raise BusyError, which names the model, while requests run on this node's ring."""
+        if self._lead is not None and self._lead.ring.is_busy:
+            raise BusyError(
+                f"this node is generating with {self._lead.plan.choice.model}: wait until that "
+                "ends, or stop it"
+            )
+
     async def plan(self, choice: ModelChoice) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
 
@@ -102,35 +110,24 @@ class Head:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
 
+    @contextlib.asynccontextmanager
     async def lead(
         self,
         choice: ModelChoice,
         *,
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
-    ) -> Lead | Elsewhere:
-        """Return a ring for `choice`, built if none stands.
+    ) -> AsyncIterator[Lead | Elsewhere]:
+        """Give a ring for `choice`, built if none stands, that nobody unloads meanwhile.
 
         Raises BusyError when another model's requests run, and what planning or loading raises.
         """
-        async with self._changing:
-            standing = self._standing(choice)
-            if standing is not None:
-                on_plan(standing.plan)
-                return standing
-            elsewhere = self._neighbourhood.head_elsewhere()
-            if elsewhere is not None and elsewhere.model == choice.model and not choice.nodes:
-                return elsewhere
-            if self._lead is not None and self._lead.ring.is_busy:
-                raise BusyError(
-                    f"this ring is generating with {self._lead.plan.choice.model} on another plan: "
-                    "wait until that ends"
-                )
-            plan = await self.plan(choice)
-            if isinstance(plan, Elsewhere):
-                return plan
-            on_plan(plan)
-            return await self._build(plan, on_progress)
+        with contextlib.ExitStack() as stack:
+            async with self._changing:
+                lead = await self._find_or_build(choice, on_plan, on_progress)
+                if isinstance(lead, Lead):
+                    stack.enter_context(lead.ring.in_use())
+            yield lead
 
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
@@ -145,10 +142,7 @@ class Head:
             if self._lead is None:
                 await self._neighbourhood.free_stage()
                 return None
-            if self._lead.ring.is_busy:
-                raise BusyError(
-                    f"requests still run on {self._lead.plan.choice.model}: wait until they end"
-                )
+            self.check_idle()
             await self._lead.ring.unload()
             self._lead = None
             return None
@@ -165,6 +159,26 @@ class Head:
         """Take a stage's word that a ring is broken."""
         if self._lead is not None and self._lead.ring.name == ring:
             self._lead.ring.lost(f"the ring broke: {error}")
+
+    async def _find_or_build(
+        self,
+        choice: ModelChoice,
+        on_plan: Callable[[Plan], None],
+        on_progress: OnStageProgress,
+    ) -> Lead | Elsewhere:
+        standing = self._standing(choice)
+        if standing is not None:
+            on_plan(standing.plan)
+            return standing
+        elsewhere = self._neighbourhood.head_elsewhere()
+        if elsewhere is not None and elsewhere.model == choice.model and not choice.nodes:
+            return elsewhere
+        self.check_idle()
+        plan = await self.plan(choice)
+        if isinstance(plan, Elsewhere):
+            return plan
+        on_plan(plan)
+        return await self._build(plan, on_progress)
 
     def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.

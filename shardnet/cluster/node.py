@@ -26,6 +26,7 @@ from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.errors import (
+    PeerFailedError,
     RemoteProtocolError,
     ShardnetError,
     UsageError,
@@ -61,6 +62,7 @@ from shardnet.wire.messages import (
     StatusReply,
     Unload,
     UnloadStage,
+    error_frame,
 )
 
 PEER_STATUS_S = 1.0
@@ -181,7 +183,14 @@ class Node:
             await self._presence.discover(self._settings.discovery, self._peers)
 
     async def close(self) -> None:
-        """Unload what this node leads, leave what it follows, end the threads."""
+        """Unload what this node leads, leave what it follows, end the threads.
+
+        Clients that wait for something are told why they get nothing.
+        """
+        leaving = PeerFailedError("the node is leaving; start it again or ask another one")
+        for link in self._client_links:
+            if not link.closed:
+                link.send(error_frame(leaving))
         await self._head.close()
         await self._host.close()
         await self._peers.close()
@@ -331,6 +340,7 @@ class Node:
                     )
                 )
 
+        self._head.check_idle()
         ready = await self._load(message, control.link.peer.node, progress, broken)
         control.send(ready)
 

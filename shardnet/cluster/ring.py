@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,6 +64,7 @@ class Ring:
         self._ports = tuple(ports)
         self._engine: Engine | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._n_users = 0
 
     @property
     def engine(self) -> Engine:
@@ -73,8 +74,17 @@ class Ring:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests wait or run."""
-        return self.broken is None and self._engine is not None and self._engine.n_active > 0
+        """Whether somebody uses it; a ring that broke is nobody's."""
+        return self.broken is None and self._n_users > 0
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the ring from being unloaded for another one."""
+        self._n_users += 1
+        try:
+            yield
+        finally:
+            self._n_users -= 1
 
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.

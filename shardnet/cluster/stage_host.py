@@ -142,7 +142,10 @@ class StageHost:
 
     def _seat(self, ring: str, epoch: int) -> RingSeat:
         if self.seat is None or (self.seat.ring, self.seat.epoch) != (ring, epoch):
-            raise UsageError(f"this node has no seat in ring {ring} epoch {epoch}")
+            raise UsageError(
+                f"this node has no seat in ring {ring} epoch {epoch}: another ring has taken it, "
+                "or it was never given; ask again"
+            )
         return self.seat
 
     def _refuse_if_busy(self, owner: str) -> None:

@@ -209,7 +209,10 @@ class _TcpLink(MachineLink):
 async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
     """Connect to the first address of `host` that answers; each has its share of the time."""
     loop = asyncio.get_running_loop()
-    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    if "%" in host:  # a link-local address with its scope, which uvloop's own resolver loses
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    else:
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for last, (family, kind, number, _, address) in enumerate(infos, start=1 - len(infos)):
         sock = socket.socket(family, kind, number)
         connected = False

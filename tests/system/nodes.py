@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
+from shardnet.errors import ShardnetError
 from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
 
 START_S = 60.0
@@ -361,15 +362,21 @@ class Crew:
 
     def says(self, prompt: str, model: Path, *numbers: int) -> str:
         """Three tokens that these nodes make, asked for without a process of its own."""
-        addresses = self.addresses(*numbers).split(",")
-        message = Generate(
-            request=0,
-            choice=ModelChoice(model=str(model), nodes=addresses),
-            sampling=Sampling(),
-            prompt=prompt,
-            max_tokens=3,
-        )
-        return asyncio.run(_text(addresses[0], message))
+        return asyncio.run(_text(prompt, model, self.addresses(*numbers).split(",")))
+
+    def say_at_once(self, requests: Sequence[tuple[str, Path]], *numbers: int) -> list[str]:
+        """What these nodes answer to prompts for models at one moment: texts, or refusals."""
+
+        async def say(prompt: str, model: Path) -> str:
+            try:
+                return await _text(prompt, model, self.addresses(*numbers).split(","))
+            except ShardnetError as error:
+                return str(error)
+
+        async def say_all() -> list[str]:
+            return await asyncio.gather(*(say(*request) for request in requests))
+
+        return asyncio.run(say_all())
 
     def begin(self, model: Path, addresses: str = "") -> Command:
         """Start a generation that goes on for long, and wait until it is under way."""
@@ -381,8 +388,15 @@ class Crew:
         return running
 
 
-async def _text(address: str, message: Generate) -> str:
-    async with connect(address) as client, aclosing(client.generate(message)) as events:
+async def _text(prompt: str, model: Path, addresses: list[str]) -> str:
+    message = Generate(
+        request=0,
+        choice=ModelChoice(model=str(model), nodes=addresses),
+        sampling=Sampling(),
+        prompt=prompt,
+        max_tokens=3,
+    )
+    async with connect(addresses[0]) as client, aclosing(client.generate(message)) as events:
         return "".join(
             [event.text async for event in events if isinstance(event, TextPiece | Finished)]
         )
