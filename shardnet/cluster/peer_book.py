@@ -6,6 +6,7 @@ due. It keeps why a node was not reached, for people. Must not know links, tasks
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -86,8 +87,15 @@ class PeerBook:
         return self._known.get(node)
 
     def owner_of(self, address: str) -> KnownNode | None:
-        """Return the linked node that is announced at `address`, None where it is not just one."""
-        owners = [k for k in self._known.values() if k.is_linked and address in k.announced]
+        """Return the linked node that is announced at `address`, None where it is not just one.
+
+        IPv6 scopes are left out: they mean something on the machine that wrote them alone.
+        """
+        owners = [
+            known
+            for known in self._known.values()
+            if known.is_linked and _bare(address) in map(_bare, known.announced)
+        ]
         return owners[0] if len(owners) == 1 else None
 
     # --- what is heard
@@ -236,3 +244,8 @@ class PeerBook:
 
     def _first_try(self, node: NodeId, now: float) -> float:
         return now if self._own < node else now + HESITATE_S
+
+
+def _bare(address: str) -> str:
+    """Return an address without its IPv6 scope."""
+    return re.sub(r"%[^\]]*", "", address)

@@ -161,6 +161,14 @@ def test_an_address_that_two_nodes_claim_belongs_to_none() -> None:
     assert known.owner_of(HERE) is entry(known)
 
 
+def test_scopes_of_other_machines_do_not_matter() -> None:
+    known = book()
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.tell(Z, "zoe", ("[fe80::1%2]:7433",), source=MDNS, now=0.0)
+    assert known.owner_of("[fe80::1%eth0]:7433") is entry(known)
+    assert known.owner_of("[fe80::2%2]:7433") is None
+
+
 def test_the_book_has_an_end() -> None:
     known = book()
     for number in range(MAX_KNOWN + 50):
