@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,7 @@ class Member:
         self.node = NodeId(name)
         self.addresses = [f"10.0.0.{ord(name[0])}:7433"]
         self.lines: list[str] = []
+        self.n_heard = 0
         self.tasks = tasks
         self._running: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -104,6 +106,7 @@ class Member:
             case Ping(request=request):
                 control.send(Done(request=request))
             case PeersKnown():
+                self.n_heard += 1
                 self.peers.heard(control, message)
         self._news.set()
 
@@ -242,6 +245,20 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
     asyncio.run(main())
 
 
+def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
+    """Else each could close the link that the other one has begun to use."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.peers._times = replace(TIMES, retire_s=3600.0)
+            await asyncio.gather(a.peers.find(b.address), b.peers.find(a.address))
+            for _ in range(3):
+                await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
+                assert len(a.town.open_links(a, b)) == 2
+
+    asyncio.run(main())
+
+
 def test_a_second_link_to_a_known_node_is_not_dialled() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
@@ -316,6 +333,23 @@ def test_every_pair_ends_with_one_link() -> None:
                         for end in ends:
                             end.cancel()
                     assert a is b or await is_used(a, b)
+
+    asyncio.run(main())
+
+
+def test_peers_are_told_when_there_is_news_and_not_again() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: b.n_heard == 1)
+            a.peers.addresses_changed()
+            for _ in range(5):
+                await is_used(a, b)
+            assert b.n_heard == 1
+            a.addresses.append("10.0.0.200:7433")
+            a.peers.addresses_changed()
+            await b.until(lambda: b.n_heard == 2)
 
     asyncio.run(main())
 
@@ -426,6 +460,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             assert len(lost) == 1
             assert a.said("node b is gone") == 1
             assert not a.report("b").is_linked
+            await a.until(lambda: "c" not in a.report("b").told_by)
             a.peers.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
 
