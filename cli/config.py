@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from shardnet.errors import ConfigurationError
 
@@ -37,22 +37,43 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
         return {}
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    flags = {name: _flags(command.params) for name, command in group.commands.items()}
-    defaults: dict[str, Any] = {name: {} for name in flags}
-    shared = {key: value for key, value in values.items() if key not in flags}
-    for key, value in shared.items():
-        _check(key, {flag for known in flags.values() for flag in known}, str(path))
-        for name, known in flags.items():
-            if key in known:
-                defaults[name][known[key]] = value
-    for name, known in flags.items():
+    defaults: dict[str, Any] = {name: {} for name in group.commands}
+    places = {name: _places(command, defaults[name]) for name, command in group.commands.items()}
+    everywhere = [place for several in places.values() for place in several]
+    for key, value in values.items():
+        if key not in places:
+            _put(key, value, everywhere, str(path))
+    for name, several in places.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
             raise ConfigurationError(f"{path}: '{name}' should be a table: write [{name}]")
         for key, value in table.items():
-            _check(key, known, f"{path} [{name}]")
-            defaults[name][known[key]] = value
+            _put(key, value, several, f"{path} [{name}]")
     return defaults
+
+
+_Place = tuple[dict[str, str], dict[str, Any]]
+"""A command's flags, from name in the file to parameter, and where their values go."""
+
+
+def _places(command: object, default_map: dict[str, Any]) -> list[_Place]:
+    """List a command, or the commands of a group such as `key`."""
+    if isinstance(command, TyperGroup):
+        return [
+            place
+            for name, nested in command.commands.items()
+            for place in _places(nested, default_map.setdefault(name, {}))
+        ]
+    assert isinstance(command, TyperCommand)
+    return [(_flags(command.params), default_map)]
+
+
+def _put(key: str, value: object, places: Sequence[_Place], where: str) -> None:
+    """Set a key for every command that has the flag. Raises ConfigurationError if none has."""
+    _check(key, {flag for known, _ in places for flag in known}, where)
+    for known, default_map in places:
+        if key in known:
+            default_map[known[key]] = value
 
 
 def _flags(parameters: Sequence[object]) -> dict[str, str]:
@@ -67,7 +88,7 @@ def _flags(parameters: Sequence[object]) -> dict[str, str]:
     return flags | {"peers": flags["peer"]} if "peer" in flags else flags
 
 
-def _check(key: str, known: Mapping[str, str] | set[str], where: str) -> None:
+def _check(key: str, known: set[str], where: str) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, list(known), n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""

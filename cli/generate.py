@@ -23,10 +23,13 @@ from shardnet.wire.messages import (
     Timing,
 )
 
+from .access import Access
 from .options import (
     Context,
     DTypeName,
+    Insecure,
     Json,
+    KeyFile,
     Layers,
     Local,
     Model,
@@ -34,6 +37,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .progress import LoadBars
@@ -55,6 +59,8 @@ def generate(
     context: Context = 0,
     dtype: DTypeName = "auto",
     threads: Threads = 0,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     token_ids: Annotated[
         str,
         typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
@@ -133,7 +139,9 @@ def generate(
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
     )
-    run_command(_run(message, local, peer or [], not no_mdns, as_json))
+    check_sendable(message)
+    access = Access(key_file=key_file, insecure=insecure)
+    run_command(_run(message, local, peer or [], access, not no_mdns, as_json))
 
 
 def _checked(sampling: SamplingParams) -> Sampling:
@@ -147,7 +155,12 @@ def _checked(sampling: SamplingParams) -> Sampling:
 def _prompt_text(prompt: str | None, token_ids: str) -> str:
     if (prompt is None) == (not token_ids):
         raise typer.BadParameter("give either PROMPT or --token-ids")
-    return sys.stdin.read() if prompt == "-" else prompt or ""
+    if prompt != "-":
+        return prompt or ""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -159,8 +172,12 @@ def _parse_ids(text: str) -> list[int]:
         ) from error
 
 
-async def _run(message: Generate, local: int, peers: list[str], mdns: bool, as_json: bool) -> None:
-    async with open_target(message.choice, local=local, peers=peers, mdns=mdns) as target:
+async def _run(
+    message: Generate, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
+) -> None:
+    async with open_target(
+        message.choice, local=local, peers=peers, access=access, mdns=mdns
+    ) as target:
         message = msgspec.structs.replace(message, choice=target.choice)
         output = _JsonOutput(message) if as_json else _TextOutput()
         with LoadBars() as bars:

@@ -19,6 +19,7 @@ from shardnet.cluster.local_nodes import share_of_cores
 from shardnet.cluster.profile import available_cores
 from shardnet.errors import PeerFailedError
 
+from .access import Access
 from .run import say
 
 START_S = 60.0
@@ -29,8 +30,8 @@ STOP_S = 5.0
 
 
 @asynccontextmanager
-async def local_processes(n_nodes: int, threads: int) -> AsyncIterator[list[str]]:
-    """Start node processes and give their addresses, in rank order.
+async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIterator[list[str]]:
+    """Start node processes with our own access and give their addresses, in rank order.
 
     They end with the context and, whatever happens to this process, when their standard input
     closes. Raises PeerFailedError when one does not start, with the last thing it said.
@@ -40,7 +41,7 @@ async def local_processes(n_nodes: int, threads: int) -> AsyncIterator[list[str]
     nodes: list[_NodeProcess] = []
     try:
         for rank in range(n_nodes):
-            nodes.append(await _NodeProcess.start(f"local-{rank}", threads))
+            nodes.append(await _NodeProcess.start(f"local-{rank}", threads, access))
         yield [await node.address() for node in nodes]
     finally:
         await asyncio.gather(*(node.stop() for node in nodes))
@@ -57,12 +58,14 @@ class _NodeProcess:
         self._listening = asyncio.create_task(self._keep_last_line())
 
     @classmethod
-    async def start(cls, name: str, threads: int) -> _NodeProcess:
+    async def start(cls, name: str, threads: int, access: Access) -> _NodeProcess:
         """Start it. Ctrl-C does not reach it: it goes when its standard input closes."""
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--port", "0"),
-                *("--name", name, "--threads", str(threads), "--no-mdns", "--until-stdin-closes"),
+                *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--host", "127.0.0.1"),
+                *("--port", "0", "--name", name, "--threads", str(threads)),
+                *access.node_arguments(),
+                *("--no-mdns", "--until-stdin-closes"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -13,6 +13,7 @@ from shardnet.errors import ConfigurationError
 
 from .config import config_path, read_config
 from .generate import generate
+from .key import key_app
 from .node import node
 from .nodes import nodes
 from .plan import plan
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for command in (node, nodes, plan, generate, unload):
     app.command()(command)
+app.add_typer(key_app)
 
 
 def _version(wanted: bool) -> None:

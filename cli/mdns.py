@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardnet.cluster.addresses import (
@@ -24,6 +25,7 @@ from shardnet.cluster.addresses import (
 if TYPE_CHECKING:
     from shardnet.cluster.discovery import Candidate
     from shardnet.cluster.soundings import Sounding
+    from shardnet.transport.identity import Identity
 
 INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
 """Addresses of the interfaces to use, with commas between; for machines that need to be told."""
@@ -43,11 +45,8 @@ def told_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(part.strip() for part in told.split(",") if part.strip())
 
 
-async def look_for_nodes(fingerprint: str) -> list[Candidate]:
-    """Return the nodes of the cluster with this key that show themselves within a second or so.
-
-    `fingerprint` "" stands for nodes without a key.
-    """
+async def look_for_nodes(identity: Identity | None) -> list[Candidate]:
+    """Return the nodes with the same key, or none, that show themselves within a second or so."""
     from shardnet.cluster.discovery import browse
     from shardnet.cluster.profile import make_host_id
 
@@ -59,23 +58,25 @@ async def look_for_nodes(fingerprint: str) -> list[Candidate]:
         longest_s=LONGEST_S,
         quiet_s=QUIET_S,
     )
+    fingerprint = identity.fingerprint if identity else ""
     return [candidate for candidate in found if candidate.fingerprint == fingerprint]
 
 
-async def find_nearest(fingerprint: str = "") -> list[Sounding]:
+async def find_nearest(identity: Identity | None) -> list[Sounding]:
     """Look for nodes and return those that answer, the nearest first."""
     from shardnet.api.client import dial
     from shardnet.cluster.soundings import compare
 
     local = rank(read_interfaces())
+    knock = partial(dial, identity=identity)
 
     async def ask(candidate: Candidate) -> Sounding | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S):
-                return (await compare(candidate.node, addresses, dial, patience_s=QUIET_S)).best
+                return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
         return None
 
-    candidates = await look_for_nodes(fingerprint)
+    candidates = await look_for_nodes(identity)
     answers = await asyncio.gather(*(ask(candidate) for candidate in candidates))
     return sorted((a for a in answers if a is not None), key=lambda answer: answer.rtt_s)

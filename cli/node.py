@@ -10,7 +10,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,11 +18,16 @@ from shardnet import __version__
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
+from .access import Access
 from .mdns import told_interfaces
-from .options import Json, NoMdns, Peer, parse_size
+from .options import Insecure, Json, KeyFile, NoMdns, Peer, parse_size
 from .run import run_command, say
 
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.cluster.node import Node
+
 DEFAULT_PORT = 7433
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +40,21 @@ class _Flags:
     threads: int
     peers: tuple[str, ...]
     no_mdns: bool
-    insecure: bool
+    access: Access
     as_json: bool
     until_stdin_closes: bool
 
 
 def node(
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on.", envvar="SHARDNET_HOST")
-    ] = "127.0.0.1",
+        str,
+        typer.Option(
+            "--host",
+            help="Address to listen on. Default: all with a cluster key, else loopback.",
+            envvar="SHARDNET_HOST",
+            show_default=False,
+        ),
+    ] = "",
     port: Annotated[
         int,
         typer.Option(
@@ -95,15 +106,8 @@ def node(
     ] = 0,
     peer: Peer = None,
     no_mdns: NoMdns = False,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Allow listening beyond loopback although links are neither encrypted nor "
-            "authenticated.",
-            envvar="SHARDNET_INSECURE",
-        ),
-    ] = False,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -120,7 +124,7 @@ def node(
         threads=threads,
         peers=tuple(peer or ()),
         no_mdns=no_mdns,
-        insecure=insecure,
+        access=Access(key_file=key_file, insecure=insecure),
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
@@ -132,7 +136,8 @@ async def _run(flags: _Flags) -> None:
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
-    _check_host(flags)
+    identity = flags.access.identity()
+    host = _host(flags, identity is not None)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
         node=make_node_id(),
@@ -142,19 +147,24 @@ async def _run(flags: _Flags) -> None:
         peers=flags.peers,
         local_nodes=local_nodes,
         log=say,
+        identity=identity,
         discovery=None
         if flags.no_mdns
-        else Discovery(fingerprint="", interfaces=told_interfaces(os.environ), log=say),
+        else Discovery(
+            fingerprint=identity.fingerprint if identity else "",
+            interfaces=told_interfaces(os.environ),
+            log=say,
+        ),
     )
     stopping = _stop_signal(flags.until_stdin_closes)
-    async with listening(settings, flags.host, flags.port) as node:
+    async with listening(settings, host, flags.port) as node:
         entry = None
         if not flags.until_stdin_closes:
             entry = local_nodes.add(
                 node=node.node, name=settings.name, address=node.address, pid=os.getpid()
             )
         try:
-            _say_ready(flags, node.node, settings.name, node.address, node.threads)
+            _say_ready(flags, node)
             await stopping.wait()
         finally:
             if entry is not None:
@@ -163,19 +173,26 @@ async def _run(flags: _Flags) -> None:
         say("node stopped")
 
 
-def _check_host(flags: _Flags) -> None:
-    """Refuse to listen beyond loopback without protection, unless told to."""
-    if _is_loopback(flags.host):
-        return
-    if not flags.insecure:
-        raise ConfigurationError(
-            f"--host {flags.host} is not loopback, and links are neither encrypted nor "
-            "authenticated: add --insecure if everyone on that network may use this node"
+def _host(flags: _Flags, has_key: bool) -> str:
+    """Say where to listen, "" for all interfaces.
+
+    Raises ConfigurationError for an address beyond loopback without a key, unless told to.
+    """
+    if has_key:
+        return flags.host
+    host = flags.host or LOOPBACK
+    if flags.access.insecure:
+        say(
+            f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "
+            f"reaches {host} can use this node and read what it computes"
         )
-    say(
-        f"warning: listening on {flags.host} without encryption or authentication: anyone who "
-        "reaches this port can use this node"
-    )
+    elif not _is_loopback(host):
+        raise ConfigurationError(
+            f"--host {host} is not loopback, and this machine holds no cluster key: run `shardnet "
+            "key new` or `shardnet key join`, or add --insecure if everyone on that network may "
+            "use this node"
+        )
+    return host
 
 
 def _is_loopback(host: str) -> bool:
@@ -185,22 +202,26 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _say_ready(flags: _Flags, node: str, name: str, address: str, threads: int) -> None:
-    host, _, port = address.rpartition(":")
+def _say_ready(flags: _Flags, node: Node) -> None:
+    info = node.info()
+    host, _, port = info.address.rpartition(":")
     if flags.as_json:
         ready = {
             "event": "ready",
-            "node": node,
-            "name": name,
+            "node": info.node,
+            "name": info.name,
             "host": host,
             "port": int(port),
             "pid": os.getpid(),
             "version": __version__,
+            "cluster": node.cluster,
         }
         print(json.dumps(ready), flush=True)
     else:
+        where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
         share = "as told" if flags.threads else "this machine's cores shared among its nodes"
-        print(f"node {name} ready on {address}, threads: {threads} ({share})", flush=True)
+        line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
+        print(f"{line} ({share})", flush=True)
 
 
 def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:

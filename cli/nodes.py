@@ -15,12 +15,15 @@ from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages import NodeInfo
 
+from .access import Access
 from .mdns import find_nearest
-from .options import Json, Nodes, NoMdns, Peer, split_nodes
+from .options import Insecure, Json, KeyFile, Nodes, NoMdns, Peer, split_nodes
 from .run import run_command, say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.table import Table
+
+    from shardnet.transport.identity import Identity
 
 REFRESH_S = 1.0
 ANSWER_S = 3.0
@@ -32,21 +35,26 @@ def nodes(
     peer: Peer = None,
     no_mdns: NoMdns = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the nodes of this machine, those they know, and those that are named.
 
     Without any of these, nodes are looked for on the network.
     """
-    run_command(_run([*split_nodes(nodes), *(peer or [])], not no_mdns, watch, as_json))
+    access = Access(key_file=key_file, insecure=insecure)
+    named = [*split_nodes(nodes), *(peer or [])]
+    run_command(_run(named, access, not no_mdns, watch, as_json))
 
 
-async def _run(named: list[str], mdns: bool, watch: bool, as_json: bool) -> None:
+async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    identity = access.identity()
     if not watch:
-        infos = await _gather(named, mdns)
+        infos = await _gather(named, identity, mdns)
         if as_json:
             print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -54,13 +62,13 @@ async def _run(named: list[str], mdns: bool, watch: bool, as_json: bool) -> None
         else:
             print("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named, mdns)), auto_refresh=False) as live:
+    with Live(_table(await _gather(named, identity, mdns)), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named, mdns)), refresh=True)
+            live.update(_table(await _gather(named, identity, mdns)), refresh=True)
 
 
-async def _gather(named: Sequence[str], mdns: bool) -> list[NodeInfo]:
+async def _gather(named: Sequence[str], identity: Identity | None, mdns: bool) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones, and take in whom they know.
 
     Where there are none, with `mdns`, those that are found.
@@ -68,8 +76,8 @@ async def _gather(named: Sequence[str], mdns: bool) -> list[NodeInfo]:
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
     addresses = list(dict.fromkeys([*named, *here]))
     if not addresses and mdns:
-        addresses = [sounding.address for sounding in await find_nearest()]
-    answers = await asyncio.gather(*(_ask(address) for address in addresses))
+        addresses = [sounding.address for sounding in await find_nearest(identity)]
+    answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     found: dict[str, NodeInfo] = {}
     for infos in answers:
         for info in infos:
@@ -77,10 +85,10 @@ async def _gather(named: Sequence[str], mdns: bool) -> list[NodeInfo]:
     return sorted(found.values(), key=lambda info: (info.name, info.address))
 
 
-async def _ask(address: str) -> list[NodeInfo]:
+async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
     """Ask one node; one that does not answer is named and left out."""
     try:
-        async with asyncio.timeout(ANSWER_S), connect(address) as client:
+        async with asyncio.timeout(ANSWER_S), connect(address, identity) as client:
             status = await client.status(with_peers=True)
             return [status.node, *status.peers]
     except ShardnetError as error:

@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply
+from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
+from .access import Access
 from .options import (
     Context,
     DTypeName,
+    Insecure,
     Json,
+    KeyFile,
     Layers,
     Local,
     Model,
@@ -20,6 +23,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .run import run_command
@@ -36,19 +40,23 @@ def plan(
     context: Context = 0,
     dtype: DTypeName = "auto",
     threads: Threads = 0,
+    key_file: KeyFile = "",
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Show the plan that would be used, why, and which nodes were left out."""
     choice = model_choice(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
-    run_command(_run(choice, local, peer or [], not no_mdns, as_json))
+    check_sendable(PlanRequest(request=0, choice=choice))
+    access = Access(key_file=key_file, insecure=insecure)
+    run_command(_run(choice, local, peer or [], access, not no_mdns, as_json))
 
 
 async def _run(
-    choice: ModelChoice, local: int, peers: list[str], mdns: bool, as_json: bool
+    choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
-    async with open_target(choice, local=local, peers=peers, mdns=mdns) as target:
+    async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
         reply = await target.client.plan(target.choice)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 

@@ -11,19 +11,24 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect, open_client
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
-from shardnet.errors import LinkError, PeerUnreachableError, UsageError
+from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.messages import ModelChoice
 
+from .access import Access
 from .local_processes import local_processes
 from .mdns import find_nearest
 from .run import say
 
 _THIS_PROCESS = "this process"
+
+if TYPE_CHECKING:
+    from shardnet.transport.identity import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,57 +41,75 @@ class Target:
 
 @asynccontextmanager
 async def open_target(
-    choice: ModelChoice, *, local: int, peers: Sequence[str], mdns: bool
+    choice: ModelChoice, *, local: int, peers: Sequence[str], access: Access, mdns: bool
 ) -> AsyncIterator[Target]:
     """Find the node to ask for `choice`; with `mdns` also by looking for one.
 
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
-    answer.
+    answer, ConfigurationError when the cluster key cannot be used.
     """
+    identity = access.identity()
     async with contextlib.AsyncExitStack() as stack:
         if choice.nodes and local:
             raise UsageError("--nodes and --local exclude each other: give one of them")
         if local:
-            addresses = await stack.enter_async_context(local_processes(local, choice.threads))
+            addresses = await stack.enter_async_context(
+                local_processes(local, choice.threads, access)
+            )
             choice = replace(choice, nodes=addresses)
-        client = await _client(stack, choice, peers, mdns)
+        client = await _client(stack, choice, peers, identity, mdns)
         yield Target(client=client, choice=choice)
 
 
 async def _client(
-    stack: contextlib.AsyncExitStack, choice: ModelChoice, peers: Sequence[str], mdns: bool
+    stack: contextlib.AsyncExitStack,
+    choice: ModelChoice,
+    peers: Sequence[str],
+    identity: Identity | None,
+    mdns: bool,
 ) -> Client:
     if choice.nodes:
-        return await stack.enter_async_context(connect(choice.nodes[0]))
-    here = await connect_here(stack)
+        return await stack.enter_async_context(connect(choice.nodes[0], identity))
+    here = await connect_here(stack, identity)
     if here is not None:
         return here
     if peers:
-        return await _nearest(stack, peers)
-    if mdns and (found := await find_nearest()):
+        return await _nearest(stack, peers, identity)
+    if mdns and (found := await find_nearest(identity)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
-        return await stack.enter_async_context(connect(found[0].address))
+        return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")
-    return await stack.enter_async_context(in_process(choice.threads))
+    return await stack.enter_async_context(in_process(choice.threads, identity))
 
 
-async def connect_here(stack: contextlib.AsyncExitStack) -> Client | None:
-    """Connect to the oldest node of this machine that answers, None when there is none."""
+async def connect_here(
+    stack: contextlib.AsyncExitStack, identity: Identity | None
+) -> Client | None:
+    """Connect to the oldest node of this machine that answers, None when there is none.
+
+    One that has another key than this command is passed over, which is said.
+    """
     for node in LocalNodes(runtime_dir(os.environ)).list():
         with contextlib.suppress(LinkError):
-            client = await stack.enter_async_context(connect(node.address))
+            try:
+                client = await stack.enter_async_context(connect(node.address, identity))
+            except AuthenticationError as error:
+                say(f"node {node.name} of this machine is not asked: {error}")
+                continue
             say(f"asking the node of this machine, {node.name} ({node.address})")
             return client
     return None
 
 
-async def _nearest(stack: contextlib.AsyncExitStack, peers: Sequence[str]) -> Client:
+async def _nearest(
+    stack: contextlib.AsyncExitStack, peers: Sequence[str], identity: Identity | None
+) -> Client:
     """Connect to all peers and take the one that answers a question soonest."""
     failures = []
     best: tuple[float, Client] | None = None
     for peer in peers:
         try:
-            client = await stack.enter_async_context(connect(peer))
+            client = await stack.enter_async_context(connect(peer, identity))
             asked = time.monotonic()
             await client.status(with_peers=False)
             if best is None or time.monotonic() - asked < best[0]:
@@ -100,7 +123,7 @@ async def _nearest(stack: contextlib.AsyncExitStack, peers: Sequence[str]) -> Cl
 
 
 @asynccontextmanager
-async def in_process(threads: int) -> AsyncIterator[Client]:
+async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
     """Run a node inside this process, without a socket."""
     from shardnet.cluster.node import NodeSettings, running
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
@@ -113,9 +136,10 @@ async def in_process(threads: int) -> AsyncIterator[Client]:
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
         log=lambda line: None,
+        identity=identity,
     )
     async with (
         running(settings) as node,
-        open_client(await node.client(), node_name=_THIS_PROCESS) as client,
+        open_client(await node.client(), identity, node_name=_THIS_PROCESS) as client,
     ):
         yield client

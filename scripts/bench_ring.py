@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
 
 from shardnet.api.client import Client, connect
@@ -61,6 +62,7 @@ class Settings:
     n_prompt: int
     n_tokens: int
     rounds: int
+    access: Access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens to prefill")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to decode")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--key-file", default="", help="a cluster key: links are TLS; without it they are not"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     settings = Settings(
@@ -97,6 +102,7 @@ def main() -> None:
         n_prompt=arguments.prompt,
         n_tokens=arguments.tokens,
         rounds=arguments.rounds,
+        access=Access(key_file=arguments.key_file, insecure=not arguments.key_file),
     )
     report = run(_measure(settings))
     print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
@@ -114,9 +120,10 @@ async def _measure(settings: Settings) -> dict[str, object]:
         model = _load(checkpoint, whole, choice, settings)
         alone_load_s = time.perf_counter() - started
     alone = Executor("bench", set_up=lambda: torch.set_num_threads(settings.threads))
-    async with local_processes(settings.stages, settings.threads) as addresses:
+    access = settings.access
+    async with local_processes(settings.stages, settings.threads, access) as addresses:
         message = _message(settings, addresses, choice, config.vocab_size)
-        async with connect(addresses[0]) as client:
+        async with connect(addresses[0], access.identity()) as client:
             first = await _ring_turn(client, message)
             rounds = [
                 await _turn(client, message, alone, model, settings, config.vocab_size)

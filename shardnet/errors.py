@@ -16,6 +16,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   ├── PeerUnreachableError      nothing answers at that address
     │   ├── PeerSilentError           no byte, heartbeat or progress for the allowed silence
     │   ├── VersionMismatchError      the peer speaks another protocol version
+    │   ├── AuthenticationError       one side does not hold the other's cluster key
     │   └── ProtocolError             bytes that break docs/protocol.md
     │       ├── LocalProtocolError    our own bug: we tried to send or do what is not allowed
     │       └── RemoteProtocolError   the peer's fault
@@ -113,6 +114,12 @@ class VersionMismatchError(LinkError):
     """The peer speaks another version of the protocol; the message names both."""
 
     code = 34
+
+
+class AuthenticationError(LinkError):
+    """One side of the link does not hold the other's cluster key."""
+
+    code = 38
 
 
 class ProtocolError(LinkError):

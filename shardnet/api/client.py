@@ -10,15 +10,16 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from shardnet import __version__
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import split_address
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport import tcp
-from shardnet.transport.link import Link
+from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.messages import (
     Done,
     Finished,
@@ -35,7 +36,12 @@ from shardnet.wire.messages import (
     StatusReply,
     TextPiece,
     Unload,
+    control_frame,
+    read_control,
 )
+
+if TYPE_CHECKING:  # not every client needs the library behind it
+    from shardnet.transport.identity import Identity
 
 MAX_REDIRECTS = 3
 
@@ -43,10 +49,11 @@ GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
 Ask = PlanRequest | Generate | Unload
 
 
-async def dial(address: str) -> Link:
+async def dial(address: str, identity: Identity | None = None) -> Link:
     """Open a client's control link to the node at `address` (host:port).
 
-    Raises UsageError for an address that is none, LinkError when no node answers there.
+    Raises UsageError for an address that is none, LinkError when no node answers there,
+    AuthenticationError when that node does not hold the key that `identity` is made of.
     """
     host, port = split_address(address)
     hello = Hello(
@@ -56,14 +63,18 @@ async def dial(address: str) -> Link:
         name="client",
         version=__version__,
     )
-    return await tcp.connect(host, port, hello)
+    return await tcp.connect(host, port, hello, options=LinkOptions(identity=identity))
 
 
 class Client:
-    """A client of one node. Use `connect`, or `open_client` over a link that is up."""
+    """A client of one node. Use `connect`, or `open_client` over a link that is up.
 
-    def __init__(self, control: ControlLink) -> None:
+    With `identity` it goes where the node sends it.
+    """
+
+    def __init__(self, control: ControlLink, identity: Identity | None) -> None:
         self._control = control
+        self._identity = identity
 
     @property
     def address(self) -> str:
@@ -76,7 +87,10 @@ class Client:
         return await self._control.ask(message, StatusReply)
 
     async def plan(self, choice: ModelChoice) -> PlanReply:
-        """Ask for the plan that `choice` would get. Raises PlanError and its like."""
+        """Ask for the plan that `choice` would get.
+
+        Raises PlanError and its like, UsageError for a choice that cannot be sent.
+        """
         message = PlanRequest(request=0, choice=choice)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -95,7 +109,8 @@ class Client:
     async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:
         """Run one request and yield its events: the plan, loading, text, and Finished at the end.
 
-        Raises whatever named error the request ends in. Closing the generator cancels the request.
+        Raises whatever named error the request ends in, UsageError for a message that cannot be
+        sent. Closing the generator cancels the request.
         """
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -107,6 +122,7 @@ class Client:
 
     async def _follow(self, message: Ask) -> AsyncGenerator[object, None]:
         """Yield the answers of the node, or of the one it sends us to."""
+        check_request(message)
         async with contextlib.AsyncExitStack() as stack:
             control = self._control
             for _ in range(MAX_REDIRECTS + 1):
@@ -119,25 +135,36 @@ class Client:
                             break
                         yield answer
                 assert redirect is not None
-                link = await dial(redirect.address)
+                link = await dial(redirect.address, self._identity)
                 control = await stack.enter_async_context(_serving(link))
             raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
 
 
+def check_request(message: Ask) -> None:
+    """Raise UsageError, which names the field, for values that the protocol has no room for."""
+    try:
+        read_control(control_frame(message))
+    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
+        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
+
+
 @asynccontextmanager
-async def open_client(link: Link, *, node_name: str = "") -> AsyncIterator[Client]:
+async def open_client(
+    link: Link, identity: Identity | None = None, *, node_name: str = ""
+) -> AsyncIterator[Client]:
     """Make a client over a control link that is up; the link is closed at the end.
 
-    `node_name` is how messages call the node, where it is not name and address.
+    `node_name` is how messages call the node, where it is not name and address. `identity` opens
+    the links that redirects ask for.
     """
     async with _serving(link, node_name) as control:
-        yield Client(control)
+        yield Client(control, identity)
 
 
 @asynccontextmanager
-async def connect(address: str) -> AsyncIterator[Client]:
-    """Connect to the node at `address` (host:port). Raises LinkError when none answers."""
-    async with open_client(await dial(address)) as client:
+async def connect(address: str, identity: Identity | None = None) -> AsyncIterator[Client]:
+    """Connect to the node at `address` (host:port). Raises what `dial` raises."""
+    async with open_client(await dial(address, identity), identity) as client:
         yield client
 
 

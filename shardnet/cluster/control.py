@@ -39,6 +39,7 @@ from shardnet.wire.messages import (
     Unload,
     UnloadStage,
     control_frame,
+    error_frame,
     read_control,
     reported_error,
 )
@@ -160,6 +161,9 @@ class ControlLink:
             self.ended = error
             for answers in self._answers.values():
                 answers.put_nowait(error)
+            if not self.link.closed:  # it was we who ended it, and the peer should know why
+                self.link.send(error_frame(error))
+                await self.link.close()
             raise error from None
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:

@@ -27,6 +27,7 @@ from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.errors import (
     PeerFailedError,
+    ProtocolError,
     RemoteProtocolError,
     ShardnetError,
     UsageError,
@@ -37,6 +38,7 @@ from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
 from shardnet.transport import tcp
+from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import DType, LayerRange, NodeId
@@ -77,8 +79,8 @@ SILENCE_S = 8.0
 class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
-    `discovery` finds other nodes and makes this one found; without it there are only `peers`, and
-    whom they know.
+    Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
+    nodes and makes this one found; without it there are only `peers`, and whom they know.
     """
 
     node: NodeId
@@ -88,6 +90,7 @@ class NodeSettings:
     peers: tuple[str, ...]
     local_nodes: LocalNodes
     log: Callable[[str], None]
+    identity: Identity | None = None
     discovery: Discovery | None = None
 
 
@@ -97,7 +100,6 @@ class Node:
     def __init__(self, settings: NodeSettings, tasks: asyncio.TaskGroup) -> None:
         self._settings = settings
         self._tasks = tasks
-        self._address = ""
         self._client_links: set[Link] = set()
         self._reader = Executor("shardnet-read", niceness=10)
         self._host = StageHost(dial=self._dial_data)
@@ -127,8 +129,13 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where this node listens, "" where it does not."""
-        return self._address
+        """Where others reach this node best, "" where it does not listen."""
+        return self._presence.address
+
+    @property
+    def cluster(self) -> str | None:
+        """The fingerprint of this node's cluster, None where it has no key."""
+        return self._settings.identity.fingerprint if self._settings.identity else None
 
     @property
     def threads(self) -> int:
@@ -139,7 +146,6 @@ class Node:
 
     def listening_at(self, address: str) -> None:
         """Tell the node where it listens."""
-        self._address = address
         self._presence.listening_at(address)
 
     async def client(self) -> Link:
@@ -153,6 +159,7 @@ class Node:
     def options(self) -> LinkOptions:
         """How this node's links behave."""
         return LinkOptions(
+            identity=self._settings.identity,
             heartbeat_s=HEARTBEAT_S,
             silence_s=SILENCE_S,
             progress=lambda: self._host.progress,
@@ -264,7 +271,7 @@ class Node:
         return NodeInfo(
             node=self.node,
             name=self._settings.name,
-            address=self._presence.address,
+            address=self.address,
             version=__version__,
             device=self._settings.budget.device.description,
             memory_bytes=total,
@@ -279,12 +286,14 @@ class Node:
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
-        """Serve a client until it leaves; how it leaves does not matter."""
+        """Serve a client until it leaves. One that breaks the protocol is worth a line."""
         self._client_links.add(link)
         try:
             await ControlLink(link, self._handle).serve()
-        except ShardnetError:
+        except ShardnetError as error:
             link.abort("the client has gone")
+            if isinstance(error, ProtocolError):
+                self._settings.log(f"dropped the client at {link.peer_address}: {error}")
         finally:
             self._client_links.discard(link)
 
@@ -444,7 +453,7 @@ class Node:
 
     async def _info_at(self, address: str) -> NodeInfo:
         """Ask the node at `address`, which may be this one, who it is."""
-        control = None if address == self._address else await self._peers.find(address)
+        control = None if address == self.address else await self._peers.find(address)
         if control is not None:
             return replace(await self._ask_status(control), address=address)
         return replace(self.info(), address=self._presence.seen_as(address))
@@ -486,7 +495,7 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
 
 @asynccontextmanager
 async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterator[Node]:
-    """Run a node that listens on `host`; port 0 takes a free one.
+    """Run a node that listens on `host`, "" for all interfaces; port 0 takes a free one.
 
     Raises ConfigurationError when the address cannot be used.
     """

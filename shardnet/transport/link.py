@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardnet.wire.frames import Frame, Limits
 from shardnet.wire.messages import Hello
+
+if TYPE_CHECKING:  # not every link needs the library behind it
+    from shardnet.transport.identity import Identity
 
 
 def _no_progress() -> tuple[int, int]:
@@ -21,6 +24,7 @@ def _no_progress() -> tuple[int, int]:
 class LinkOptions:
     """How a link behaves.
 
+    `identity`: with it TCP carries mutual TLS 1.3, and only holders of the same key are spoken to.
     `heartbeat_s`: a heartbeat goes out when nothing else did for this long.
     `silence_s`: a peer that sends no byte for this long is given up (PeerSilentError).
     `handshake_s`: from the first attempt to connect to the peer's hello.
@@ -30,10 +34,12 @@ class LinkOptions:
     `receive_frames`: reading pauses while this many received frames wait; what one read of at most
     64 KiB has already brought still joins them.
     `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
-    `max_handshakes`: connections a listener lets wait for their hello at one time.
+    `max_handshakes`: connections a listener lets wait for their hello at one time, and of these
+    `max_handshakes_per_host` from one host.
     `progress`: gives (epoch, last completed step) for heartbeats.
     """
 
+    identity: Identity | None = None
     heartbeat_s: float = 2.0
     silence_s: float = 10.0
     handshake_s: float = 5.0
@@ -42,6 +48,7 @@ class LinkOptions:
     receive_frames: int = 64
     socket_buffer_bytes: int | None = None
     max_handshakes: int = 64
+    max_handshakes_per_host: int = 16
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress
 
@@ -102,5 +109,7 @@ class Link(Protocol):
 
 
 def format_address(host: str, port: int) -> str:
-    """Write `host:port`, an IPv6 host in brackets."""
+    """Write `host:port`, an IPv6 host in brackets, an IPv4 host that came by IPv6 as IPv4."""
+    if host.startswith("::ffff:") and "." in host:
+        host = host.removeprefix("::ffff:")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -195,6 +195,11 @@ class MachineLink(asyncio.BufferedProtocol):
             self._handle(event)
         self._linger()
 
+    def failed(self, error: ShardnetError) -> None:
+        """Note that the transport can carry nothing more; it has told the peer what it could."""
+        self._end(error)
+        self._linger()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the connection is gone."""
         self._end(_lost_error(exc))

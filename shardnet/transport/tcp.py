@@ -11,8 +11,8 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 from shardnet.errors import (
     ConfigurationError,
@@ -22,12 +22,17 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.transport.admission import Admission
 from shardnet.transport.link import Link, LinkOptions, format_address
 from shardnet.transport.machine_link import MachineLink
+from shardnet.transport.tls import TlsTransport
 from shardnet.wire.machine import HelloAnswer
 from shardnet.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
+
+ACCEPT_PAUSE_S: Final = 0.5
+"""How long to wait when no connection can be accepted: the process has too many files open."""
 
 OnLink = Callable[[Link], Awaitable[None]]
 OnFailure = Callable[[ShardnetError], None]
@@ -51,7 +56,7 @@ async def connect(
     try:
         async with asyncio.timeout(options.handshake_s):
             sock = await _dial(host, port, options)
-            await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+            await asyncio.get_running_loop().create_connection(link.over_tcp, sock=sock)
             await link.wait_up()
             up = True
     except OSError as error:
@@ -71,12 +76,14 @@ async def listen(
     on_failure: OnFailure | None = None,
     options: LinkOptions | None = None,
 ) -> Listener:
-    """Accept links on the first address of `host`; port 0 takes a free one.
+    """Accept links on the first address of `host`, on all interfaces if it is empty; port 0 takes
+    a free one.
 
     `hello` is sent to every peer with purpose, ring and epoch of the peer's own, or is a function
     that makes the answer to the peer's hello and may refuse it by raising ShardnetError. `on_link`
     runs as a task for each link that is up and owns it: when it raises, the link is aborted, when
-    it returns, the link goes on. Failed handshakes go to `on_failure` (default: the log).
+    it returns, the link goes on. What fails goes to `on_failure` (default: the log), a handshake
+    once per host and kind of error.
 
     Raises UsageError for a port that cannot be, ConfigurationError when the address cannot be used.
     """
@@ -100,58 +107,74 @@ class Listener:
         self._on_link = on_link
         self._on_failure = on_failure
         self._options = options
-        self._server: asyncio.Server | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
-        self._n_handshakes = 0
-        self._host = ""
+        self._admission = Admission(
+            total=options.max_handshakes, per_host=options.max_handshakes_per_host
+        )
+        self._listening: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.host = ""
         self.port = 0
 
     @property
     def address(self) -> str:
         """`host:port` as bound."""
-        return format_address(self._host, self.port)
+        return format_address(self.host, self.port)
 
     async def start(self, host: str, port: int) -> None:
         """Bind and listen. Raises ConfigurationError when the address cannot be used."""
         try:
-            listening = await _bind(host, port, self._options)
+            self._listening = await _bind(host, port, self._options)
         except OSError as error:
             where = format_address(host, port)
             raise ConfigurationError(_cannot_listen(where, error)) from error
-        self._server = await asyncio.get_running_loop().create_server(self._accept, sock=listening)
-        self._host, self.port = listening.getsockname()[:2]
+        self.host, self.port = self._listening.getsockname()[:2]
+        self._start(self._accept_all(self._listening))
 
     async def close(self) -> None:
         """Stop listening and cancel the handlers; their links are aborted."""
-        if self._server is not None:
-            self._server.close()
-        for handler in self._handlers:
-            handler.cancel()
-        if self._handlers:
-            await asyncio.wait(self._handlers)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._listening is not None:
+            self._listening.close()
 
-    def _accept(self) -> _TcpLink:
-        return _TcpLink(
-            self._hello, initiator=False, options=self._options, on_connected=self._start_handler
-        )
+    async def _accept_all(self, listening: socket.socket) -> None:
+        """Accept connections. One that may not shake hands is closed before it costs anything."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError as error:
+                _log.warning("no connection can be accepted for a moment: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            try:
+                self._admission.enter(address[0], loop.time())
+            except LinkError as error:
+                sock.close()
+                self._report(address, LinkError(f"{format_address(*address[:2])}: {error}"))
+            else:
+                self._start(self._supervise(sock, address))
 
-    def _start_handler(self, link: _TcpLink) -> None:
-        handler = asyncio.get_running_loop().create_task(self._supervise(link))
-        self._handlers.add(handler)
-        handler.add_done_callback(self._finish_handler)
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
 
-    def _finish_handler(self, handler: asyncio.Task[None]) -> None:
-        self._handlers.discard(handler)
-        if not handler.cancelled() and (error := handler.exception()) is not None:
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
-                {"message": "the handler of a link failed", "exception": error, "task": handler}
+                {"message": "the handler of a link failed", "exception": error, "task": task}
             )
 
-    async def _supervise(self, link: _TcpLink) -> None:
+    async def _supervise(self, sock: socket.socket, address: tuple[str, int]) -> None:
         """Run one link's handler; whatever ends it, the link does not outlive a failure."""
+        link = _TcpLink(self._hello, initiator=False, options=self._options)
         try:
-            await self._shake_hands(link)
-            await self._on_link(link)
+            if await self._shake_hands(link, sock, address):
+                await self._on_link(link)
         except ShardnetError as error:
             link.abort("its handler failed")
             self._on_failure(error)
@@ -159,39 +182,52 @@ class Listener:
             link.abort("its handler was stopped")
             raise
 
-    async def _shake_hands(self, link: _TcpLink) -> None:
-        if self._n_handshakes >= self._options.max_handshakes:
-            raise LinkError(
-                f"{link.peer_address}: refused, {self._n_handshakes} other handshakes are open"
-            )
-        self._n_handshakes += 1
+    async def _shake_hands(
+        self, link: _TcpLink, sock: socket.socket, address: tuple[str, int]
+    ) -> bool:
+        """Wait until the link is up. Gives whether it is, and reports why not."""
+        loop = asyncio.get_running_loop()
+        up = False
         try:
+            await loop.connect_accepted_socket(link.over_tcp, sock)
             async with asyncio.timeout(self._options.handshake_s):
                 await link.wait_up()
+            up = True
         except TimeoutError:
-            raise PeerSilentError(
-                f"{link.peer_address}: no hello came within {self._options.handshake_s:g} s"
-            ) from None
-        except ShardnetError:
+            where = format_address(*address[:2])
+            self._report(
+                address,
+                PeerSilentError(f"{where}: no hello came within {self._options.handshake_s:g} s"),
+            )
+            link.abort("no hello came")
+        except ShardnetError as error:
+            self._report(address, error)
             await link.wait_lost()  # it may still be telling the peer why
-            raise
         finally:
-            self._n_handshakes -= 1
+            self._admission.leave(address[0], loop.time(), failed=not up)
+        return up
+
+    def _report(self, address: tuple[str, int], error: ShardnetError) -> None:
+        if self._admission.is_news(address[0], error):
+            self._on_failure(error)
 
 
 class _TcpLink(MachineLink):
     """A link whose transport is a TCP socket."""
 
     def __init__(
-        self,
-        hello: Hello | HelloAnswer,
-        *,
-        initiator: bool,
-        options: LinkOptions,
-        on_connected: Callable[[_TcpLink], None] | None = None,
+        self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
     ) -> None:
         super().__init__(hello, initiator=initiator, options=options)
-        self._on_connected = on_connected
+        self._initiator = initiator
+
+    def over_tcp(self) -> asyncio.BufferedProtocol:
+        """Give what TCP is to call: this link, or the TLS between."""
+        identity = self._options.identity
+        if identity is None:
+            return self
+        context = identity.client if self._initiator else identity.server
+        return TlsTransport(self, context, initiator=self._initiator)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set the socket's remaining options, then begin the handshake."""
@@ -204,8 +240,6 @@ class _TcpLink(MachineLink):
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
             # A free port that we try to connect to may be given to our own end.
             self.abort("nothing listens there; the connection met itself")
-        if self._on_connected is not None:
-            self._on_connected(self)
 
 
 async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
@@ -254,6 +288,8 @@ async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
 
 
 async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:
+    if not host:
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     infos = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -261,7 +297,10 @@ async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:
     listening = socket.socket(family, kind, number)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":  # IPv4 comes here too
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         _set_buffers(listening, options)
+        listening.setblocking(False)
         listening.bind(address)
         listening.listen()  # of two that bind one port at once, the second fails only here
     except OSError:

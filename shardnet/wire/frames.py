@@ -19,6 +19,9 @@ PROTOCOL_VERSION: Final = 1
 PREAMBLE_MAGIC: Final = b"shrdnt"
 PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 
+TLS_RECORDS: Final = (b"\x15", b"\x16")
+"""How the bytes of a peer begin that answers or opens in TLS: an alert or a handshake."""
+
 FRAME_MAGIC: Final = 0x4E53
 HEADER: Final = struct.Struct("<HBBIIIQ")
 """magic, kind, reserved, meta length, payload length, epoch, step."""

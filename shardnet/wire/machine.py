@@ -17,6 +17,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.errors import (
+    AuthenticationError,
     LinkClosedError,
     LocalProtocolError,
     RemoteProtocolError,
@@ -30,6 +31,7 @@ from shardnet.wire.frames import (
     PREAMBLE,
     PREAMBLE_MAGIC,
     PROTOCOL_VERSION,
+    TLS_RECORDS,
     Buffer,
     Frame,
     FrameKind,
@@ -229,6 +231,11 @@ class LinkMachine:
 
     def _take_preamble(self) -> bool:
         data = self._inbox.peek(len(PREAMBLE))
+        if bytes(data[:1]) in TLS_RECORDS:
+            raise AuthenticationError(
+                "the peer speaks TLS, as holders of a cluster key do, and this side holds none; "
+                "run `shardnet key join` here"
+            )
         if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
             raise RemoteProtocolError(
                 "the peer does not speak the protocol of shardnet; it began with "

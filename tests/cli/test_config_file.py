@@ -38,10 +38,21 @@ def test_a_top_key_holds_for_every_command_and_a_table_for_its_own(tmp_path: Pat
     assert defaults["generate"] == {"threads": 4, "stop": ["x"]}
 
 
+def test_a_key_holds_for_the_commands_of_a_group_too(tmp_path: Path) -> None:
+    defaults = read_config(written(tmp_path, 'key_file = "k"\n[key]\nreplace = true\n'), group())
+    assert defaults["node"] == {"key_file": "k"}
+    assert defaults["key"] == {
+        "new": {"key_file": "k", "replace": True},
+        "join": {"key_file": "k", "replace": True},
+        "show": {"key_file": "k"},
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max_token = 3\n", "unknown key 'max_token'; did you mean 'max_tokens'"),
+        ("[key]\nport = 3\n", r"\[key\]: unknown key 'port'"),
         ("[generate]\nport = 3\n", r"\[generate\]: unknown key 'port'"),
         ("[nod]\nport = 3\n", "unknown key 'nod'"),
         ("generate = 3\n", "'generate' should be a table"),

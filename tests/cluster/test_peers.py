@@ -449,6 +449,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             b.run(a.address)
             for member, others in ((a, "bc"), (c, "ab")):
                 await member.until_linked(*others)
+            await a.until(lambda: "c" in a.report("b").told_by)
             lost: list[ShardnetError] = []
             control = a.peers.link_of(b.node)
             assert control is not None

@@ -101,6 +101,14 @@ def test_in_a_home_lab_of_six_no_ring_is_better(objective: Objective) -> None:
 
 
 @both
+def test_where_layers_are_fewer_than_nodes_no_ring_is_better(objective: Objective) -> None:
+    for seed in range(60):
+        cluster = random_cluster(seed, n_nodes=5, n_layers=3)
+        best_s = naive_best_s(*cluster, objective)
+        assert find_s(*cluster, objective) == pytest.approx(best_s, rel=1e-6)
+
+
+@both
 def test_up_to_eight_nodes_nothing_is_dropped(objective: Objective) -> None:
     assert width_for(EXACT_NODES) == EXACT_WIDTH
     for seed in range(30):
@@ -123,10 +131,10 @@ def test_a_beam_is_within_five_percent_of_exact_on_200_clusters(objective: Objec
 
 @both
 def test_above_that_no_single_node_and_no_pair_is_better(objective: Objective) -> None:
-    for seed in range(20):
+    for seed in range(60):
         model, nodes, links = random_cluster(seed, n_nodes=12, n_layers=32)
         problem: Problem = measured_problem(model, nodes, links, objective)
-        found = find_ring(problem, width=10)
+        found = find_ring(problem, width=1)
         for other in (best_single(problem), best_pair(problem)):
             assert other is None or (found and found.cost_s <= other.cost_s)
 

@@ -76,8 +76,10 @@ def test_a_node_too_small_for_a_layer_is_told_what_one_needs() -> None:
 
 def test_what_was_not_measured_is_named() -> None:
     a, b = candidate("A", 60, speed(6)), candidate("B", 60)
-    assert place(shape(), [a, b]).why.endswith(
-        " (not measured: B) (wire not measured: A to B, B to A)"
+    assert place(shape(), [a, b]).why == (
+        "alone on A: 21 tok/s; split A+B: about 20 (A 24 ms + wire 1.3 ms + B 24 ms). "
+        "Split only because it does not fit on A. (not measured: B) "
+        "(wire not measured: A to B, B to A)"
     )
     assert place_exactly(shape(), [a, b], links=lan(a, b)).why == (
         "the nodes that were named, layers divided by bytes read per step (not measured: B)"

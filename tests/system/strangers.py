@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import Any
 
 from nodes import NodeProcess
 
@@ -13,14 +14,22 @@ from shardnet.wire.frames import PREAMBLE, Limits, pack_frame
 from shardnet.wire.messages import Hello, Purpose, Role, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
-HELLO = b"".join(
-    pack_frame(
-        hello_frame(
-            Hello(purpose=Purpose.CONTROL, role=Role.CLIENT, node="0" * 32, name="odd", version="0")
-        ),
-        Limits(),
+
+
+def hello(**fields: Any) -> bytes:
+    """A client's hello as it goes over the wire; `fields` overrides those of a control link."""
+    defaults: dict[str, Any] = {
+        "purpose": Purpose.CONTROL,
+        "role": Role.CLIENT,
+        "node": "0" * 32,
+        "name": "odd",
+    }
+    return b"".join(
+        pack_frame(hello_frame(Hello(**defaults | {"version": "0"} | fields)), Limits())
     )
-)
+
+
+HELLO = hello()
 PATIENCE_S = 30.0
 """Three times the silence after which a node gives a peer up."""
 

@@ -1,4 +1,4 @@
-"""What every transport must do: one suite over memory, TCP on asyncio and TCP on uvloop."""
+"""What every transport must do: one suite over memory, TCP and TLS, on asyncio and on uvloop."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from transport_harness import HARNESSES, OPTIONS, Harness, RawPeer, hello
+from transport_harness import HARNESSES, OPTIONS, Harness, hello
 
 from shardnet.errors import (
     BusyError,
@@ -32,7 +32,7 @@ from shardnet.wire.messages import Hello
 LOCAL = "127.0.0.1"
 
 
-@pytest.fixture(params=["tcp-asyncio", "tcp-uvloop"])
+@pytest.fixture(params=["tcp-asyncio", "tcp-uvloop", "tls-asyncio", "tls-uvloop"])
 def harness(request: pytest.FixtureRequest) -> Harness:
     return HARNESSES[request.param]
 
@@ -118,11 +118,12 @@ def test_every_address_of_a_host_is_tried(
             ]
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_addresses, raising=False)
-        link = await connect("two.addresses", 1, hello(), options=OPTIONS)
+        options = replace(OPTIONS, identity=harness.identity)
+        link = await connect("two.addresses", 1, hello(), options=options)
         assert link.peer_address == f"{LOCAL}:{listener.port}"
         await link.close()
 
-    if harness is HARNESSES["tcp-uvloop"]:
+    if harness.loop_factory is not asyncio.new_event_loop:
         pytest.skip("uvloop's loop takes no patches")
     harness.run(scenario)
 
@@ -202,9 +203,10 @@ def test_an_answer_may_refuse_the_link_by_name(harness: Harness) -> None:
             raise BusyError(f"no room for {peer.node}")
 
         failures: list[ShardnetError] = []
-        listener = await listen(LOCAL, 0, answer, keep, on_failure=failures.append, options=OPTIONS)
+        options = replace(OPTIONS, identity=harness.identity)
+        listener = await listen(LOCAL, 0, answer, keep, on_failure=failures.append, options=options)
         with pytest.raises(BusyError, match=f"{listener.port}: the peer reports: no room for a"):
-            await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+            await harness.connect(listener)
         await listener.close()
 
     harness.run(scenario)
@@ -214,8 +216,7 @@ def test_a_silent_client_is_given_up_and_reported(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         failed: asyncio.Future[ShardnetError] = asyncio.get_running_loop().create_future()
         listener = await harness.listen(keep, failed.set_result, replace(OPTIONS, handshake_s=0.1))
-        peer = RawPeer()
-        await asyncio.get_running_loop().create_connection(lambda: peer, LOCAL, listener.port)
+        peer = await harness.raw_connect(listener)
         error = await failed
         assert isinstance(error, PeerSilentError)
         assert "127.0.0.1:" in str(error)
@@ -227,21 +228,18 @@ def test_a_silent_client_is_given_up_and_reported(harness: Harness) -> None:
 
 def test_open_handshakes_are_limited(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
-        loop = asyncio.get_running_loop()
         failures: asyncio.Queue[ShardnetError] = asyncio.Queue()
         listener = await harness.listen(
             keep, failures.put_nowait, replace(OPTIONS, max_handshakes=2)
         )
-        peers = [RawPeer() for _ in range(3)]
-        for peer in peers:
-            await loop.create_connection(lambda peer=peer: peer, LOCAL, listener.port)
+        peers = [await harness.raw_connect(listener) for _ in range(3)]
         error = await failures.get()
         assert type(error) is LinkError
         assert "2 other handshakes are open" in str(error)
         await peers[2].lost.wait()
         peers[0].transport.abort()  # makes room
         assert isinstance(await failures.get(), LinkClosedError)
-        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        link = await harness.connect(listener)
         await link.close()
         peers[1].transport.abort()
         await peers[1].lost.wait()
@@ -256,7 +254,7 @@ def test_a_handler_that_fails_by_name_is_reported_and_its_link_aborted(harness: 
 
         failed: asyncio.Future[ShardnetError] = asyncio.get_running_loop().create_future()
         listener = await harness.listen(fail, failed.set_result)
-        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        link = await harness.connect(listener)
         assert isinstance(await failed, PlanError)
         with pytest.raises(LinkClosedError):
             await link.receive()
@@ -275,7 +273,7 @@ def test_a_bug_in_a_handler_reaches_the_loop_and_aborts_its_link(harness: Harnes
             lambda _, context: reported.set_result(context)
         )
         listener = await harness.listen(fail)
-        link = await connect(LOCAL, listener.port, hello(), options=OPTIONS)
+        link = await harness.connect(listener)
         assert isinstance((await reported)["exception"], ZeroDivisionError)
         with pytest.raises(LinkClosedError):
             await link.receive()
@@ -296,9 +294,9 @@ def test_closing_a_listener_stops_its_handlers_and_keeps_links_without_one(
                 await link.receive()
 
         listener = await harness.listen(serve_the_second)
-        first = await connect(LOCAL, listener.port, hello("first"), options=OPTIONS)
+        first = await harness.connect(listener, node="first")
         kept = await accepted.get()
-        second = await connect(LOCAL, listener.port, hello("second"), options=OPTIONS)
+        second = await harness.connect(listener, node="second")
         stopped = await accepted.get()
         await listener.close()
         with pytest.raises(LinkClosedError):
@@ -324,6 +322,25 @@ def test_the_sockets_options_are_set(harness: Harness) -> None:
 
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         pytest.skip("this system has no TCP_USER_TIMEOUT")
+    harness.run(scenario)
+
+
+def test_all_interfaces_are_ipv4_and_ipv6_and_addresses_are_written_plainly(
+    harness: Harness,
+) -> None:
+    async def scenario(harness: Harness) -> None:
+        options = replace(OPTIONS, identity=harness.identity)
+        accepted: asyncio.Queue[Link] = asyncio.Queue()
+        listener = await listen("", 0, hello("b"), accepted.put, options=options)
+        for host, shown in ((LOCAL, f"{LOCAL}:"), ("::1", "[::1]:")):
+            link = await connect(host, listener.port, hello(), options=options)
+            far = await accepted.get()
+            assert far.peer_address.startswith(shown)
+            await asyncio.gather(link.close(), far.close())
+        await listener.close()
+
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
     harness.run(scenario)
 
 

@@ -10,10 +10,12 @@ from typing import Any, cast
 import uvloop
 
 from shardnet.errors import ShardnetError
+from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.machine_link import MachineLink
 from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import Listener, connect, listen
+from shardnet.transport.tls import TlsTransport
 from shardnet.wire.frames import PREAMBLE, Frame, Limits, pack_frame
 from shardnet.wire.messages import Hello, Purpose, Role, hello_frame
 
@@ -61,6 +63,9 @@ class RawPeer(asyncio.BufferedProtocol):
         self.lost.set()
         self._more.set()
 
+    def failed(self, error: ShardnetError) -> None:
+        self.transport.abort()
+
     def send(self, data: bytes) -> None:
         self.transport.write(data)
 
@@ -88,6 +93,7 @@ class Harness:
 
     tcp: bool
     loop_factory: Callable[[], asyncio.AbstractEventLoop]
+    identity: Identity | None = None
 
     def run(self, scenario: Callable[[Harness], Coroutine[Any, Any, None]]) -> None:
         """Run a scenario on a loop of its own, and close its listeners."""
@@ -109,6 +115,7 @@ class Harness:
         options: LinkOptions = OPTIONS,
     ) -> Listener:
         """A TCP listener that is closed at the end of the scenario."""
+        options = replace(options, identity=self.identity)
         listener = await listen(
             "127.0.0.1", 0, hello("b"), on_link, on_failure=on_failure, options=options
         )
@@ -121,22 +128,36 @@ class Harness:
             return await memory_pair(hello("a"), hello("b"), options=options)
         accepted: asyncio.Queue[Link] = asyncio.Queue()
         listener = await self.listen(accepted.put, options=options)
-        a = await connect("127.0.0.1", listener.port, hello("a"), options=options)
-        return a, await accepted.get()
+        return await self.connect(listener, options), await accepted.get()
+
+    async def connect(
+        self, listener: Listener, options: LinkOptions = OPTIONS, node: str = "a"
+    ) -> Link:
+        """A link to a listener of this harness."""
+        options = replace(options, identity=self.identity)
+        return await connect("127.0.0.1", listener.port, hello(node), options=options)
+
+    async def raw_connect(self, listener: Listener) -> RawPeer:
+        """A raw peer of a listener of this harness."""
+        peer = RawPeer()
+        below: asyncio.BufferedProtocol = peer
+        if self.identity is not None:
+            below = TlsTransport(peer, self.identity.client, initiator=True)
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: below, "127.0.0.1", listener.port)
+        return peer
 
     async def raw(self, options: LinkOptions = OPTIONS) -> tuple[RawPeer, Awaitable[Link]]:
         """A raw peer, and the link it talks to once that is up (or the error instead)."""
-        peer = RawPeer()
-        loop = asyncio.get_running_loop()
         if self.tcp:
-            up: asyncio.Future[Link] = loop.create_future()
+            up: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
 
             async def on_link(link: Link) -> None:
                 up.set_result(link)
 
             listener = await self.listen(on_link, up.set_exception, options)
-            await loop.create_connection(lambda: peer, "127.0.0.1", listener.port)
-            return peer, up
+            return await self.raw_connect(listener), up
+        peer = RawPeer()
         link = MachineLink(hello("b"), initiator=False, options=options)
         join(peer, link, buffer_bytes=options.socket_buffer_bytes)
 
@@ -153,8 +174,12 @@ class Harness:
         return peer, await up
 
 
+IDENTITY = make_identity(bytes(16))
+
 HARNESSES = {
     "memory": Harness(tcp=False, loop_factory=asyncio.new_event_loop),
     "tcp-asyncio": Harness(tcp=True, loop_factory=asyncio.new_event_loop),
     "tcp-uvloop": Harness(tcp=True, loop_factory=uvloop.new_event_loop),
+    "tls-asyncio": Harness(tcp=True, loop_factory=asyncio.new_event_loop, identity=IDENTITY),
+    "tls-uvloop": Harness(tcp=True, loop_factory=uvloop.new_event_loop, identity=IDENTITY),
 }

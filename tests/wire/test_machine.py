@@ -22,6 +22,7 @@ from wire_strategies import (
 )
 
 from shardnet.errors import (
+    AuthenticationError,
     BusyError,
     LinkClosedError,
     LocalProtocolError,
@@ -132,15 +133,23 @@ def test_a_version_mismatch_is_named_on_both_sides(version: int) -> None:
     assert initiator.take_outgoing() == []
 
 
-@pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n", b"\0", b"shardnet", b"\x16\x03\x01", b"SSH-2.0"]
-)
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\0", b"shardnet", b"SSH-2.0"])
 @pytest.mark.parametrize("initiator", [True, False])
 def test_another_protocol_is_refused_and_shown(data: bytes, initiator: bool) -> None:
     machine = LinkMachine(hello(), initiator=initiator)
     error = failure(feed(machine, data))
     assert isinstance(error, RemoteProtocolError)
     assert repr(data[:16]) in str(error)
+    assert machine.take_outgoing() == []
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01", b"\x15\x03\x03\0\x02\x02\x74"])
+@pytest.mark.parametrize("initiator", [True, False])
+def test_tls_is_taken_for_a_peer_with_a_key(data: bytes, initiator: bool) -> None:
+    machine = LinkMachine(hello(), initiator=initiator)
+    error = failure(feed(machine, data))
+    assert isinstance(error, AuthenticationError)
+    assert "`shardnet key join`" in str(error)
     assert machine.take_outgoing() == []
 
 

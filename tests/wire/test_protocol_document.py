@@ -13,6 +13,8 @@ from protocol_notation import fields_of
 from wire_strategies import feed, hello, pair
 
 from shardnet import errors
+from shardnet.cluster.cluster_key import ClusterKey
+from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.wire import messages
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
@@ -97,6 +99,16 @@ def test_the_table_of_errors() -> None:
     shardnet_errors = [kind for kind in kinds if issubclass(kind, errors.ShardnetError)]
     assert written == {kind.code: kind.__name__ for kind in shardnet_errors}
     assert len(written) == len(shardnet_errors), "two errors share a code"
+
+
+def test_the_table_of_keys() -> None:
+    for row in table("| key | written | authority's public key | fingerprint |"):
+        secret, written, public, name = (cell.strip("`") for cell in row)
+        key = ClusterKey(bytes.fromhex(secret))
+        authority = derive_authority_key(key.secret)
+        assert key.text() == written
+        assert authority.public_key().public_bytes_raw().hex() == public
+        assert fingerprint(authority) == make_identity(key.secret).fingerprint == name
 
 
 def test_every_schema_is_in_the_document_once() -> None:

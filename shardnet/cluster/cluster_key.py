@@ -1,0 +1,138 @@
+"""The cluster key: one short secret that every node of a cluster holds.
+
+Knows how a key is made, written for people, checked and stored. Must not know what is derived from
+it (transport/identity.py).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from shardnet.errors import ConfigurationError, UsageError
+
+KEY_BYTES: Final = 16
+_CHECK_BITS: Final = 12
+_PRIME: Final = 4093
+_REMAINDER: Final = 1
+"""A key read as one number leaves this remainder by that prime. 32 generates all remainders of the
+prime, so one wrong character, or two exchanged ones, always leave another."""
+_GROUP: Final = 4
+_ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_N_CHARACTERS: Final = (KEY_BYTES * 8 + _CHECK_BITS) // 5
+_READ_AS: Final = str.maketrans("OIL", "011")
+"""Letters that the alphabet leaves out (Crockford's base 32), and the digits they are taken for."""
+_MAX_FILE_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """128 secret bits. Neither `repr` nor `str` shows them."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def make(cls) -> ClusterKey:
+        """Make a new key from the system's randomness."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterKey:
+        """Read a key as people write it: groups, any case, O for 0, I and L for 1.
+
+        Raises UsageError that says what is wrong with the text, never the text itself.
+        """
+        characters = "".join(text.upper().replace("-", " ").split()).translate(_READ_AS)
+        if len(characters) != _N_CHARACTERS:
+            raise UsageError(
+                f"a cluster key has {_N_CHARACTERS} characters in groups of {_GROUP}, "
+                f"{len(characters)} were given: type it again"
+            )
+        number = 0
+        for place, character in enumerate(characters):
+            if character not in _ALPHABET:
+                raise UsageError(
+                    f"character {place + 1} of the cluster key, in group {place // _GROUP + 1}, "
+                    "is none that a key may have: type it again"
+                )
+            number = number * len(_ALPHABET) + _ALPHABET.index(character)
+        if number % _PRIME != _REMAINDER:
+            raise UsageError("the cluster key is mistyped, its check does not fit: type it again")
+        return cls((number >> _CHECK_BITS).to_bytes(KEY_BYTES, "big"))
+
+    def text(self) -> str:
+        """Write the key for people: seven groups of four characters, the last ones a check."""
+        number = int.from_bytes(self.secret, "big") << _CHECK_BITS
+        number += (_REMAINDER - number) % _PRIME
+        digits = [_ALPHABET[number >> 5 * place & 31] for place in range(_N_CHARACTERS)]
+        characters = "".join(reversed(digits))
+        groups = range(0, _N_CHARACTERS, _GROUP)
+        return "-".join(characters[start : start + _GROUP] for start in groups)
+
+
+def default_key_path(environment: Mapping[str, str]) -> Path:
+    """Return where the key is kept when no other place is named: beside the configuration."""
+    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "shardnet" / "cluster.key"
+
+
+def load_key(path: Path) -> ClusterKey | None:
+    """Read the stored key, None where there is none.
+
+    Raises ConfigurationError when others than its owner may read it, or it is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if sys.platform != "win32" and stat.S_IMODE(mode) & 0o077:
+        raise ConfigurationError(
+            f"the key file {path} is open to others than its owner: run `chmod 600 {path}`, and "
+            "make a new key if one of them may have read it"
+        )
+    try:
+        return ClusterKey.parse(content.decode(errors="replace"))
+    except UsageError as error:
+        raise ConfigurationError(f"the key file {path} is damaged: {error}") from error
+
+
+def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
+    """Write the key for its owner alone (mode 600).
+
+    Raises ConfigurationError when another key is there and `replace` is not set, or when the file
+    cannot be written.
+    """
+    if not replace and load_key(path) not in (None, key):
+        raise ConfigurationError(
+            f"{path} holds the key of another cluster: add --replace to leave that one"
+        )
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            _write_private(unfinished, key.text() + "\n")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key file {path} cannot be written: {error.strerror}; name another with --key-file"
+        ) from error
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

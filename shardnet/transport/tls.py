@@ -1,0 +1,293 @@
+"""TLS between a link and its TCP transport: to TCP a protocol, to the link a transport.
+
+Knows the TLS engine of `ssl`, which moves no bytes itself. Must not know keys or certificates.
+Why asyncio's own TLS is not used: docs/adr/0007-tls-between-tcp-and-link.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import ssl
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final, Protocol, cast
+
+from shardnet.errors import ShardnetError
+from shardnet.transport.tls_errors import cut_short, handshake_error, stream_error
+from shardnet.wire.frames import KIB, PREAMBLE_MAGIC, Buffer
+
+_RECEIVE_BYTES: Final = 64 * KIB
+_PIECE_BYTES: Final = 64 * KIB
+"""So much is encrypted at once; then TCP may say that it is full."""
+_SMALL_BYTES: Final = 16 * KIB
+"""Buffers up to this size are joined with their neighbours: every record costs a call."""
+
+_CERTIFICATE_REQUIRED: Final = bytes.fromhex("15 03 03 0002 02 74")
+"""The alert of that name, as a record that is not encrypted. A node without a key understands it:
+docs/protocol.md section 2."""
+
+
+class SecuredProtocol(Protocol):
+    """What uses the transport: an asyncio.BufferedProtocol that can also be told of a failure."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+
+    def get_buffer(self, sizehint: int) -> Buffer:
+        """See asyncio."""
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio."""
+
+    def eof_received(self) -> bool | None:
+        """See asyncio."""
+
+    def pause_writing(self) -> None:
+        """See asyncio."""
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+
+    def failed(self, error: ShardnetError) -> None:
+        """Take note that nothing more can be sent or received; call `write_eof` or `abort`."""
+
+
+class _State(enum.Enum):
+    SHAKING_HANDS = enum.auto()
+    UP = enum.auto()
+    OVER = enum.auto()  # nothing is encrypted or decrypted any more
+
+
+class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
+    """One end of a TLS connection. What is written before the handshake is done waits for it."""
+
+    _tcp: asyncio.Transport
+
+    def __init__(
+        self, protocol: SecuredProtocol, context: ssl.SSLContext, *, initiator: bool
+    ) -> None:
+        super().__init__()
+        self._protocol = protocol
+        self._initiator = initiator
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._engine = context.wrap_bio(self._incoming, self._outgoing, server_side=not initiator)
+        self._state = _State.SHAKING_HANDS
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
+        self._began_with = b""
+        self._unsent: deque[memoryview] = deque()
+        self._tcp_is_full = False
+        self._reading = True
+        self._peer_ended = False
+        self._ending = False
+        self._closing = False
+
+    # --- what TCP calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake."""
+        self._tcp = cast(asyncio.Transport, transport)
+        self._protocol.connection_made(self)
+        if not self.is_closing():
+            self._shake_hands()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Give TCP the place for the next received bytes."""
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what `nbytes` received bytes hold."""
+        if self._state is _State.OVER:
+            return
+        missing = len(PREAMBLE_MAGIC) - len(self._began_with)
+        if missing:
+            self._began_with += bytes(self._received[: min(nbytes, missing)])
+        self._incoming.write(self._received[:nbytes])
+        if self._state is _State.SHAKING_HANDS:
+            self._shake_hands()
+        else:
+            self._decrypt()
+
+    def eof_received(self) -> bool:
+        """Note the end of the peer's bytes. True: we close the connection ourselves."""
+        if self._state is _State.SHAKING_HANDS:
+            self._fail(cut_short(initiator=self._initiator))
+        self._peer_ended = True
+        self._decrypt()
+        return True
+
+    def pause_writing(self) -> None:
+        """Encrypt no more for now."""
+        self._tcp_is_full = True
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Encrypt what has waited."""
+        self._tcp_is_full = False
+        self._encrypt()
+        if not self._tcp_is_full:
+            self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the connection is gone."""
+        if self._state is _State.SHAKING_HANDS and not self._closing:
+            self._fail(cut_short(initiator=self._initiator))
+        self._state = _State.OVER
+        self._unsent.clear()
+        self._protocol.connection_lost(exc)
+
+    # --- what the link may ask of its transport
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Ask TCP: addresses and the socket."""
+        return self._tcp.get_extra_info(name, default)
+
+    def write(self, data: Buffer) -> None:
+        """Take bytes to encrypt; many are not copied before."""
+        self.writelines([data])
+
+    def writelines(self, list_of_data: Iterable[Buffer]) -> None:
+        """Take several buffers to encrypt."""
+        if self._ending or self._state is _State.OVER:
+            return
+        small = bytearray()
+        for data in list_of_data:
+            if len(data) <= _SMALL_BYTES:
+                small += data
+            else:
+                self._unsent.extend((memoryview(small), memoryview(data)))
+                small = bytearray()
+        self._unsent.append(memoryview(small))
+        self._encrypt()
+
+    def write_eof(self) -> None:
+        """Promise that nothing more will be written; what is received from then on is dropped."""
+        self._ending = True
+        self._encrypt()
+
+    def can_write_eof(self) -> bool:
+        """Say that half-close works."""
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        """Give the number of bytes that have not left, encrypted or not."""
+        return sum(map(len, self._unsent)) + self._tcp.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        """Let the peer's bytes wait."""
+        self._reading = False
+        self._tcp.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Take the peer's bytes again, first those that have already come."""
+        self._reading = True
+        self._tcp.resume_reading()
+        asyncio.get_running_loop().call_soon(self._decrypt)
+
+    def is_closing(self) -> bool:
+        """Say whether `close` or `abort` was called, or the connection is gone."""
+        return self._closing or self._tcp.is_closing()
+
+    def close(self) -> None:
+        """Send what waits, then end the connection."""
+        self._closing = True
+        self.write_eof()
+
+    def abort(self) -> None:
+        """End the connection at once; what waits is lost."""
+        self._closing = True
+        self._state = _State.OVER
+        self._unsent.clear()
+        self._tcp.abort()
+
+    # --- the engine
+
+    def _shake_hands(self) -> None:
+        try:
+            self._engine.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+        except ssl.SSLError as error:
+            failure = handshake_error(error, initiator=self._initiator, began_with=self._began_with)
+            if not self._outgoing.pending:  # the engine says nothing to what is no TLS
+                self._outgoing.write(_CERTIFICATE_REQUIRED)
+            self._flush()
+            self._fail(failure, error)
+        else:
+            self._state = _State.UP
+            self._flush()
+            self._encrypt()
+            self._decrypt()
+
+    def _decrypt(self) -> None:
+        """Hand on what has come, until there is no more or the link wants no more."""
+        while self._state is _State.UP and self._reading and self._decrypt_once():
+            pass
+        self._flush()  # what the engine had to answer
+        if self._peer_ended and (self._reading or self._state is _State.OVER):
+            self._peer_ended = False
+            self._protocol.eof_received()
+            self.close()
+
+    def _decrypt_once(self) -> bool:
+        """Decrypt into one buffer of the link. Gives whether there may be more."""
+        target = memoryview(self._protocol.get_buffer(-1))
+        filled = 0
+        failure: ssl.SSLError | None = None
+        try:
+            while filled < len(target):
+                n = cast(int, self._engine.read(len(target) - filled, target[filled:]))
+                if n == 0:  # close_notify
+                    raise ssl.SSLZeroReturnError
+                filled += n
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            self._peer_ended = True
+        except ssl.SSLError as error:
+            failure = error
+        full = filled == len(target)
+        if filled:
+            self._protocol.buffer_updated(filled)
+        if failure is not None:
+            self._fail(stream_error(failure), failure)
+        return full
+
+    def _encrypt(self) -> None:
+        """Encrypt what waits, as long as TCP takes it; then, if that was all, say goodbye."""
+        while self._unsent and self._state is _State.UP and not self._tcp_is_full:
+            data = self._unsent.popleft()
+            n = self._engine.write(data[:_PIECE_BYTES]) if data else 0
+            if n < len(data):
+                self._unsent.appendleft(data[n:])
+            self._flush()
+        if self._ending and not (self._unsent and self._state is _State.UP):
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """End our half of the connection, encrypted and below."""
+        if self._state is not _State.OVER:
+            with contextlib.suppress(ssl.SSLError):  # the peer's own goodbye is still to come
+                self._engine.unwrap()
+            self._flush()
+            self._state = _State.OVER
+        if self._closing:
+            self._tcp.close()
+        elif not self._tcp.is_closing():
+            self._tcp.write_eof()
+
+    def _fail(self, failure: ShardnetError, cause: ssl.SSLError | None = None) -> None:
+        if self._state is _State.OVER:
+            return
+        self._state = _State.OVER
+        self._unsent.clear()
+        failure.__cause__ = cause
+        self._protocol.failed(failure)
+
+    def _flush(self) -> None:
+        if self._outgoing.pending and not self._tcp.is_closing():
+            self._tcp.write(self._outgoing.read())

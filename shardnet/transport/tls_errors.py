@@ -1,0 +1,74 @@
+"""What OpenSSL's errors mean to a person: which side lacks the key, or speaks something else.
+
+Knows OpenSSL's names of reasons. Must not know transports; whoever reports adds who the peer is.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from shardnet.errors import (
+    AuthenticationError,
+    LinkClosedError,
+    LinkError,
+    RemoteProtocolError,
+)
+from shardnet.wire.frames import PREAMBLE_MAGIC, TLS_RECORDS
+
+_OTHER_KEY: Final = (
+    "it holds another cluster key; run `shardnet key show` on one of the two machines and "
+    "`shardnet key join` with that key on the other"
+)
+_REFUSALS: Final = (
+    "UNKNOWN_CA",
+    "BAD_CERTIFICATE",
+    "CERTIFICATE_REQUIRED",
+    "CERTIFICATE_UNKNOWN",
+    "DECRYPT_ERROR",
+)
+"""Alerts by which a peer says that it does not accept our certificate."""
+
+
+def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) -> LinkError:
+    """Say why a handshake failed; `began_with` are the peer's first bytes."""
+    reason = error.reason or str(error)
+    if began_with == PREAMBLE_MAGIC:
+        return AuthenticationError("it has no cluster key; run `shardnet key join` there")
+    if isinstance(error, ssl.SSLCertVerificationError) or _is_refusal(reason):
+        return AuthenticationError(_OTHER_KEY)
+    if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return AuthenticationError("it showed no certificate; only holders of the key may connect")
+    if (
+        "PROTOCOL" in reason or "NO_SHARED_CIPHER" in reason
+    ):  # UNSUPPORTED_PROTOCOL, alerts about it
+        return AuthenticationError("it does not speak TLS 1.3; install the same shardnet there")
+    if began_with[:1] not in TLS_RECORDS:
+        what = "check the address and port" if initiator else "it is no node of this cluster"
+        return AuthenticationError(f"it does not speak TLS; {what}")
+    return AuthenticationError(f"the TLS handshake failed ({reason}); is it a node of shardnet?")
+
+
+def cut_short(*, initiator: bool) -> LinkError:
+    """Say what the end of the connection means while the handshake is under way."""
+    if not initiator:
+        return LinkClosedError("the peer closed the connection during the TLS handshake")
+    return AuthenticationError(
+        "it closed the connection during the TLS handshake; most likely that node has no cluster "
+        "key: run `shardnet key join` there and start it again, or look at its log"
+    )
+
+
+def stream_error(error: ssl.SSLError) -> LinkError:
+    """Say why an encrypted stream cannot go on.
+
+    An initiator whose certificate the acceptor refuses learns it only now.
+    """
+    reason = error.reason or str(error)
+    if _is_refusal(reason):
+        return AuthenticationError(f"it refuses our certificate: {_OTHER_KEY}")
+    return RemoteProtocolError(f"the encrypted stream is damaged ({reason})")
+
+
+def _is_refusal(reason: str) -> bool:
+    return "ALERT" in reason and reason.endswith(_REFUSALS)
