@@ -34,6 +34,7 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
     check_sendable,
@@ -53,6 +54,7 @@ def generate(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -139,7 +141,7 @@ def generate(
     )
     check_sendable(message)
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(message, local, peer or [], access, as_json))
+    run_command(_run(message, local, peer or [], access, not no_mdns, as_json))
 
 
 def _checked(sampling: SamplingParams) -> Sampling:
@@ -171,9 +173,11 @@ def _parse_ids(text: str) -> list[int]:
 
 
 async def _run(
-    message: Generate, local: int, peers: list[str], access: Access, as_json: bool
+    message: Generate, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
-    async with open_target(message.choice, local=local, peers=peers, access=access) as target:
+    async with open_target(
+        message.choice, local=local, peers=peers, access=access, mdns=mdns
+    ) as target:
         message = msgspec.structs.replace(message, choice=target.choice)
         output = _JsonOutput(message) if as_json else _TextOutput()
         with LoadBars() as bars:

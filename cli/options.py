@@ -109,6 +109,14 @@ Peer = Annotated[
         show_default=False,
     ),
 ]
+NoMdns = Annotated[
+    bool,
+    typer.Option(
+        "--no-mdns",
+        help="Neither announce nor look for nodes by mDNS.",
+        envvar="SHARDNET_NO_MDNS",
+    ),
+]
 KeyFile = Annotated[
     str,
     typer.Option(

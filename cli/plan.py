@@ -20,6 +20,7 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
     check_sendable,
@@ -34,6 +35,7 @@ def plan(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -48,13 +50,13 @@ def plan(
     )
     check_sendable(PlanRequest(request=0, choice=choice))
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(choice, local, peer or [], access, as_json))
+    run_command(_run(choice, local, peer or [], access, not no_mdns, as_json))
 
 
 async def _run(
-    choice: ModelChoice, local: int, peers: list[str], access: Access, as_json: bool
+    choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
-    async with open_target(choice, local=local, peers=peers, access=access) as target:
+    async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
         reply = await target.client.plan(target.choice)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 

@@ -31,6 +31,8 @@ from shardnet.wire.messages import (
     IdentifyModel,
     LoadProgress,
     LoadStage,
+    PeersKnown,
+    Ping,
     PlanRequest,
     RingBroken,
     Status,
@@ -46,9 +48,18 @@ REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""
 
 Request = (
-    Status | IdentifyModel | LoadStage | ConnectRing | UnloadStage | PlanRequest | Generate | Unload
+    Status
+    | Ping
+    | IdentifyModel
+    | LoadStage
+    | ConnectRing
+    | UnloadStage
+    | PlanRequest
+    | Generate
+    | Unload
 )
-Incoming = Request | RingBroken
+Notice = RingBroken | PeersKnown
+Incoming = Request | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 
@@ -71,6 +82,11 @@ class ControlLink:
         self._handling: dict[int, asyncio.Task[None]] = {}
         self.ended: ShardnetError | None = None
         """What ended the link, None while it lives."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits for its answer, on either side as far as is known here."""
+        return not self._answers and not self._handling
 
     def next_request(self) -> int:
         """Return a request number that is not used yet on this side of the link."""
@@ -95,7 +111,8 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    answer = await asyncio.wait_for(anext(answers), REPLY_SILENCE_S)
+                    async with asyncio.timeout(REPLY_SILENCE_S):
+                        answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "
@@ -158,8 +175,8 @@ class ControlLink:
                 case Cancel(request=request):
                     if request in self._handling:
                         self._handling[request].cancel()
-                case RingBroken() as notice:
-                    tasks.create_task(self._handler(self, notice))
+                case message if isinstance(message, Notice):
+                    tasks.create_task(self._handler(self, message))
                 case message if isinstance(message, Request):
                     self._begin(message, tasks)
                 case answer if answer.request in self._answers:
