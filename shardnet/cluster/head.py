@@ -209,7 +209,7 @@ class Head:
             [(port.name, _identifying(port, plan.choice.model)) for port in others],
         )
         if self._lead is not None:
-            await self._lead.ring.unload()
+            await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
         ring = Ring(_spec(plan), ports, Epoch(self._epoch))

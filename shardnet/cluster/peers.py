@@ -244,16 +244,24 @@ class Peers:
         else:
             self._link_up(link, dialled_at="")
 
-    def watch(self, control: ControlLink, on_lost: Callable[[ShardnetError], None]) -> None:
+    def watch(
+        self, control: ControlLink, on_lost: Callable[[ShardnetError], None]
+    ) -> Callable[[], None]:
         """Call `on_lost` once when the last link to the node of `control` ends.
 
-        At once if that has happened.
+        At once if that has happened. Returns what ends the watching.
         """
         peer = self._peers.get(NodeId(control.link.peer.node))
-        if peer is not None:
-            peer.watchers.append(on_lost)
-        else:
+        if peer is None:
             on_lost(control.ended or LinkError(f"{control.peer_name}: the link has ended"))
+            return lambda: None
+        peer.watchers.append(on_lost)
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):  # it has been told already
+                peer.watchers.remove(on_lost)
+
+        return stop
 
     async def keep(self, address: str) -> None:
         """Keep a link to `address` for ever: dial, wait for its end, dial again."""
@@ -437,7 +445,7 @@ class Peers:
         self._book.lost(node, time.monotonic())
         if not self._closing:
             self._log(f"node {line.control.link.peer.name} is gone: {error}")
-        for on_lost in peer.watchers:
+        for on_lost in tuple(peer.watchers):
             on_lost(error)
         self._news.set()
         self._changed.set()

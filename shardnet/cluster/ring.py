@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,6 +64,7 @@ class Ring:
         self._ports = tuple(ports)
         self._engine: Engine | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._watches: list[Callable[[], None]] = []
         self._n_users = 0
 
     @property
@@ -100,8 +101,7 @@ class Ring:
         except (ShardnetError, asyncio.CancelledError):
             await self.unload()
             raise
-        for port in self._ports:
-            port.watch(partial(self._node_lost, port.name))
+        self._watches = [port.watch(partial(self._node_lost, port.name)) for port in self._ports]
         self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
         return time.perf_counter() - started
 
@@ -116,12 +116,19 @@ class Ring:
         """End the ring because of what happened to a node or a link of it."""
         self.break_(PeerFailedError(f"{cause}; {WAY_OUT}"))
 
-    async def unload(self) -> None:
-        """Free the stage on every node that still answers."""
+    async def unload(self, keep: Collection[str] = ()) -> None:
+        """Free the stage on every node that still answers.
+
+        Those at the addresses `keep` hold on to their weights: their next order frees them, or
+        finds them there.
+        """
         if self._watchdog is not None:
             self._watchdog.cancel()
+        for stop_watching in self._watches:
+            stop_watching()
         self.break_(PeerFailedError("the ring was unloaded"))
-        await asyncio.gather(*(self._unload(port) for port in self._ports))
+        at = zip(self._ports, self.spec.addresses, strict=True)
+        await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
 
     async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
         try:

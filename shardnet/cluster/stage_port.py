@@ -51,8 +51,8 @@ class StagePort(Protocol):
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
 
-    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
-        """Call `on_lost` when the node is lost."""
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
+        """Call `on_lost` when the node is lost. Returns what ends the watching."""
 
 
 class LocalPort:
@@ -93,8 +93,9 @@ class LocalPort:
         """Free the stage."""
         await self._unload(ring)
 
-    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Never lost: this code runs there."""
+        return lambda: None
 
 
 class RemotePort:
@@ -103,7 +104,7 @@ class RemotePort:
     def __init__(
         self,
         control: ControlLink,
-        watch: Callable[[ControlLink, Callable[[ShardnetError], None]], None],
+        watch: Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]],
         latest: Callable[[ControlLink], ControlLink],
     ) -> None:
         """Take a link to the peer, and what gives the link that has taken its place, if one has."""
@@ -148,6 +149,6 @@ class RemotePort:
         message = UnloadStage(request=self._control.next_request(), ring=ring)
         await self._control.ask(message, Done)
 
-    def watch(self, on_lost: Callable[[ShardnetError], None]) -> None:
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Watch the control link."""
-        self._watch(self._control, on_lost)
+        return self._watch(self._control, on_lost)
