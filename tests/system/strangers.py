@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -34,10 +35,17 @@ PATIENCE_S = 30.0
 """Three times the silence after which a node gives a peer up."""
 
 
+_hosts = (f"127.0.0.{number}" for number in count(2))
+
+
 @contextmanager
 def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
-    """A connection to a node on which `said` was sent."""
-    with socket.create_connection((node.ready["host"], node.ready["port"])) as connection:
+    """A connection to a node on which `said` was sent.
+
+    Each comes from an address of its own: of one host a node tells each kind of failure once.
+    """
+    to, source = (node.ready["host"], node.ready["port"]), (next(_hosts), 0)
+    with socket.create_connection(to, source_address=source) as connection:
         connection.settimeout(PATIENCE_S)
         connection.sendall(said)
         yield connection
