@@ -67,7 +67,7 @@ from shardnet.wire.messages import (
     error_frame,
 )
 
-PEER_STATUS_S = 1.0
+PEER_STATUS_S = 1.5
 """How long a node waits for a peer's status before it tells of its peers without that one."""
 
 HEARTBEAT_S = 1.0

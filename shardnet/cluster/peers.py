@@ -202,7 +202,7 @@ class Peers:
                 address=known.address,
                 rtt_s=self.rtt_s(known.node) or known.rtt_s,
                 addresses=self._order(known.addresses),
-                told_by=tuple(known.told),
+                told_by=tuple(known.told) if known.lonely_since is None else (),
                 failures=dict(known.failures),
                 refusal=known.refusal,
             )

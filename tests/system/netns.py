@@ -38,6 +38,11 @@ class Host:
         return f"{SUBNET}.{self.number}"
 
     @property
+    def addresses(self) -> tuple[str, str]:
+        """Its addresses in the common network, IPv4 and IPv6."""
+        return (self.address, f"fd77::{self.number}")
+
+    @property
     def prefix(self) -> tuple[str, ...]:
         """What to put before a command line to run it there. The process id stays the same."""
         return ("ip", "netns", "exec", self.namespace)
@@ -89,7 +94,7 @@ class Network:
                 *("netns", self._switch))  # fmt: skip
             _ip("-n", self._switch, *f"link set {port} master br0 up".split())
             _ip(*there, *f"addr add {host.address}/24 brd + dev eth0".split())
-            _ip(*there, *f"addr add fd77::{host.number}/64 dev eth0 nodad".split())
+            _ip(*there, *f"addr add {host.addresses[1]}/64 dev eth0 nodad".split())
             _ip(*there, *["link", "set", "eth0", "up"])
 
     def down(self) -> None:

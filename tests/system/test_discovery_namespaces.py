@@ -29,14 +29,13 @@ TOLERANCE = 3.0
 class Site:
     """Machines of their own with at most one node each."""
 
-    def __init__(self, machines: list[Machine], arguments: list[str], hosts: list[Host]) -> None:
+    def __init__(self, machines: list[Machine], hosts: list[Host]) -> None:
         self.machines = machines
         self.hosts = hosts
-        self._arguments = arguments
 
     def start(self, number: int, name: str, *arguments: str) -> NodeProcess:
         """Start the node of a machine."""
-        [node] = self.machines[number].start_nodes(name, arguments=[*self._arguments, *arguments])
+        [node] = self.machines[number].start_nodes(name, arguments=arguments)
         return node
 
     def nodes(self, number: int, *arguments: str) -> dict[str, Any]:
@@ -47,16 +46,18 @@ class Site:
 
 @contextlib.contextmanager
 def open_site(kind: str, n_machines: int, folder: Path, **environment: str) -> Iterator[Site]:
-    """Give a site in namespaces or on loopback. Skips where namespaces are not permitted."""
+    """Give a site in namespaces, with one cluster key, or on loopback, without one.
+
+    Skips where namespaces are not permitted.
+    """
     with contextlib.ExitStack() as stack:
         hosts: list[Host] = []
-        arguments: list[str] = []
         if kind == "namespaces":
             try:
                 hosts = stack.enter_context(open_network(n_machines)).hosts
             except NotPermittedError as error:
                 pytest.skip(f"network namespaces cannot be made here: {error}")
-            arguments = ["--host", "0.0.0.0", "--insecure"]
+            environment = {"SHARDNET_KEY_FILE": str(folder / "cluster.key"), **environment}
         else:
             environment = {"SHARDNET_MDNS_INTERFACES": "127.0.0.1", **environment}
         machines = []
@@ -65,7 +66,9 @@ def open_site(kind: str, n_machines: int, folder: Path, **environment: str) -> I
             machines.append(
                 stack.enter_context(_machine(folder / f"machine-{number}", prefix, environment))
             )
-        yield Site(machines, arguments, hosts)
+        if hosts:
+            assert machines[0].run("key", "new").code == 0
+        yield Site(machines, hosts)
 
 
 @contextlib.contextmanager
@@ -126,9 +129,7 @@ def test_nodes_find_each_other_and_whoever_leaves_is_gone(site: Site) -> None:
         listed = site.nodes(number)
         assert {"anna", "bert", "cleo"} <= listed.keys()
         assert listed[node.ready["name"]]["node"] == node.ready["node"]
-        if site.hosts:
-            addresses = {address(site, n, other) for n, other in enumerate(nodes)}
-            assert {node["address"] for node in listed.values()} == addresses
+        check_addresses(site, number)
 
     seen = [len(node.log) for node in (anna, bert)]
     cleo.tell_to_leave()
@@ -164,6 +165,22 @@ def test_a_node_named_to_one_other_finds_all_without_mdns(tmp_path: Path) -> Non
         assert site.nodes(2).keys() == {"anna", "bert", "cleo"}
 
 
+def test_a_node_with_another_key_is_left_out_with_one_line(tmp_path: Path) -> None:
+    """Each says so, and neither shows the other one."""
+    with open_site("loopback", 2, tmp_path) as site:
+        for machine in site.machines:
+            assert machine.run("key", "new").code == 0
+        anna, bert = (
+            site.start(n, name, "--host", "127.0.0.1") for n, name in enumerate(("anna", "bert"))
+        )
+        for node, other in ((anna, "bert"), (bert, "anna")):
+            node.stderr.wait_for(f"node {other} (", deadline_s=FIND_S)
+            [line] = [line for line in node.log.splitlines() if f"node {other} (" in line]
+            assert "another cluster key" in line
+        assert site.nodes(0).keys() == {"anna"}
+        assert site.nodes(1).keys() == {"bert"}
+
+
 def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
     """Every host has the same address on a bridge that is known by its name, and on one that only
     shows when it is dialled. Then one host is unplugged and plugged in again.
@@ -181,8 +198,8 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
         )
         meet(anna, bert, cleo)
         for number, others in enumerate((("bert", "cleo"), ("anna", "cleo"), ("anna", "bert"))):
-            listed = site.nodes(number)
-            assert all(listed[name]["address"].startswith("10.77.0.") for name in others)
+            assert set(others) < site.nodes(number).keys()
+            check_addresses(site, number)
         arguments = ("It is", "--layers", "0-2,2-4,4-8", "--max-tokens", "4", "--json")
         text = site.machines[0].run("generate", *arguments).json
         assert {stage["node"] for stage in text["stages"]} == {
@@ -202,6 +219,13 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
         here(bert, "cleo", after=seen[1])
         here(cleo, "anna", after=seen[2])
         assert site.nodes(2).keys() == {"anna", "bert", "cleo"}
+
+
+def check_addresses(site: Site, number: int) -> None:
+    """Check that a machine lists every node at an address of the common network."""
+    for found in site.nodes(number).values() if site.hosts else ():
+        host = site.hosts[("anna", "bert", "cleo").index(found["name"])]
+        assert found["address"].rpartition(":")[0].strip("[]") in host.addresses
 
 
 def address(site: Site, number: int, node: NodeProcess) -> str:

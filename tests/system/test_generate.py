@@ -152,6 +152,7 @@ def test_a_node_plans_over_the_peers_it_was_told(
 ) -> None:
     """A peer that answers is used, one that does not is named and does no harm."""
     newcomer.nodes[0].stderr.wait_for("127.0.0.1:1")
+    newcomer.nodes[0].stderr.wait_for("node bert (")
     wanted = ["--layers", "0-2,2-4", "--max-tokens", "3", "--json"]
     answer = newcomer.generate("a", parrots.alphabet, *wanted).json
     first, second = (stage["node"] for stage in answer["stages"])
