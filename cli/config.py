@@ -1,7 +1,8 @@
 """The configuration file: defaults for flags.
 
-Keys are flag names with underscores; at the top they hold for every command that has the flag, in
-a table named like a command for that command alone. A flag or SHARDNET_* variable comes before.
+Keys are flag names with underscores, and `peers` for a list of --peer. At the top they hold for
+every command that has the flag, in a table named like a command for that command alone. A flag or
+SHARDNET_* variable comes before.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ def _put(key: str, value: object, places: Sequence[_Place], where: str) -> None:
 
 def _flags(parameters: Sequence[object]) -> dict[str, str]:
     """Map each flag's name in the file to its parameter."""
-    return {
+    flags = {
         option.lstrip("-").replace("-", "_"): str(parameter.name)
         for parameter in parameters
         if isinstance(parameter, TyperOption)
         for option in parameter.opts
         if option.startswith("--") and option not in ("--help", "--until-stdin-closes")
     }
+    return flags | {"peers": flags["peer"]} if "peer" in flags else flags
 
 
 def _check(key: str, known: set[str], where: str) -> None:

@@ -34,8 +34,10 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .progress import LoadBars
@@ -52,6 +54,7 @@ def generate(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -136,8 +139,9 @@ def generate(
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
     )
+    check_sendable(message)
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(message, local, peer or [], access, as_json))
+    run_command(_run(message, local, peer or [], access, not no_mdns, as_json))
 
 
 def _checked(sampling: SamplingParams) -> Sampling:
@@ -151,7 +155,12 @@ def _checked(sampling: SamplingParams) -> Sampling:
 def _prompt_text(prompt: str | None, token_ids: str) -> str:
     if (prompt is None) == (not token_ids):
         raise typer.BadParameter("give either PROMPT or --token-ids")
-    return sys.stdin.read() if prompt == "-" else prompt or ""
+    if prompt != "-":
+        return prompt or ""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -164,9 +173,11 @@ def _parse_ids(text: str) -> list[int]:
 
 
 async def _run(
-    message: Generate, local: int, peers: list[str], access: Access, as_json: bool
+    message: Generate, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
-    async with open_target(message.choice, local=local, peers=peers, access=access) as target:
+    async with open_target(
+        message.choice, local=local, peers=peers, access=access, mdns=mdns
+    ) as target:
         message = msgspec.structs.replace(message, choice=target.choice)
         output = _JsonOutput(message) if as_json else _TextOutput()
         with LoadBars() as bars:

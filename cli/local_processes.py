@@ -65,7 +65,7 @@ class _NodeProcess:
                 *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--host", "127.0.0.1"),
                 *("--port", "0", "--name", name, "--threads", str(threads)),
                 *access.node_arguments(),
-                "--until-stdin-closes",
+                *("--no-mdns", "--until-stdin-closes"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -117,6 +117,6 @@ class _NodeProcess:
 
 
 _NOT_INHERITED = frozenset(
-    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "MEMORY", "INSECURE")
+    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "MEMORY", "INSECURE")
 )
 """Settings of this machine's own node; those of a run are its flags."""

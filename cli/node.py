@@ -19,7 +19,8 @@ from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
 from .access import Access
-from .options import Insecure, Json, KeyFile, Peer, parse_size
+from .mdns import told_interfaces
+from .options import Insecure, Json, KeyFile, NoMdns, Peer, parse_size
 from .run import run_command, say
 
 if TYPE_CHECKING:  # it imports torch
@@ -38,6 +39,7 @@ class _Flags:
     memory_bytes: int | None
     threads: int
     peers: tuple[str, ...]
+    no_mdns: bool
     access: Access
     as_json: bool
     until_stdin_closes: bool
@@ -103,6 +105,7 @@ def node(
         ),
     ] = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     key_file: KeyFile = "",
     insecure: Insecure = False,
     as_json: Json = False,
@@ -120,6 +123,7 @@ def node(
         memory_bytes=parse_size(memory, "--memory") if memory else None,
         threads=threads,
         peers=tuple(peer or ()),
+        no_mdns=no_mdns,
         access=Access(key_file=key_file, insecure=insecure),
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
@@ -128,6 +132,7 @@ def node(
 
 
 async def _run(flags: _Flags) -> None:
+    from shardnet.cluster.discovery import Discovery
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
@@ -143,6 +148,13 @@ async def _run(flags: _Flags) -> None:
         local_nodes=local_nodes,
         log=say,
         identity=identity,
+        discovery=None
+        if flags.no_mdns
+        else Discovery(
+            fingerprint=identity.fingerprint if identity else "",
+            interfaces=told_interfaces(os.environ),
+            log=say,
+        ),
     )
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:

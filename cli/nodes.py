@@ -16,7 +16,8 @@ from shardnet.errors import ShardnetError
 from shardnet.wire.messages import NodeInfo
 
 from .access import Access
-from .options import Insecure, Json, KeyFile, Nodes, Peer, split_nodes
+from .mdns import find_nearest
+from .options import Insecure, Json, KeyFile, Nodes, NoMdns, Peer, split_nodes
 from .run import run_command, say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -32,23 +33,28 @@ ANSWER_S = 3.0
 def nodes(
     nodes: Nodes = "",
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
     key_file: KeyFile = "",
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
-    """Show the nodes of this machine, those they know, and those that are named."""
+    """Show the nodes of this machine, those they know, and those that are named.
+
+    Without any of these, nodes are looked for on the network.
+    """
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run([*split_nodes(nodes), *(peer or [])], access, watch, as_json))
+    named = [*split_nodes(nodes), *(peer or [])]
+    run_command(_run(named, access, not no_mdns, watch, as_json))
 
 
-async def _run(named: list[str], access: Access, watch: bool, as_json: bool) -> None:
+async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
     identity = access.identity()
     if not watch:
-        infos = await _gather(named, identity)
+        infos = await _gather(named, identity, mdns)
         if as_json:
             print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -56,16 +62,21 @@ async def _run(named: list[str], access: Access, watch: bool, as_json: bool) -> 
         else:
             print("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named, identity)), auto_refresh=False) as live:
+    with Live(_table(await _gather(named, identity, mdns)), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named, identity)), refresh=True)
+            live.update(_table(await _gather(named, identity, mdns)), refresh=True)
 
 
-async def _gather(named: Sequence[str], identity: Identity | None) -> list[NodeInfo]:
-    """Ask the nodes of this machine and the named ones, and take in whom they know."""
+async def _gather(named: Sequence[str], identity: Identity | None, mdns: bool) -> list[NodeInfo]:
+    """Ask the nodes of this machine and the named ones, and take in whom they know.
+
+    Where there are none, with `mdns`, those that are found.
+    """
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
-    addresses = dict.fromkeys([*named, *here])
+    addresses = list(dict.fromkeys([*named, *here]))
+    if not addresses and mdns:
+        addresses = [sounding.address for sounding in await find_nearest(identity)]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     found: dict[str, NodeInfo] = {}
     for infos in answers:

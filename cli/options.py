@@ -8,10 +8,11 @@ from typing import Annotated, Final
 
 import typer
 
+from shardnet.api.client import check_request
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
-from shardnet.wire.messages import ModelChoice
+from shardnet.wire.messages import Generate, ModelChoice, PlanRequest
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -108,6 +109,14 @@ Peer = Annotated[
         show_default=False,
     ),
 ]
+NoMdns = Annotated[
+    bool,
+    typer.Option(
+        "--no-mdns",
+        help="Neither announce nor look for nodes by mDNS.",
+        envvar="SHARDNET_NO_MDNS",
+    ),
+]
 KeyFile = Annotated[
     str,
     typer.Option(
@@ -162,6 +171,14 @@ def model_choice(
         dtype=dtype,
         threads=threads,
     )
+
+
+def check_sendable(message: Generate | PlanRequest) -> None:
+    """Raise typer.BadParameter for values that the protocol has no room for."""
+    try:
+        check_request(message)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _absolute(model: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages import ModelChoice, PlanReply
+from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
 from .access import Access
 from .options import (
@@ -20,8 +20,10 @@ from .options import (
     Local,
     Model,
     Nodes,
+    NoMdns,
     Peer,
     Threads,
+    check_sendable,
     model_choice,
 )
 from .run import run_command
@@ -33,6 +35,7 @@ def plan(
     nodes: Nodes = "",
     local: Local = 0,
     peer: Peer = None,
+    no_mdns: NoMdns = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -45,14 +48,15 @@ def plan(
     choice = model_choice(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
+    check_sendable(PlanRequest(request=0, choice=choice))
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(choice, local, peer or [], access, as_json))
+    run_command(_run(choice, local, peer or [], access, not no_mdns, as_json))
 
 
 async def _run(
-    choice: ModelChoice, local: int, peers: list[str], access: Access, as_json: bool
+    choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
-    async with open_target(choice, local=local, peers=peers, access=access) as target:
+    async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
         reply = await target.client.plan(target.choice)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 
@@ -85,10 +89,15 @@ def _as_json(plan: PlanReply) -> dict[str, Any]:
 def _as_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {plan.dtype}, context {plan.context}: {plan.why}"]
     lines += [
-        f"  rank {stage.rank}: {stage.name} ({stage.address}), layers "
+        f"  rank {stage.rank}: {stage.name}{_where(stage)}, layers "
         f"{stage.layers[0]}-{stage.layers[1]}, weights {stage.weight_bytes / 2**20:.1f} MiB, "
         f"KV cache {stage.kv_bytes / 2**20:.1f} MiB"
         for stage in plan.stages
     ]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     return "\n".join(lines)
+
+
+def _where(stage: PlannedStage) -> str:
+    """The node's address, if it has one: the node inside this process has none."""
+    return f" ({stage.address})" if stage.address else ""

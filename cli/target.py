@@ -22,7 +22,10 @@ from shardnet.wire.messages import ModelChoice
 
 from .access import Access
 from .local_processes import local_processes
+from .mdns import find_nearest
 from .run import say
+
+_THIS_PROCESS = "this process"
 
 if TYPE_CHECKING:
     from shardnet.transport.identity import Identity
@@ -38,9 +41,9 @@ class Target:
 
 @asynccontextmanager
 async def open_target(
-    choice: ModelChoice, *, local: int, peers: Sequence[str], access: Access
+    choice: ModelChoice, *, local: int, peers: Sequence[str], access: Access, mdns: bool
 ) -> AsyncIterator[Target]:
-    """Find the node to ask for `choice`.
+    """Find the node to ask for `choice`; with `mdns` also by looking for one.
 
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
     answer, ConfigurationError when the cluster key cannot be used.
@@ -54,7 +57,7 @@ async def open_target(
                 local_processes(local, choice.threads, access)
             )
             choice = replace(choice, nodes=addresses)
-        client = await _client(stack, choice, peers, identity)
+        client = await _client(stack, choice, peers, identity, mdns)
         yield Target(client=client, choice=choice)
 
 
@@ -63,6 +66,7 @@ async def _client(
     choice: ModelChoice,
     peers: Sequence[str],
     identity: Identity | None,
+    mdns: bool,
 ) -> Client:
     if choice.nodes:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
@@ -71,7 +75,10 @@ async def _client(
         return here
     if peers:
         return await _nearest(stack, peers, identity)
-    say("no node runs here and none was named: running in this process")
+    if mdns and (found := await find_nearest(identity)):
+        say(f"asking the nearest node, {found[0].name} ({found[0].address})")
+        return await stack.enter_async_context(connect(found[0].address, identity))
+    say("no node runs here, none was named and none found: running in this process")
     return await stack.enter_async_context(in_process(choice.threads, identity))
 
 
@@ -123,7 +130,7 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
 
     settings = NodeSettings(
         node=make_node_id(),
-        name="this process",
+        name=_THIS_PROCESS,
         budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
         threads=threads,
         peers=(),
@@ -131,5 +138,8 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
         log=lambda line: None,
         identity=identity,
     )
-    async with running(settings) as node, open_client(await node.client(), identity) as client:
+    async with (
+        running(settings) as node,
+        open_client(await node.client(), identity, node_name=_THIS_PROCESS) as client,
+    ):
         yield client

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import split_address
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.messages import (
@@ -36,6 +36,8 @@ from shardnet.wire.messages import (
     StatusReply,
     TextPiece,
     Unload,
+    control_frame,
+    read_control,
 )
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -85,7 +87,10 @@ class Client:
         return await self._control.ask(message, StatusReply)
 
     async def plan(self, choice: ModelChoice) -> PlanReply:
-        """Ask for the plan that `choice` would get. Raises PlanError and its like."""
+        """Ask for the plan that `choice` would get.
+
+        Raises PlanError and its like, UsageError for a choice that cannot be sent.
+        """
         message = PlanRequest(request=0, choice=choice)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -104,7 +109,8 @@ class Client:
     async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:
         """Run one request and yield its events: the plan, loading, text, and Finished at the end.
 
-        Raises whatever named error the request ends in. Closing the generator cancels the request.
+        Raises whatever named error the request ends in, UsageError for a message that cannot be
+        sent. Closing the generator cancels the request.
         """
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
@@ -116,6 +122,7 @@ class Client:
 
     async def _follow(self, message: Ask) -> AsyncGenerator[object, None]:
         """Yield the answers of the node, or of the one it sends us to."""
+        check_request(message)
         async with contextlib.AsyncExitStack() as stack:
             control = self._control
             for _ in range(MAX_REDIRECTS + 1):
@@ -133,10 +140,24 @@ class Client:
             raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
 
 
+def check_request(message: Ask) -> None:
+    """Raise UsageError, which names the field, for values that the protocol has no room for."""
+    try:
+        read_control(control_frame(message))
+    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
+        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
+
+
 @asynccontextmanager
-async def open_client(link: Link, identity: Identity | None = None) -> AsyncIterator[Client]:
-    """Make a client over a control link that is up; the link is closed at the end."""
-    async with _serving(link) as control:
+async def open_client(
+    link: Link, identity: Identity | None = None, *, node_name: str = ""
+) -> AsyncIterator[Client]:
+    """Make a client over a control link that is up; the link is closed at the end.
+
+    `node_name` is how messages call the node, where it is not name and address. `identity` opens
+    the links that redirects ask for.
+    """
+    async with _serving(link, node_name) as control:
         yield Client(control, identity)
 
 
@@ -148,8 +169,8 @@ async def connect(address: str, identity: Identity | None = None) -> AsyncIterat
 
 
 @asynccontextmanager
-async def _serving(link: Link) -> AsyncIterator[ControlLink]:
-    control = ControlLink(link, _refuse)
+async def _serving(link: Link, node_name: str = "") -> AsyncIterator[ControlLink]:
+    control = ControlLink(link, _refuse, peer_name=node_name)
     reading = asyncio.create_task(_read(control))
     try:
         yield control

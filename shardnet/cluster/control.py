@@ -31,12 +31,15 @@ from shardnet.wire.messages import (
     IdentifyModel,
     LoadProgress,
     LoadStage,
+    PeersKnown,
+    Ping,
     PlanRequest,
     RingBroken,
     Status,
     Unload,
     UnloadStage,
     control_frame,
+    error_frame,
     read_control,
     reported_error,
 )
@@ -45,9 +48,18 @@ REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""
 
 Request = (
-    Status | IdentifyModel | LoadStage | ConnectRing | UnloadStage | PlanRequest | Generate | Unload
+    Status
+    | Ping
+    | IdentifyModel
+    | LoadStage
+    | ConnectRing
+    | UnloadStage
+    | PlanRequest
+    | Generate
+    | Unload
 )
-Incoming = Request | RingBroken
+Notice = RingBroken | PeersKnown
+Incoming = Request | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 
@@ -60,8 +72,10 @@ class ControlLink:
     an answer cancels the request at the peer.
     """
 
-    def __init__(self, link: Link, handler: Handler) -> None:
+    def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
         self.link = link
+        self.peer_name = peer_name or f"{link.peer.name} ({link.peer_address})"
+        """How to call the peer in messages to people."""
         self._handler = handler
         self._numbers = count(1)
         self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
@@ -70,9 +84,9 @@ class ControlLink:
         """What ended the link, None while it lives."""
 
     @property
-    def peer_name(self) -> str:
-        """How to call the peer in messages to people."""
-        return f"{self.link.peer.name} ({self.link.peer_address})"
+    def is_idle(self) -> bool:
+        """Whether no request waits for its answer, on either side as far as is known here."""
+        return not self._answers and not self._handling
 
     def next_request(self) -> int:
         """Return a request number that is not used yet on this side of the link."""
@@ -97,7 +111,8 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    answer = await asyncio.wait_for(anext(answers), REPLY_SILENCE_S)
+                    async with asyncio.timeout(REPLY_SILENCE_S):
+                        answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "
@@ -146,6 +161,9 @@ class ControlLink:
             self.ended = error
             for answers in self._answers.values():
                 answers.put_nowait(error)
+            if not self.link.closed:  # it was we who ended it, and the peer should know why
+                self.link.send(error_frame(error))
+                await self.link.close()
             raise error from None
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:
@@ -157,8 +175,8 @@ class ControlLink:
                 case Cancel(request=request):
                     if request in self._handling:
                         self._handling[request].cancel()
-                case RingBroken() as notice:
-                    tasks.create_task(self._handler(self, notice))
+                case message if isinstance(message, Notice):
+                    tasks.create_task(self._handler(self, message))
                 case message if isinstance(message, Request):
                     self._begin(message, tasks)
                 case answer if answer.request in self._answers:

@@ -16,25 +16,30 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
+from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.peers import Peers, split_address
-from shardnet.cluster.profile import (
-    MemoryBudget,
-    available_cores,
-    make_host_id,
-    reachable_host,
-)
+from shardnet.cluster.presence import Presence
+from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
-from shardnet.errors import ShardnetError, UsageError, error_for_code, first_error
+from shardnet.errors import (
+    PeerFailedError,
+    ProtocolError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+    error_for_code,
+    first_error,
+)
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, StageOrder, identify
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
-from shardnet.transport.link import Link, LinkOptions, format_address
+from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import DType, LayerRange, NodeId
 from shardnet.wire.messages import (
@@ -47,6 +52,8 @@ from shardnet.wire.messages import (
     LoadStage,
     ModelIdentity,
     NodeInfo,
+    PeersKnown,
+    Ping,
     PlanRequest,
     Purpose,
     RingBroken,
@@ -57,17 +64,23 @@ from shardnet.wire.messages import (
     StatusReply,
     Unload,
     UnloadStage,
+    error_frame,
 )
 
-PEER_STATUS_S = 2.0
+PEER_STATUS_S = 1.0
 """How long a node waits for a peer's status before it tells of its peers without that one."""
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 8.0
+"""With these a node that is frozen is given up 8 to 9 s later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
-    Without `identity` its links are neither encrypted nor authenticated.
+    Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
+    nodes and makes this one found; without it there are only `peers`, and whom they know.
     """
 
     node: NodeId
@@ -78,6 +91,7 @@ class NodeSettings:
     local_nodes: LocalNodes
     log: Callable[[str], None]
     identity: Identity | None = None
+    discovery: Discovery | None = None
 
 
 class Node:
@@ -86,11 +100,25 @@ class Node:
     def __init__(self, settings: NodeSettings, tasks: asyncio.TaskGroup) -> None:
         self._settings = settings
         self._tasks = tasks
-        self._address = ""
         self._client_links: set[Link] = set()
         self._reader = Executor("shardnet-read", niceness=10)
         self._host = StageHost(dial=self._dial_data)
-        self._peers = Peers(dial=self._dial_control, handler=self._handle, tasks=tasks)
+        self._presence = Presence(
+            node=settings.node,
+            name=settings.name,
+            on_changed=lambda: self._peers.addresses_changed(),
+        )
+        self._peers = Peers(
+            node=settings.node,
+            name=settings.name,
+            dial=self._dial_control,
+            knock=self._knock,
+            handler=self._handle,
+            tasks=tasks,
+            own_hosts=lambda: self._presence.local,
+            own_addresses=lambda: self._presence.addresses,
+            log=settings.log,
+        )
         self._head = Head(self)
         self._clients = Clients(self._head, self._reader)
 
@@ -101,8 +129,8 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where this node listens, "" where it does not."""
-        return self._address
+        """Where others reach this node best, "" where it does not listen."""
+        return self._presence.address
 
     @property
     def cluster(self) -> str | None:
@@ -117,8 +145,8 @@ class Node:
         return share_of_cores(available_cores(), len(self._settings.local_nodes.list()))
 
     def listening_at(self, address: str) -> None:
-        """Tell the node where it can be reached."""
-        self._address = address
+        """Tell the node where it listens."""
+        self._presence.listening_at(address)
 
     async def client(self) -> Link:
         """Open a control link to this node from its own process."""
@@ -130,7 +158,12 @@ class Node:
     @property
     def options(self) -> LinkOptions:
         """How this node's links behave."""
-        return LinkOptions(identity=self._settings.identity, progress=lambda: self._host.progress)
+        return LinkOptions(
+            identity=self._settings.identity,
+            heartbeat_s=HEARTBEAT_S,
+            silence_s=SILENCE_S,
+            progress=lambda: self._host.progress,
+        )
 
     def hello(self, peer: Hello) -> Hello:
         """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
@@ -148,13 +181,23 @@ class Node:
             self._tasks.create_task(self._serve_client(link))
 
     async def keep_peers(self) -> None:
-        """Keep links to the peers that were named."""
-        async with asyncio.TaskGroup() as tasks:
-            for address in self._settings.peers:
-                tasks.create_task(self._peers.keep(address, self._settings.log))
+        """Keep links to the peers that were named and to all that are found."""
+        await self._peers.run(self._settings.peers)
+
+    async def discover(self) -> None:
+        """Be found and find others, until cancelled."""
+        if self._settings.discovery is not None:
+            await self._presence.discover(self._settings.discovery, self._peers)
 
     async def close(self) -> None:
-        """Unload what this node leads, leave what it follows, end the threads."""
+        """Unload what this node leads, leave what it follows, end the threads.
+
+        Clients that wait for something are told why they get nothing.
+        """
+        leaving = PeerFailedError("the node is leaving; start it again or ask another one")
+        for link in self._client_links:
+            if not link.closed:
+                link.send(error_frame(leaving))
         await self._head.close()
         await self._host.close()
         await self._peers.close()
@@ -196,7 +239,10 @@ class Node:
                 self._load_own,
                 lambda ring: self._unload_stage(self.node, ring),
             )
-        return RemotePort(await self._peers.link_to(node.address), self._peers.watch)
+        control = self._peers.link_of(NodeId(node.node))
+        if control is None:
+            control = await self._peers.link_to(node.address)
+        return RemotePort(control, self._peers.watch, self._peers.latest)
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -225,7 +271,7 @@ class Node:
         return NodeInfo(
             node=self.node,
             name=self._settings.name,
-            address=self._address,
+            address=self.address,
             version=__version__,
             device=self._settings.budget.device.description,
             memory_bytes=total,
@@ -240,12 +286,14 @@ class Node:
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
-        """Serve a client until it leaves; how it leaves does not matter."""
+        """Serve a client until it leaves. One that breaks the protocol is worth a line."""
         self._client_links.add(link)
         try:
             await ControlLink(link, self._handle).serve()
-        except ShardnetError:
+        except ShardnetError as error:
             link.abort("the client has gone")
+            if isinstance(error, ProtocolError):
+                self._settings.log(f"dropped the client at {link.peer_address}: {error}")
         finally:
             self._client_links.discard(link)
 
@@ -254,6 +302,12 @@ class Node:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._peer_infos() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
+            case Ping(request=request):
+                control.send(Done(request=request))
+            case PeersKnown():
+                if control.link.peer.role is not Role.NODE:
+                    raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
+                self._peers.heard(control, message)
             case IdentifyModel(request=request, model=model):
                 model_id = await self._identify_own(model)
                 control.send(ModelIdentity(request=request, model_id=model_id))
@@ -381,21 +435,28 @@ class Node:
         host, port = split_address(address)
         return await tcp.connect(host, port, self._hello(Purpose.CONTROL), options=self.options)
 
-    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
+    async def _knock(self, address: str) -> Link:
         host, port = split_address(address)
-        hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
+        hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
         return await tcp.connect(host, port, hello, options=self.options)
+
+    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
+        hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
+
+        async def dial(address: str) -> Link:
+            host, port = split_address(address)
+            return await tcp.connect(host, port, hello, options=self.options)
+
+        return await self._peers.dial_by(address, dial)
 
     # --- other nodes
 
     async def _info_at(self, address: str) -> NodeInfo:
         """Ask the node at `address`, which may be this one, who it is."""
-        if address == self._address:
-            return self.info()
-        control = await self._peers.link_to(address)
-        if control.link.peer.node == self.node:
-            return replace(self.info(), address=address)
-        return replace(await self._ask_status(control), address=address)
+        control = None if address == self.address else await self._peers.find(address)
+        if control is not None:
+            return replace(await self._ask_status(control), address=address)
+        return replace(self.info(), address=self._presence.seen_as(address))
 
     async def _peer_infos(self) -> list[NodeInfo]:
         """Ask every linked peer; one that does not answer in time is left out."""
@@ -408,7 +469,11 @@ class Node:
                 return None
 
         infos = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
-        return [info for info in infos if info is not None]
+        return [
+            replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
+            for info in infos
+            if info is not None
+        ]
 
     async def _ask_status(self, control: ControlLink) -> NodeInfo:
         ask = Status(request=control.next_request(), with_peers=False)
@@ -443,8 +508,11 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             on_failure=lambda error: settings.log(f"refused a link: {error}"),
             options=node.options,
         )
-        node.listening_at(format_address(reachable_host(listener.host), listener.port))
-        try:
-            yield node
-        finally:
-            await listener.close()
+        node.listening_at(listener.address)
+        async with asyncio.TaskGroup() as tasks:
+            discovering = tasks.create_task(node.discover())
+            try:
+                yield node
+            finally:
+                discovering.cancel()
+                await listener.close()

@@ -1,102 +1,93 @@
 """Placement: which node runs which layers. Pure.
 
-Knows what a model's layers weigh and what each node has room for. Must not know how those figures
-were found, nor time, sockets or torch.
+Knows the two ways to ask for a plan: the best of some nodes, or exactly these. The figures that go
+in and come out are in placement_figures.py. Must not know how those figures were found, nor time,
+sockets or torch.
 
-Until nodes measure themselves, a stage's time is taken to be the bytes it reads per step: its
-layers, and on the tail the LM head (design decision 10). A ring is never longer than it must be:
-every hop costs time that one sequence cannot win back.
+Where nodes have measured themselves, the ring that the objective likes best is searched. Where none
+has, a stage's time is taken to be the bytes it reads per step (design decision 10), and a ring is
+never longer than it must be: every hop costs time that one sequence cannot win back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
+from shardnet.cluster.placement_estimate import (
+    bytes_problem,
+    hops_of,
+    measured_link,
+    measured_problem,
+    unmeasured_hops,
+    unmeasured_nodes,
+)
+from shardnet.cluster.placement_figures import (
+    NO_LINKS,
+    TOKEN_BYTES,
+    Candidate,
+    Exclusion,
+    Links,
+    ModelShape,
+    Objective,
+    Placement,
+    StagePlan,
+)
+from shardnet.cluster.placement_room import shortest_ring
+from shardnet.cluster.placement_search import find_ring
+from shardnet.cluster.placement_split import Ring, even_split, given_split
+from shardnet.cluster.placement_words import (
+    assumption_words,
+    choice_words,
+    exclusion_words,
+    named_words,
+    ring_shortfall_words,
+    shortfall_words,
+    size,
+)
 from shardnet.errors import PlanError
-from shardnet.types import LayerRange, NodeId
-
-MARGIN = 0.02
-"""Share of a stage's predicted memory that is kept free for what nothing predicts."""
+from shardnet.types import LayerRange
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What a model weighs in the dtype it will compute in. All sizes in bytes.
+def place(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
+) -> Placement:
+    """Choose nodes, their order and the layers of each, so that `objective` is best met.
 
-    `kv_layer_bytes` is one layer's KV cache for one sequence of the whole context, and
-    `activation_bytes` the peak of one stage's intermediate results.
+    The first candidate is the node that was asked: among equals it is the head. Without any
+    measured speed the shortest ring that fits is taken, its layers divided by bytes.
+
+    Raises PlanError when the model does not fit, with what lacks where and the ways out.
     """
-
-    n_layers: int
-    layer_bytes: int
-    embedding_bytes: int
-    head_bytes: int
-    kv_layer_bytes: int
-    activation_bytes: int
-
-    def weight_bytes(self, layers: LayerRange) -> int:
-        """Weights of a stage: its layers, the embedding if first, norm and LM head if last."""
-        is_first, is_last = layers.start == 0, layers.end == self.n_layers
-        return (
-            len(layers) * self.layer_bytes
-            + is_first * self.embedding_bytes
-            + is_last * self.head_bytes
-        )
-
-    def read_bytes(self, layers: LayerRange) -> int:
-        """Bytes a stage reads for one row. Of the embedding that is one row: nothing."""
-        return len(layers) * self.layer_bytes + (layers.end == self.n_layers) * self.head_bytes
-
-    def memory_bytes(self, layers: LayerRange) -> int:
-        """Memory a stage needs for one sequence of the whole context."""
-        used = self.weight_bytes(layers) + len(layers) * self.kv_layer_bytes + self.activation_bytes
-        return int(used * (1 + MARGIN))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A node that could run a stage, with the memory it may use for one in bytes."""
-
-    node: NodeId
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One stage of a plan, with the memory it is predicted to take."""
-
-    node: NodeId
-    layers: LayerRange
-    weight_bytes: int
-    kv_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exclusion:
-    """A candidate that the plan does not use."""
-
-    node: NodeId
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """The stages in ring order, who was left out, and why it is so."""
-
-    stages: tuple[StagePlan, ...]
-    left_out: tuple[Exclusion, ...]
-    why: str
+    if all(candidate.speed is None for candidate in candidates):
+        return _place_by_bytes(shape, candidates)
+    problem = measured_problem(shape, candidates, links, objective)
+    ring = find_ring(problem)
+    if ring is None:
+        raise PlanError(shortfall_words(shape, candidates))
+    left_out = tuple(
+        Exclusion(node=c.node, why=exclusion_words(shape, candidates, problem, ring, index))
+        for index, c in enumerate(candidates)
+        if index not in ring.nodes
+    )
+    why = choice_words(candidates, problem, ring)
+    return _placement(shape, candidates, ring, links, left_out=left_out, why=why)
 
 
 def place_exactly(
-    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange] | None = None
+    shape: ModelShape,
+    ring: Sequence[Candidate],
+    layers: Sequence[LayerRange] | None = None,
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
 ) -> Placement:
     """Place the model on exactly these nodes in this order, the first being the head.
 
-    `layers` fixes the ranges; without it they are divided by bytes read per step.
+    `layers` fixes the ranges. Without it they are divided so that the slowest stage is as fast as
+    can be: by measured time if every node has its speed, else by bytes read per step. Who names
+    nodes wants them all at work, so `objective` only says what is predicted.
 
     Raises PlanError when there are more nodes than layers, the ranges do not match nodes or model,
     or a stage does not fit its node; the message has the figures and a way out.
@@ -106,135 +97,129 @@ def place_exactly(
             f"{len(ring)} nodes were named and the model has {shape.n_layers} layers: "
             "name at most one node per layer"
         )
-    if layers is None:
-        ranges = _balanced(shape, [candidate.memory_bytes for candidate in ring])
-        if ranges is None:
-            raise PlanError(_shortfall(shape, ring))
-        why = "the nodes that were named, layers divided by bytes read per step"
+    is_measured = not unmeasured_nodes(ring)
+    if is_measured:
+        problem = measured_problem(shape, ring, links, objective)
     else:
-        ranges = _checked(shape, ring, layers)
+        problem = bytes_problem(shape, ring)
+    nodes = range(len(ring))
+    if layers is not None:
+        _check_layers(shape, ring, layers)
+        split = given_split(problem, nodes, [len(part) for part in layers])
         why = "the nodes and layers that were named"
-    return Placement(stages=_stages(shape, ring, ranges), left_out=(), why=why)
+    else:
+        even = even_split(problem, nodes)
+        if even is None:
+            raise PlanError(ring_shortfall_words(shape, ring))
+        split = even
+        by = "measured time" if is_measured else "bytes read per step"
+        why = f"the nodes that were named, layers divided by {by}"
+    if is_measured:
+        why += f": {named_words(ring, problem, split)}"
+    return _placement(shape, ring, split, links, left_out=(), why=why)
 
 
-def place(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
-    """Choose the shortest ring that fits, the first candidate before the others.
-
-    The first candidate is the node that was asked: it is the head unless it is too small for any
-    stage. The others follow by memory, largest first.
-
-    Raises PlanError with the figures when the model does not fit all of them together.
-    """
+def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
+    """Take the shortest ring; the asked node first, the others by memory, largest first."""
     asked, *others = candidates
     by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
-    for n_stages in range(1, min(len(by_memory), shape.n_layers) + 1):
-        for ring in _rings(by_memory, n_stages):
-            ranges = _balanced(shape, [candidate.memory_bytes for candidate in ring])
-            if ranges is not None:
-                return _shortest(shape, by_memory, ring, ranges)
-    raise PlanError(_shortfall(shape, by_memory))
-
-
-def _rings(by_memory: Sequence[Candidate], n_stages: int) -> list[list[Candidate]]:
-    """Rings of `n_stages` to try: the asked node with the largest others, then without it."""
-    asked, *others = by_memory
-    rings = [[asked, *others[: n_stages - 1]]]
-    if len(others) >= n_stages:
-        rings.append(list(others[:n_stages]))
-    return rings
-
-
-def _shortest(
-    shape: ModelShape,
-    candidates: Sequence[Candidate],
-    ring: Sequence[Candidate],
-    ranges: Sequence[LayerRange],
-) -> Placement:
-    n_stages = len(ring)
+    problem = bytes_problem(shape, by_memory)
+    nodes = shortest_ring(problem.room, shape.n_layers)
+    ring = even_split(problem, nodes) if nodes else None
+    if ring is None:
+        raise PlanError(shortfall_words(shape, candidates))
+    n_stages = len(ring.nodes)
     if n_stages == 1:
-        why = f"the whole model fits on {ring[0].name}; a split would only add trips"
+        why = f"the whole model fits on {by_memory[ring.nodes[0]].name}; a split would add trips"
         reason = "not needed: the model fits on one node, and every hop costs time"
     else:
         why = f"no {n_stages - 1} of these nodes hold the model; {n_stages} do"
         reason = f"not needed: {n_stages} nodes hold the model, and every hop costs time"
-    chosen = {candidate.node for candidate in ring}
-    left_out = tuple(Exclusion(node=c.node, why=reason) for c in candidates if c.node not in chosen)
-    return Placement(stages=_stages(shape, ring, ranges), left_out=left_out, why=why)
+    left_out = tuple(
+        Exclusion(node=candidate.node, why=reason)
+        for index, candidate in enumerate(by_memory)
+        if index not in ring.nodes
+    )
+    why += " (nothing is measured yet)"
+    return _placement(shape, by_memory, ring, NO_LINKS, left_out=left_out, why=why)
 
 
-def _stages(
-    shape: ModelShape, ring: Sequence[Candidate], ranges: Sequence[LayerRange]
-) -> tuple[StagePlan, ...]:
-    return tuple(
-        StagePlan(
-            node=candidate.node,
-            layers=layers,
-            weight_bytes=shape.weight_bytes(layers),
-            kv_bytes=len(layers) * shape.kv_layer_bytes,
-        )
-        for candidate, layers in zip(ring, ranges, strict=True)
+def _placement(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    ring: Ring,
+    links: Links,
+    *,
+    left_out: tuple[Exclusion, ...],
+    why: str,
+) -> Placement:
+    chosen = [candidates[node] for node in ring.nodes]
+    is_measured = not (unmeasured_nodes(chosen) or unmeasured_hops(chosen, links))
+    if not all(candidate.speed is None for candidate in candidates):
+        why += assumption_words(chosen, links)
+    return Placement(
+        stages=_stages(shape, chosen, ring.counts, links),
+        left_out=left_out,
+        predicted_tok_s=1 / ring.cost_s if is_measured else None,
+        why=why,
     )
 
 
-def _balanced(shape: ModelShape, memory: Sequence[int]) -> tuple[LayerRange, ...] | None:
-    """Split the layers so that the largest stage reads least, each stage fitting its memory.
-
-    Among equal splits the one that gives earlier stages more layers wins. None when nothing fits.
-    """
-    n_layers, n_stages = shape.n_layers, len(memory)
-
-    @cache
-    def best(rank: int, start: int) -> tuple[int, tuple[LayerRange, ...]] | None:
-        """The least largest reading of stages `rank`.. over layers `start`.., and their ranges."""
-        remaining = n_stages - rank - 1
-        found: tuple[int, tuple[LayerRange, ...]] | None = None
-        ends = range(n_layers - remaining, start, -1) if remaining else [n_layers]
-        for end in ends:
-            layers = LayerRange(start, end)
-            if shape.memory_bytes(layers) > memory[rank]:
-                continue
-            rest = best(rank + 1, end) if remaining else (0, ())
-            if rest is None:
-                continue
-            largest = max(shape.read_bytes(layers), rest[0])
-            if found is None or largest < found[0]:
-                found = (largest, (layers, *rest[1]))
-        return found
-
-    solution = best(0, 0)
-    return solution[1] if solution else None
+def _stages(
+    shape: ModelShape, ring: Sequence[Candidate], counts: Sequence[int], links: Links
+) -> tuple[StagePlan, ...]:
+    stages, start = [], 0
+    links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
+    for candidate, count, link in zip(ring, counts, links_on, strict=True):
+        layers = LayerRange(start, start + count)
+        start = layers.end
+        sent_bytes = TOKEN_BYTES if start == shape.n_layers else shape.hop_bytes
+        stages.append(
+            StagePlan(
+                node=candidate.node,
+                layers=layers,
+                weight_bytes=shape.weight_bytes(layers),
+                kv_bytes=shape.kv_bytes(layers),
+                compute_s=_compute_s(shape, candidate, layers),
+                hop_s=link.hop_s(sent_bytes) if link else None,
+            )
+        )
+    return tuple(stages)
 
 
-def _checked(
+def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> float | None:
+    speed = candidate.speed
+    if speed is None:
+        return None
+    is_first, is_last = layers.start == 0, layers.end == shape.n_layers
+    return len(layers) * speed.layer_s + is_first * speed.embed_s + is_last * speed.head_s
+
+
+def _check_layers(
     shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
-) -> tuple[LayerRange, ...]:
+) -> None:
+    """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
     if len(layers) != len(ring):
         raise PlanError(
             f"--layers names {len(layers)} ranges for {len(ring)} nodes: give one range per node"
         )
-    if layers[-1].end != shape.n_layers:
+    expected = 0
+    for part in layers:
+        if part.start != expected:
+            fault = "leaves a gap" if part.start > expected else "overlaps"
+            raise PlanError(
+                f"--layers {fault}: range {part} should start at {expected}; ranges must join"
+            )
+        expected = part.end
+    if expected != shape.n_layers:
         raise PlanError(
-            f"--layers ends at {layers[-1].end} and the model has {shape.n_layers} layers: "
+            f"--layers ends at {expected} and the model has {shape.n_layers} layers: "
             f"end the last range at {shape.n_layers}"
         )
     for candidate, part in zip(ring, layers, strict=True):
         needed = shape.memory_bytes(part)
         if needed > candidate.memory_bytes:
             raise PlanError(
-                f"node {candidate.name} lacks {_gib(needed - candidate.memory_bytes)} for layers "
-                f"{part} (needs {_gib(needed)}): give it fewer layers or a smaller --context"
+                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
+                f"{part} (needs {size(needed)}): give it fewer layers or a smaller --context"
             )
-    return tuple(layers)
-
-
-def _shortfall(shape: ModelShape, candidates: Sequence[Candidate]) -> str:
-    whole = shape.memory_bytes(LayerRange(0, shape.n_layers))
-    have = ", ".join(f"{c.name} {_gib(c.memory_bytes)}" for c in candidates)
-    return (
-        f"the model needs {_gib(whole)} with its context and does not fit: {have}; add a node, "
-        "raise --memory or lower --context"
-    )
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -9,7 +9,6 @@ import os
 import socket
 import uuid
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 import psutil
 
@@ -28,24 +27,6 @@ def make_node_id() -> NodeId:
 def make_host_id() -> str:
     """Return an id that nodes of one machine share: name and hardware address."""
     return f"{socket.gethostname()}-{uuid.getnode():012x}"
-
-
-def reachable_host(bound: str) -> str:
-    """Return where other machines reach a node that listens on `bound`.
-
-    For all interfaces (0.0.0.0 or ::) it is the first address that is not loopback's, and loopback
-    where there is none.
-    """
-    if not ip_address(bound).is_unspecified:
-        return bound
-    addresses = [each for several in psutil.net_if_addrs().values() for each in several]
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for address in addresses:
-            if address.family != family or "%" in address.address:  # of one link only
-                continue
-            if not ip_address(address.address).is_loopback:
-                return address.address
-    return "127.0.0.1"
 
 
 def available_cores() -> int:

@@ -104,9 +104,16 @@ class RemotePort:
         self,
         control: ControlLink,
         watch: Callable[[ControlLink, Callable[[ShardnetError], None]], None],
+        latest: Callable[[ControlLink], ControlLink],
     ) -> None:
-        self._control = control
+        """Take a link to the peer, and what gives the link that has taken its place, if one has."""
+        self._first_control = control
         self._watch = watch
+        self._latest = latest
+
+    @property
+    def _control(self) -> ControlLink:
+        return self._latest(self._first_control)
 
     @property
     def name(self) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Final
+from typing import Any, Final
 
 from shardnet.errors import (
     ConfigurationError,
@@ -244,7 +245,10 @@ class _TcpLink(MachineLink):
 async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
     """Connect to the first address of `host` that answers; each has its share of the time."""
     loop = asyncio.get_running_loop()
-    infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    if "%" in host:  # a link-local address with its scope, which uvloop's own resolver loses
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    else:
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for last, (family, kind, number, _, address) in enumerate(infos, start=1 - len(infos)):
         sock = socket.socket(family, kind, number)
         connected = False
@@ -252,7 +256,7 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
             sock.setblocking(False)
             _set_buffers(sock, options)
             async with asyncio.timeout(options.handshake_s / len(infos)):
-                await loop.sock_connect(sock, address)
+                await _connect(sock, address)
             connected = True
             return sock
         except OSError:
@@ -262,6 +266,25 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
             if not connected:
                 sock.close()
     raise PeerUnreachableError(f"{format_address(host, port)}: the host has no address")
+
+
+async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
+    """Connect as `loop.sock_connect` does, to addresses with an IPv6 scope too: uvloop loses it."""
+    loop = asyncio.get_running_loop()
+    if not any(address[3:]):
+        await loop.sock_connect(sock, address)
+        return
+    code = sock.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        writable = asyncio.Event()
+        loop.add_writer(sock, writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:

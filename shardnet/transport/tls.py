@@ -1,7 +1,7 @@
 """TLS between a link and its TCP transport: to TCP a protocol, to the link a transport.
 
 Knows the TLS engine of `ssl`, which moves no bytes itself. Must not know keys or certificates.
-Why asyncio's own TLS is not used: docs/adr/0006-tls-between-tcp-and-link.md.
+Why asyncio's own TLS is not used: docs/adr/0007-tls-between-tcp-and-link.md.
 """
 
 from __future__ import annotations

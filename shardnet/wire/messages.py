@@ -19,6 +19,7 @@ from shardnet.wire.frames import Frame, FrameKind
 
 U32_MAX: Final = 2**32 - 1
 MAX_STAGES: Final = 256
+MAX_PEER_ADDRESSES: Final = 16
 
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
@@ -206,6 +207,29 @@ class StatusReply(_Tagged, frozen=True, kw_only=True):
     request: RequestId
     node: NodeInfo
     peers: Annotated[list[NodeInfo], Meta(max_length=1024)]
+
+
+class Ping(_Tagged, frozen=True, kw_only=True):
+    """Ask for an answer at once, to measure the round trip. Answered by Done."""
+
+    request: RequestId
+
+
+class KnownPeer(_Strict, frozen=True, kw_only=True):
+    """A node, and the addresses at which others may reach it, best first."""
+
+    node: Name
+    name: Name
+    addresses: Annotated[list[Address], Meta(max_length=MAX_PEER_ADDRESSES)]
+
+
+class PeersKnown(_Tagged, frozen=True, kw_only=True):
+    """Tell a peer, unasked, of the sender itself and of every node it has a control link to.
+
+    Sent when a link is up, and again when it has changed: each takes the place of the one before.
+    """
+
+    peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
 
 
 class IdentifyModel(_Tagged, frozen=True, kw_only=True):
@@ -462,6 +486,8 @@ class Finished(_Tagged, frozen=True, kw_only=True):
 ControlMessage = (
     Status
     | StatusReply
+    | Ping
+    | PeersKnown
     | IdentifyModel
     | ModelIdentity
     | LoadStage

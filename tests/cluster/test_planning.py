@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shardnet.cluster.planning import check_same_model, make_plan, settle_dtype
+from shardnet.cluster.placement_figures import LinkSpeed, Objective, StageSpeed
+from shardnet.cluster.planning import (
+    Measured,
+    check_same_model,
+    make_plan,
+    model_shape,
+    settle_dtype,
+)
 from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
-from shardnet.types import DType
+from shardnet.types import DType, NodeId
 from shardnet.wire.messages import ModelChoice, NodeInfo
 
 GIB = 2**30
@@ -84,6 +91,41 @@ def test_without_names_the_model_is_not_split_and_the_other_is_left_out() -> Non
     reply = make_plan(ModelChoice(model="/m"), facts(), [node("a"), node("b")]).reply(1)
     assert [stage.name for stage in reply.stages] == ["a"]
     assert [(out.name, "every hop" in out.why) for out in reply.left_out] == [("b", True)]
+
+
+def test_measured_figures_decide_and_are_told() -> None:
+    def speed(layer_s: float) -> StageSpeed:
+        return StageSpeed(layer_s=layer_s, layer_256_s=1, embed_s=0, head_s=0.002)
+
+    speeds = {NodeId("id-a"): speed(0.003), NodeId("id-b"): speed(0.001)}
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e8)
+    ends = (NodeId("id-a"), NodeId("id-b"))
+    measured = Measured(speeds=speeds, links={ends: link, ends[::-1]: link})
+    nodes = [node("a"), node("b")]
+    reply = make_plan(ModelChoice(model="/m"), facts(), nodes, measured).reply(1)
+    assert [(stage.name, stage.compute_ms) for stage in reply.stages] == [("b", pytest.approx(8))]
+    assert reply.predicted_tok_s == pytest.approx(125)
+    throughput = make_plan(
+        ModelChoice(model="/m"), facts(), nodes, measured, Objective.THROUGHPUT
+    ).reply(1)
+    assert {s.name: s.layers[1] - s.layers[0] for s in throughput.stages} == {"a": 1, "b": 5}
+    named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured).reply(1)
+    assert [stage.layers for stage in named.stages] == [(0, 2), (2, 6)]
+
+
+@pytest.mark.parametrize("context", [1, 256, 300, 512])
+def test_a_smaller_context_never_needs_more_than_the_shape_says(context: int) -> None:
+    config = facts().config
+    for dtype in DType:
+        shape = model_shape(config, dtype, context)
+        for n_blocks in range(1, shape.n_blocks):
+            smaller, exact = shape.with_blocks(n_blocks), model_shape(config, dtype, n_blocks * 256)
+            assert smaller.memory_bytes(shape.whole) >= exact.memory_bytes(shape.whole)
+        if shape.n_blocks > 1:
+            assert (
+                shape.with_blocks(1).kv_layer_bytes
+                == model_shape(config, dtype, 256).kv_layer_bytes
+            )
 
 
 def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
@@ -213,9 +214,20 @@ def check_log(log: str) -> None:
 
 
 class Machine:
-    """A pretended machine under `folder`."""
+    """A pretended machine under `folder`.
 
-    def __init__(self, folder: Path) -> None:
+    `prefix` comes before each command line, to run it elsewhere. Unless `environment` says
+    otherwise, its nodes and commands neither announce nor look for nodes by mDNS.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({"SHARDNET_NO_MDNS": "1"}),
+    ) -> None:
+        self._prefix = tuple(prefix)
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.config_path = folder / "config" / "shardnet" / "config.toml"
@@ -225,6 +237,7 @@ class Machine:
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
             RUNTIME_DIR_VARIABLE: str(self.runtime_dir),
+            **environment,
             "PYTHONWARNINGS": "error::ResourceWarning",
             "COLUMNS": "200",
         }
@@ -308,7 +321,7 @@ class Machine:
         cwd: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shardnet_cli", *arguments],
+            [*self._prefix, sys.executable, "-m", "shardnet_cli", *arguments],
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

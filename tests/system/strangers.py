@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from threading import Thread
+from typing import Any
 
 from nodes import NodeProcess
 
@@ -13,22 +15,37 @@ from shardnet.wire.frames import PREAMBLE, Limits, pack_frame
 from shardnet.wire.messages import Hello, Purpose, Role, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
-HELLO = b"".join(
-    pack_frame(
-        hello_frame(
-            Hello(purpose=Purpose.CONTROL, role=Role.CLIENT, node="0" * 32, name="odd", version="0")
-        ),
-        Limits(),
+
+
+def hello(**fields: Any) -> bytes:
+    """A client's hello as it goes over the wire; `fields` overrides those of a control link."""
+    defaults: dict[str, Any] = {
+        "purpose": Purpose.CONTROL,
+        "role": Role.CLIENT,
+        "node": "0" * 32,
+        "name": "odd",
+    }
+    return b"".join(
+        pack_frame(hello_frame(Hello(**defaults | {"version": "0"} | fields)), Limits())
     )
-)
+
+
+HELLO = hello()
 PATIENCE_S = 30.0
 """Three times the silence after which a node gives a peer up."""
 
 
+_hosts = (f"127.0.0.{number}" for number in count(2))
+
+
 @contextmanager
 def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
-    """A connection to a node on which `said` was sent."""
-    with socket.create_connection((node.ready["host"], node.ready["port"])) as connection:
+    """A connection to a node on which `said` was sent.
+
+    Each comes from an address of its own: of one host a node tells each kind of failure once.
+    """
+    to, source = (node.ready["host"], node.ready["port"]), (next(_hosts), 0)
+    with socket.create_connection(to, source_address=source) as connection:
         connection.settimeout(PATIENCE_S)
         connection.sendall(said)
         yield connection

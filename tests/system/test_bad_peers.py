@@ -7,10 +7,12 @@ import socket
 import pytest
 from nodes import Crew
 from parrot import Parrots
-from strangers import HELLO, OTHER_VERSION, answering, connected, read_to_the_end
+from strangers import HELLO, OTHER_VERSION, answering, connected, hello, read_to_the_end
 
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.messages import Purpose
 
+NONSENSE = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 4, 0, 0, 0) + b"\xc1\xc1\xc1\xc1"
 FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
 
 
@@ -22,8 +24,12 @@ FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
         (OTHER_VERSION, "protocol version 2, we speak 1"),
         (PREAMBLE + b"\xff" * 24, "damaged"),
         (PREAMBLE + FOUR_GB, "CONTROL"),
+        (PREAMBLE + hello(purpose=Purpose.DATA, ring="none"), "no seat in ring none"),
+        (PREAMBLE + HELLO + FOUR_GB + b"x" * 1000, "claims 4294967295 bytes"),
+        (PREAMBLE + HELLO + NONSENSE, "malformed"),
+        (PREAMBLE + HELLO + HELLO, "HELLO frame is not allowed"),
     ],
-    ids=["http", "noise", "version", "damaged", "no hello"],
+    ids=["http", "noise", "version", "damaged", "no hello", "no ring", "4 GB", "nonsense", "twice"],
 )
 def test_what_is_no_peer_is_logged_in_one_line(
     trio: Crew, parrots: Parrots, said: bytes, logged: str

@@ -135,6 +135,26 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(machine: Machine, usage: li
     check_usage_error(usage, machine.call(*usage))
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        ["a", "--max-tokens", "5000000000"],
+        ["a", "--context", "999999999999"],
+        ["a", "--top-k", "9" * 30],
+        ["a", "--stop-token-id", "999999999999"],
+        ["--token-ids=-1"],
+        ["--token-ids", "9" * 30],
+        ["a" * (1 << 20) + "b"],
+        ["a", "--model", "x" * 5000],
+    ],
+    ids=lambda usage: " ".join(usage)[:40],
+)
+def test_values_that_no_message_holds_are_wrong_usage(machine: Machine, usage: list[str]) -> None:
+    result = machine.call("generate", *usage)
+    assert result.code == 2
+    assert "this cannot be asked" in result.stderr
+
+
 def test_a_process_exits_with_2_too(machine: Machine) -> None:
     usage = ["generate", "a", "--temperature", "-1"]
     check_usage_error(usage, machine.run(*usage))

@@ -75,13 +75,17 @@ def test_interrupting_a_client_stops_its_loading(trio: Crew, parrots: Parrots) -
     assert trio.says("z", parrots.signs) == "."
 
 
-def test_a_node_that_leaves_says_goodbye(trio: Crew, parrots: Parrots, machine: Machine) -> None:
-    """SIGTERM to a node in the middle of a request: the request ends at once, by name."""
+def test_a_head_that_leaves_tells_its_clients(
+    trio: Crew, parrots: Parrots, machine: Machine
+) -> None:
+    """And its stages are freed, although a request was under way."""
     [leaving] = machine.start_nodes("paul")
-    addresses = f"{trio.addresses(0)},{leaving.address}"
-    running = trio.begin(parrots.alphabet, addresses)
+    running = trio.begin(parrots.alphabet, f"{leaving.address},{trio.addresses(0)}")
     leaving.stop()
     result = running.wait(LOSS_S)
     assert result.code == 1
     assert "paul" in result.error_line
+    assert "leaving" in result.error_line
+    [anna] = [node for node in trio.machine.call("nodes", "--json").json if node["name"] == "anna"]
+    assert anna["stage"] is None
     assert trio.says("m", parrots.alphabet) == "nop"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nodes import Machine, NodeProcess, Trio, open_machine
+from nodes import Crew, Machine, NodeProcess, open_machine
 from parrot import Parrots
 
 from shardnet.wire.frames import PREAMBLE
@@ -39,17 +39,17 @@ def forms_of(key: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     """Two nodes that hold one key, found where keys are kept."""
     with open_machine(tmp_path_factory.mktemp("guarded") / "machine") as machine:
         new_key(machine)
-        yield Trio(machine=machine, nodes=machine.start_nodes("anna", "bert"))
+        yield Crew(machine=machine, nodes=machine.start_nodes("anna", "bert"))
 
 
 # --- with the key
 
 
-def test_members_generate_together(guarded: Trio, parrots: Parrots) -> None:
+def test_members_generate_together(guarded: Crew, parrots: Parrots) -> None:
     arguments = ["--nodes", guarded.addresses(), "--layers", "0-1,1-4", "--max-tokens", "5"]
     result = guarded.generate("abc", parrots.alphabet, *arguments, "--json")
     assert result.json["text"] == "defgh"
@@ -57,7 +57,7 @@ def test_members_generate_together(guarded: Trio, parrots: Parrots) -> None:
 
 
 def test_the_node_of_this_machine_is_asked_and_follows_the_key(
-    guarded: Trio, parrots: Parrots
+    guarded: Crew, parrots: Parrots
 ) -> None:
     result = guarded.generate("abc", parrots.alphabet, "--max-tokens", "2")
     assert result.stdout == "de\n", result.stderr
@@ -67,7 +67,7 @@ def test_the_node_of_this_machine_is_asked_and_follows_the_key(
 
 
 def test_a_node_that_joined_by_typing_the_key_finds_its_peer(
-    guarded: Trio, machine: Machine
+    guarded: Crew, machine: Machine
 ) -> None:
     key = guarded.machine.run("key", "show").stdout
     typed = key.lower().replace("-", " ")
@@ -81,13 +81,13 @@ def test_a_node_that_joined_by_typing_the_key_finds_its_peer(
     assert {"anna", "carl"} <= {node["name"] for node in with_peer}
 
 
-def test_with_a_key_a_node_listens_everywhere(guarded: Trio) -> None:
+def test_with_a_key_a_node_listens_everywhere(guarded: Crew) -> None:
     assert listens_on(guarded.nodes[0]) <= {"::", "0.0.0.0"}
     host = guarded.nodes[0].ready["host"]
     assert host not in ("::", "0.0.0.0")
 
 
-def test_a_node_answers_what_is_no_tls_with_an_alert_and_nothing_else(guarded: Trio) -> None:
+def test_a_node_answers_what_is_no_tls_with_an_alert_and_nothing_else(guarded: Crew) -> None:
     port = guarded.nodes[0].ready["port"]
     with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
         stranger.sendall(PREAMBLE)
@@ -116,7 +116,7 @@ def test_local_nodes_use_the_key_that_is_named(
 
 
 def test_another_key_is_refused_by_name_and_logged_once(
-    guarded: Trio, machine: Machine, parrots: Parrots
+    guarded: Crew, machine: Machine, parrots: Parrots
 ) -> None:
     new_key(machine)
     node = guarded.nodes[1]
@@ -132,7 +132,7 @@ def test_another_key_is_refused_by_name_and_logged_once(
     assert "refused a link: 127.0.0.1:" in log
 
 
-def test_no_key_is_refused_by_name(guarded: Trio, machine: Machine, parrots: Parrots) -> None:
+def test_no_key_is_refused_by_name(guarded: Crew, machine: Machine, parrots: Parrots) -> None:
     address = guarded.nodes[0].address
     for flags in ([], ["--insecure"]):
         arguments = ["--model", str(parrots.alphabet), "--nodes", address, *flags]
@@ -142,7 +142,7 @@ def test_no_key_is_refused_by_name(guarded: Trio, machine: Machine, parrots: Par
 
 
 def test_a_node_without_a_key_is_named_by_a_client_with_one(
-    trio: Trio, guarded: Trio, parrots: Parrots
+    trio: Crew, guarded: Crew, parrots: Parrots
 ) -> None:
     arguments = ["--nodes", trio.nodes[0].address]
     error = guarded.generate("abc", parrots.alphabet, *arguments).error
@@ -153,7 +153,7 @@ def test_a_node_without_a_key_is_named_by_a_client_with_one(
 
 
 def test_a_ring_with_a_node_of_another_cluster_is_refused(
-    trio: Trio, guarded: Trio, parrots: Parrots
+    trio: Crew, guarded: Crew, parrots: Parrots
 ) -> None:
     nodes = f"{guarded.nodes[0].address},{trio.nodes[0].address}"
     error = guarded.generate("abc", parrots.alphabet, "--nodes", nodes).error
@@ -175,7 +175,7 @@ def test_a_node_of_this_machine_with_another_key_is_passed_over(
 # --- what a node listens on
 
 
-def test_without_a_key_a_node_listens_on_loopback_only(trio: Trio) -> None:
+def test_without_a_key_a_node_listens_on_loopback_only(trio: Crew) -> None:
     assert listens_on(trio.nodes[0]) == {"127.0.0.1"}
     assert trio.nodes[0].ready["cluster"] is None
 
@@ -191,7 +191,7 @@ def test_insecure_is_warned_of_at_every_start(machine: Machine) -> None:
 # --- where the key may not be seen
 
 
-def test_the_key_is_seen_nowhere(guarded: Trio, parrots: Parrots) -> None:
+def test_the_key_is_seen_nowhere(guarded: Crew, parrots: Parrots) -> None:
     key = guarded.machine.run("key", "show").stdout.strip()
     command = guarded.machine.begin(
         *("generate", "abc", "--model", str(parrots.alphabet), "--local", "2"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 from transport_harness import HARNESSES, OPTIONS, Harness, hello
 
@@ -138,6 +139,29 @@ def test_an_ipv6_address_is_written_in_brackets(harness: Harness) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     harness.run(scenario)
+
+
+def test_a_link_local_address_keeps_its_scope(harness: Harness) -> None:
+    """The machine's own, so that nothing leaves it. uvloop alone would lose the scope."""
+    entries = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+    scoped = [address for address in entries if address.startswith("fe80:") and "%" in address]
+    if not scoped:
+        pytest.skip("no interface of this machine has a link-local IPv6 address")
+
+    async def scenario(harness: Harness) -> None:
+        listener = await listen("::", 0, hello(), keep)
+        try:
+            link = await connect(scoped[0], listener.port, hello())
+            await link.close()
+        finally:
+            await listener.close()
+
+    harness.run(scenario)
+    harness.run(
+        raises(
+            PeerUnreachableError, "nothing listens there", lambda: connect(scoped[0], 1, hello())
+        )
+    )
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65536, 70000])

@@ -1,0 +1,231 @@
+"""Where this machine can be reached: its addresses, judged and put in order, best first.
+
+Knows what interface names and address ranges mean on the systems people run. A real network comes
+first; link-local addresses and VPNs count only where there is none; container bridges, whose
+address is often the same on every host, and interfaces that are down never count. The reason stays
+with the address. Everything but `read_interfaces` is a pure function. Must not open sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
+from typing import Final
+
+import psutil
+
+from shardnet.transport.link import format_address
+
+LOOPBACK_HOST: Final = "127.0.0.1"
+
+_BRIDGES: Final = re.compile(
+    r"(docker\d+|docker_gwbridge|br-[0-9a-f]{6,}|veth.*|vEthernet \(.*|cni.*|podman\d+|"
+    r"virbr\d+.*|lxc.*|lxdbr\d+|incusbr\d+|flannel.*|cali.*|cilium.*|kube.*|weave.*|vmnet\d+|"
+    r"vboxnet\d+|bridge1\d\d)",
+    re.IGNORECASE,
+)
+"""macOS calls its bridge to virtual machines bridge100; bridge0 joins Thunderbolt cables."""
+_TUNNELS: Final = re.compile(
+    r"(tun\d*.*|tap\d*.*|wg.*|tailscale.*|zt.*|utun\d+|ppp\d+|ipsec\d+|gpd\d+|nebula.*|warp.*|"
+    r"CloudflareWARP)",
+    re.IGNORECASE,
+)
+_SHARED_SPACE: Final = ip_network("100.64.0.0/10")
+"""Carrier-grade NAT, RFC 6598: where overlay networks such as Tailscale live."""
+
+
+class Verdict(enum.Enum):
+    """What an address is good for, best first. The value is the reason that people read."""
+
+    LAN = "on a real network"
+    LINK_LOCAL = "link-local: used only where there is no real network"
+    TUNNEL = "VPN or tunnel: used only where there is no real network"
+    BRIDGE = "bridge of containers or virtual machines: other hosts may have the same address"
+    LOOPBACK = "loopback: reaches this machine alone"
+    DOWN = "the interface is down or has no carrier"
+    UNUSABLE = "no address of a single machine"
+
+
+_ORDER: Final = {verdict: place for place, verdict in enumerate(Verdict)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """A network interface as the system describes it. Addresses are written `address/prefix`.
+
+    `speed_mbit` is 0 where the system does not know it.
+    """
+
+    name: str
+    is_up: bool
+    is_point_to_point: bool = False
+    speed_mbit: int = 0
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAddress:
+    """One address of this machine with its verdict. `host` has the IPv6 scope, `net` has not."""
+
+    interface: str
+    host: str
+    net: IPv4Interface | IPv6Interface
+    verdict: Verdict
+    speed_mbit: int
+
+
+def read_interfaces() -> tuple[Interface, ...]:
+    """Ask the system for its interfaces."""
+    stats = psutil.net_if_stats()
+    interfaces = []
+    for name, entries in psutil.net_if_addrs().items():
+        state = stats.get(name)
+        flags = state.flags.split(",") if state is not None else []
+        interfaces.append(
+            Interface(
+                name=name,
+                is_up=state is not None and state.isup,
+                is_point_to_point="pointopoint" in flags,
+                speed_mbit=state.speed if state is not None else 0,
+                addresses=tuple(filter(None, (_written(e.address, e.netmask) for e in entries))),
+            )
+        )
+    return tuple(interfaces)
+
+
+def rank(interfaces: Iterable[Interface]) -> tuple[LocalAddress, ...]:
+    """Judge every address and put the best first: by verdict, then speed, then IPv4 before IPv6."""
+    judged = [
+        LocalAddress(
+            interface=interface.name,
+            host=written.partition("/")[0],
+            net=(net := ip_interface(written)),
+            verdict=_judge(interface, net),
+            speed_mbit=interface.speed_mbit,
+        )
+        for interface in interfaces
+        for written in interface.addresses
+    ]
+    return tuple(
+        sorted(
+            judged,
+            key=lambda a: (_ORDER[a.verdict], -a.speed_mbit, a.net.version, a.interface, a.host),
+        )
+    )
+
+
+def usable(addresses: Sequence[LocalAddress]) -> tuple[LocalAddress, ...]:
+    """Return those at which other machines may find this one: real networks, or what is there."""
+    for verdicts in ((Verdict.LAN,), (Verdict.LINK_LOCAL, Verdict.TUNNEL)):
+        found = tuple(address for address in addresses if address.verdict in verdicts)
+        if found:
+            return found
+    return ()
+
+
+def reachable_hosts(bound_host: str, addresses: Sequence[LocalAddress]) -> tuple[str, ...]:
+    """Return the hosts at which a listener on `bound_host` can be dialled, best first.
+
+    A listener on all addresses is reachable at the usable ones (on `0.0.0.0` those of IPv4), or on
+    loopback alone where there are none; any other at its own.
+    """
+    bound = ip_address(bound_host)
+    if not bound.is_unspecified:
+        return (bound_host,)
+    hosts = tuple(a.host for a in usable(addresses) if bound.version == 6 or a.net.version == 4)
+    return hosts or (LOOPBACK_HOST,)
+
+
+def multicast_hosts(hosts: Sequence[str], addresses: Sequence[LocalAddress]) -> tuple[str, ...]:
+    """Return one of `hosts` per interface, IPv4 if there is one: where to speak multicast."""
+    by_host = {address.host: address for address in addresses}
+    chosen: dict[str, str] = {}
+    for host in sorted(hosts, key=lambda host: ":" in host):
+        known = by_host.get(host)
+        chosen.setdefault(known.interface if known is not None else host, host)
+    return tuple(host for host in hosts if host in chosen.values())
+
+
+def dial_order(hosts: Iterable[str], own: Sequence[LocalAddress]) -> tuple[str, ...]:
+    """Put another node's hosts into the order in which to try them, seen from this machine.
+
+    First what lies in one of our real networks, last what lies in one of our container bridges.
+    """
+    return tuple(sorted(dict.fromkeys(hosts), key=lambda host: _distance(host, own)))
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether dialling `host` reaches this machine, whoever dials."""
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ip.is_loopback or ip.is_unspecified
+
+
+def is_scoped(host: str) -> bool:
+    """Say whether `host` means something only on one link, so that telling others is of no use."""
+    try:
+        return ip_address(host).is_link_local
+    except ValueError:
+        return False
+
+
+def format_addresses(hosts: Iterable[str], port: int) -> tuple[str, ...]:
+    """Write each host with the port, `host:port`."""
+    return tuple(format_address(host, port) for host in hosts)
+
+
+def _judge(interface: Interface, net: IPv4Interface | IPv6Interface) -> Verdict:
+    ip = net.ip
+    if ip.is_loopback:
+        return Verdict.LOOPBACK
+    if ip.is_unspecified or ip.is_multicast:
+        return Verdict.UNUSABLE
+    if not interface.is_up:
+        return Verdict.DOWN
+    if _BRIDGES.fullmatch(interface.name):
+        return Verdict.BRIDGE
+    if interface.is_point_to_point or _TUNNELS.fullmatch(interface.name):
+        return Verdict.TUNNEL
+    if ip.version == 4 and ip in _SHARED_SPACE:
+        return Verdict.TUNNEL
+    return Verdict.LINK_LOCAL if ip.is_link_local else Verdict.LAN
+
+
+def _distance(host: str, own: Sequence[LocalAddress]) -> tuple[int, int, str]:
+    """How far a host seems, for sorting. A name that is no address stands in the middle."""
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return (1, 0, host)
+    nets = [a for a in own if a.net.version == ip.version and ip in a.net.network]
+    verdicts = {a.verdict for a in nets}
+    if ip.is_loopback or Verdict.LAN in verdicts:
+        place = 0
+    elif ip.is_link_local:
+        place = 2
+    elif Verdict.TUNNEL in verdicts or (ip.version == 4 and ip in _SHARED_SPACE):
+        place = 3
+    elif Verdict.BRIDGE in verdicts:
+        place = 4
+    else:
+        place = 1
+    return (place, ip.version, host)
+
+
+def _written(address: str, netmask: str | None) -> str | None:
+    """Write `address/prefix`; None for what is no IP address (hardware addresses)."""
+    try:
+        ip = ip_address(address)
+    except ValueError:
+        return None
+    if netmask is None:
+        return f"{address}/{ip.max_prefixlen}"
+    if ip.version == 4:
+        return f"{address}/{netmask}"
+    return f"{address}/{int(ip_address(netmask)).bit_count()}"

@@ -1,0 +1,121 @@
+"""Hosts with networks of their own on one Linux machine: network namespaces joined by a bridge.
+
+Needs root and iproute2. Everything, the bridge too, lives in namespaces made here: the machine's
+own interfaces are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SUBNET = "10.77.0"
+
+
+class NotPermittedError(Exception):
+    """Namespaces cannot be made here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One host. Its interface is eth0, with the IPv4 address `address` and an IPv6 one."""
+
+    network: Network
+    number: int
+
+    @property
+    def namespace(self) -> str:
+        """Its network namespace."""
+        return f"{self.network.name}-h{self.number}"
+
+    @property
+    def address(self) -> str:
+        """Its address in the common network."""
+        return f"{SUBNET}.{self.number}"
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What to put before a command line to run it there. The process id stays the same."""
+        return ("ip", "netns", "exec", self.namespace)
+
+    def unplug(self) -> None:
+        """Pull the cable out of the switch."""
+        self.network.switch_port(self.number, "down")
+
+    def plug_in(self) -> None:
+        """Put the cable back."""
+        self.network.switch_port(self.number, "up")
+
+    def add_bridge(self, name: str, address: str) -> None:
+        """Make a bridge that is up, as container engines do, with something plugged into it."""
+        port, end = f"{name[:8]}p", f"{name[:8]}e"
+        for line in (
+            f"link add {name} type bridge",
+            f"link add {port} type veth peer name {end}",
+            f"link set {port} master {name} up",
+            f"link set {end} up",
+            f"addr add {address} dev {name}",
+            f"link set {name} up",
+        ):
+            _ip("-n", self.namespace, *line.split())
+
+
+class Network:
+    """A switch and hosts. Names carry the process id, so that test runs do not meet."""
+
+    def __init__(self, n_hosts: int) -> None:
+        self.name = f"shardnet-{os.getpid()}"
+        self.hosts = [Host(network=self, number=number) for number in range(1, n_hosts + 1)]
+
+    @property
+    def _switch(self) -> str:
+        return f"{self.name}-sw"
+
+    def up(self) -> None:
+        """Make everything."""
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, *["link", "add", "br0", "type", "bridge", "forward_delay", "0"])
+        _ip("-n", self._switch, *["link", "set", "br0", "up"])
+        for host in self.hosts:
+            there = ("-n", host.namespace)
+            port = f"p{host.number}"
+            _ip("netns", "add", host.namespace)
+            _ip(*there, *["link", "set", "lo", "up"])
+            _ip(*f"link add eth0 netns {host.namespace} type veth".split(), *("peer", "name", port),
+                *("netns", self._switch))  # fmt: skip
+            _ip("-n", self._switch, *f"link set {port} master br0 up".split())
+            _ip(*there, *f"addr add {host.address}/24 brd + dev eth0".split())
+            _ip(*there, *f"addr add fd77::{host.number}/64 dev eth0 nodad".split())
+            _ip(*there, *["link", "set", "eth0", "up"])
+
+    def down(self) -> None:
+        """Remove everything that was made."""
+        for namespace in (*(host.namespace for host in self.hosts), self._switch):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+    def switch_port(self, number: int, state: str) -> None:
+        """Set the switch's end of a host's cable up or down."""
+        _ip("-n", self._switch, "link", "set", f"p{number}", state)
+
+
+@contextmanager
+def open_network(n_hosts: int) -> Iterator[Network]:
+    """Give a network of hosts. Raises NotPermittedError where that cannot be."""
+    if shutil.which("ip") is None:
+        raise NotPermittedError("there is no `ip` command here")
+    network = Network(n_hosts)
+    try:
+        network.up()
+        yield network
+    finally:
+        network.down()
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotPermittedError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
