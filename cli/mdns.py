@@ -45,13 +45,18 @@ def told_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(part.strip() for part in told.split(",") if part.strip())
 
 
-async def look_for_nodes(identity: Identity | None) -> list[Candidate]:
-    """Return the nodes with the same key, or none, that show themselves within a second or so."""
+async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[Candidate]:
+    """Return the nodes with the same key, or none, that show themselves within a second or so.
+
+    Without a key only this machine is looked at, unless `insecure`: a prompt must not go to
+    whoever answers first.
+    """
     from shardnet.cluster.discovery import browse
     from shardnet.cluster.profile import make_host_id
 
     local = rank(read_interfaces())
-    hosts = (*(address.host for address in usable(local)), LOOPBACK_HOST)
+    beyond = identity is not None or insecure
+    hosts = (*(address.host for address in usable(local) if beyond), LOOPBACK_HOST)
     found = await browse(
         told_interfaces(os.environ) or multicast_hosts(hosts, local),
         own_host_id=make_host_id(),
@@ -62,7 +67,7 @@ async def look_for_nodes(identity: Identity | None) -> list[Candidate]:
     return [candidate for candidate in found if candidate.fingerprint == fingerprint]
 
 
-async def find_nearest(identity: Identity | None) -> list[Sounding]:
+async def find_nearest(identity: Identity | None, *, insecure: bool) -> list[Sounding]:
     """Look for nodes and return those that answer, the nearest first."""
     from shardnet.api.client import dial
     from shardnet.cluster.soundings import compare
@@ -77,6 +82,6 @@ async def find_nearest(identity: Identity | None) -> list[Sounding]:
                 return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
         return None
 
-    candidates = await look_for_nodes(identity)
+    candidates = await look_for_nodes(identity, insecure=insecure)
     answers = await asyncio.gather(*(ask(candidate) for candidate in candidates))
     return sorted((a for a in answers if a is not None), key=lambda answer: answer.rtt_s)

@@ -52,9 +52,8 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
     from rich.console import Console
     from rich.live import Live
 
-    identity = access.identity()
     if not watch:
-        infos = await _gather(named, identity, mdns)
+        infos = await _gather(named, access, mdns)
         if as_json:
             print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -62,21 +61,24 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
         else:
             print("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named, identity, mdns)), auto_refresh=False) as live:
+    with Live(_table(await _gather(named, access, mdns)), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named, identity, mdns)), refresh=True)
+            live.update(_table(await _gather(named, access, mdns)), refresh=True)
 
 
-async def _gather(named: Sequence[str], identity: Identity | None, mdns: bool) -> list[NodeInfo]:
+async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones, and take in whom they know.
 
     Where there are none, with `mdns`, those that are found.
     """
+    identity = access.identity()
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
     addresses = list(dict.fromkeys([*named, *here]))
     if not addresses and mdns:
-        addresses = [sounding.address for sounding in await find_nearest(identity)]
+        addresses = [
+            sounding.address for sounding in await find_nearest(identity, insecure=access.insecure)
+        ]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     found: dict[str, NodeInfo] = {}
     for infos in answers:

@@ -48,7 +48,6 @@ async def open_target(
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
     answer, ConfigurationError when the cluster key cannot be used.
     """
-    identity = access.identity()
     async with contextlib.AsyncExitStack() as stack:
         if choice.nodes and local:
             raise UsageError("--nodes and --local exclude each other: give one of them")
@@ -57,7 +56,7 @@ async def open_target(
                 local_processes(local, choice.threads, access)
             )
             choice = replace(choice, nodes=addresses)
-        client = await _client(stack, choice, peers, identity, mdns)
+        client = await _client(stack, choice, peers, access, mdns)
         yield Target(client=client, choice=choice)
 
 
@@ -65,9 +64,10 @@ async def _client(
     stack: contextlib.AsyncExitStack,
     choice: ModelChoice,
     peers: Sequence[str],
-    identity: Identity | None,
+    access: Access,
     mdns: bool,
 ) -> Client:
+    identity = access.identity()
     if choice.nodes:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
     here = await connect_here(stack, identity)
@@ -75,7 +75,7 @@ async def _client(
         return here
     if peers:
         return await _nearest(stack, peers, identity)
-    if mdns and (found := await find_nearest(identity)):
+    if mdns and (found := await find_nearest(identity, insecure=access.insecure)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")

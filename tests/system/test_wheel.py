@@ -34,6 +34,7 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> N
         (sources / name).symlink_to(ROOT / name)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"SHARDNET_RUNTIME_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)}
+    environment["SHARDNET_NO_MDNS"] = "1"
     pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
     run(
         *(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)),
