@@ -152,8 +152,6 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
 
     def writelines(self, list_of_data: Iterable[Buffer]) -> None:
         """Take several buffers to encrypt."""
-        if self._ending or self._state is _State.OVER:
-            return
         small = bytearray()
         for data in list_of_data:
             if len(data) <= _SMALL_BYTES:
@@ -227,7 +225,6 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         """Hand on what has come, until there is no more or the link wants no more."""
         while self._state is _State.UP and self._reading and self._decrypt_once():
             pass
-        self._flush()  # what the engine had to answer
         if self._peer_ended and (self._reading or self._state is _State.OVER):
             self._peer_ended = False
             self._protocol.eof_received()
@@ -254,6 +251,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         if filled:
             self._protocol.buffer_updated(filled)
         if failure is not None:
+            self._flush()  # the alert that tells the peer
             self._fail(stream_error(failure), failure)
         return full
 

@@ -59,11 +59,12 @@ class RawPeer(asyncio.BufferedProtocol):
         self._more.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.error = exc
+        self.error = self.error or exc
         self.lost.set()
         self._more.set()
 
     def failed(self, error: ShardnetError) -> None:
+        self.error = error
         self.transport.abort()
 
     def send(self, data: bytes) -> None:
