@@ -7,6 +7,7 @@ begins is left over from another test.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def parrots(tmp_path_factory: pytest.TempPathFactory) -> Parrots:
 def _loop_before_all_tests() -> None:
     """Have libuv open the pipe for signals that it keeps as long as the process lives."""
     run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_reach_children() -> Iterator[None]:
+    """Undo an ignored SIGINT, which children would inherit, as from a shell's background job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
