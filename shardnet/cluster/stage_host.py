@@ -83,7 +83,7 @@ class StageHost:
                 on_broken=on_broken,
             )
             await self._compute.run(lambda: use_threads(threads))
-            if self.loaded is not None and self.loaded.order == order:
+            if self.loaded is not None and self.loaded.fits(order):
                 return self.loaded, True
             await self._free()
             self.loaded = await self._load(order, memory_bytes, on_progress)

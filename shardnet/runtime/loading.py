@@ -26,6 +26,10 @@ MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
 
 
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, size and time of change (ns) of every file of a checkpoint folder."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
     """What to load. Equal orders give the same stage. `dtype` is the ring's wire dtype."""
@@ -48,19 +52,24 @@ class ModelFacts:
     model_id: str
     path: Path
     config: ModelConfig
-    stamp: tuple[tuple[str, int, int], ...]
+    stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
-    """A stage ready to compute."""
+    """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded."""
 
     order: StageOrder
+    stamp: Stamp
     compute: StageCompute
     weight_bytes: int
     room_blocks: int
     load_s: float
     kernel: str
+
+    def fits(self, order: StageOrder) -> bool:
+        """Whether loading `order` now would give this stage again."""
+        return self.order == order and self.stamp == stamp(resolve_model(order.model))
 
 
 def resolve_model(model: str) -> Path:
@@ -86,7 +95,7 @@ def identify(model: str) -> ModelFacts:
         )
 
 
-def stamp(path: Path) -> tuple[tuple[str, int, int], ...]:
+def stamp(path: Path) -> Stamp:
     """Return name, size and time of change (ns) of every file in a checkpoint folder."""
     files = sorted(file for file in path.iterdir() if file.is_file())
     return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
@@ -110,6 +119,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
 
     started = time.perf_counter()
     path = resolve_model(order.model)
+    stamped = stamp(path)
     with closing(Checkpoint.open(path)) as checkpoint:
         if checkpoint.model_id != order.model_id:
             raise CheckpointError(
@@ -135,6 +145,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         sampler = Sampler(config.vocab_size, tokenizer.n_tokens if tokenizer else None)
     return LoadedStage(
         order=order,
+        stamp=stamped,
         compute=TorchCompute(model, sampler, order.dtype),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
