@@ -171,6 +171,7 @@ class PeerBook:
             known.address = known.address or dialled_at
             if dialled_at not in known.addresses:
                 self.tell(node, name, (dialled_at,), source=NAMED, now=now)
+            known.is_settled = known.is_settled or known.addresses == (dialled_at,)
 
     def lost(self, node: NodeId, now: float) -> None:
         """Note that the last control link has ended. What the node told is no news any more."""

@@ -18,7 +18,7 @@ from typing import Final
 from shardnet.cluster.addresses import LocalAddress, dial_order, is_loopback, is_scoped
 from shardnet.cluster.control import ControlLink, Handler
 from shardnet.cluster.peer_book import MDNS, KnownNode, PeerBook
-from shardnet.cluster.soundings import N_PINGS, Knock, compare, ping
+from shardnet.cluster.soundings import N_PINGS, Knock, Sounding, compare, ping
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
@@ -352,18 +352,36 @@ class Peers:
     async def _visit(self, known: KnownNode) -> None:
         """Try the addresses of a node, and link to it at the best if it is not linked."""
         try:
-            order = self._order(known.addresses)[:MAX_PEER_ADDRESSES]
-            result = await compare(known.node, order, self._knock, patience_s=self._times.compare_s)
-            if result.best is None:
-                self._book.failed(known.node, result.failures, time.monotonic())
+            best, failures = await self._best_address(known)
+            if best is None:
+                self._book.failed(known.node, failures, time.monotonic())
             else:
-                best = result.best
-                self._book.answered(known.node, best.address, best.rtt_s, result.failures)
+                self._book.answered(known.node, best.address, best.rtt_s, failures)
                 if known.node not in self._peers:
                     await self._open(known, best.address)
         finally:
             self._visiting.discard(known.node)
             self._changed.set()
+
+    async def _best_address(self, known: KnownNode) -> tuple[Sounding | None, dict[str, str]]:
+        """Return where a node answers best, and why its other addresses are not used.
+
+        What others say of it, or a person named, counts where it answers at none of its own.
+        """
+        failures: dict[str, str] = {}
+        announced = known.announced
+        rest = [address for address in known.addresses if address not in announced]
+        for addresses in (announced, rest):
+            result = await compare(
+                known.node,
+                self._order(addresses)[:MAX_PEER_ADDRESSES],
+                self._knock,
+                patience_s=self._times.compare_s,
+            )
+            failures |= result.failures
+            if result.best is not None:
+                return result.best, failures
+        return None, failures
 
     async def _open(self, known: KnownNode, address: str) -> None:
         try:

@@ -57,6 +57,8 @@ async def compare(
     Of about equal ones it is the first in order. When one has answered, the others have
     `patience_s` more. An address that does not answer costs what `knock` waits for it.
     """
+    if not addresses:
+        return Comparison(best=None, failures={})
     found: list[Sounding] = []
     failures: dict[str, str] = {}
     knocks = {asyncio.create_task(sound(address, knock)): address for address in addresses}

@@ -396,6 +396,24 @@ def test_of_several_addresses_the_fastest_is_used_and_the_reasons_are_kept() -> 
     asyncio.run(main())
 
 
+def test_a_named_address_is_used_only_where_the_nodes_own_do_not_answer() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            real, named = b.address, "nas.lan:1234"
+            a.town.owners[named] = b
+            a.run(named)
+            b.run()
+            await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
+            assert a.town.dialled.count(("a", named)) == 1, "it is not asked who answers there"
+            del a.town.owners[real]
+            a.peers._book.doubt(b.node, 0.0)
+            a.peers._changed.set()
+            await a.until(lambda: a.report("b").address == named)
+            assert "nothing listens" in a.report("b").failures[real]
+
+    asyncio.run(main())
+
+
 def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
