@@ -22,6 +22,12 @@ StepId = NewType("StepId", int)
 BLOCK_POSITIONS = 256
 """Positions in one block of KV room (design: slot, block)."""
 
+
+def blocks_for(n_positions: int) -> int:
+    """Return how many blocks hold `n_positions` positions."""
+    return -(-n_positions // BLOCK_POSITIONS)
+
+
 PREFILL_CHUNK_ROWS = 256
 """Rows of one prefill chunk: fixed, counted from position 0, so any split gives the same bits."""
 

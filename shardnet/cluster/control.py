@@ -22,7 +22,6 @@ from shardnet.errors import (
 from shardnet.transport.link import Link
 from shardnet.wire.frames import FrameKind
 from shardnet.wire.messages import (
-    MAX_EXPLANATION,
     Cancel,
     ConnectRing,
     ControlMessage,
@@ -40,6 +39,7 @@ from shardnet.wire.messages import (
     UnloadStage,
     control_frame,
     error_frame,
+    explanation,
     read_control,
     reported_error,
 )
@@ -201,7 +201,7 @@ class ControlLink:
 
     def _refuse(self, message: Request, error: ShardnetError) -> None:
         if not self.link.closed:
-            text = str(error)[:MAX_EXPLANATION]
+            text = explanation(error)
             self.send(Failed(request=message.request, code=error.code, message=text))
 
 

@@ -65,6 +65,7 @@ from shardnet.wire.messages import (
     Unload,
     UnloadStage,
     error_frame,
+    explanation,
 )
 
 PEER_STATUS_S = 1.5
@@ -345,7 +346,7 @@ class Node:
                         ring=message.ring,
                         epoch=message.epoch,
                         code=error.code,
-                        message=str(error)[:2000],
+                        message=explanation(error),
                     )
                 )
 

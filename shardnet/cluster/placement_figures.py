@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardnet.errors import UsageError
-from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId
+from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 
 MARGIN = 0.02
 """Share of a stage's predicted memory that is kept free for what nothing predicts."""
@@ -58,7 +58,7 @@ class ModelShape:
     @property
     def n_blocks(self) -> int:
         """Blocks of positions in the context."""
-        return -(-self.context // BLOCK_POSITIONS)
+        return blocks_for(self.context)
 
     @property
     def kv_layer_bytes(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.types import BLOCK_POSITIONS, SlotId
+from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class KvCache:
 
         Raises CapacityError, and changes nothing, when the room or the machine's memory is used up.
         """
-        wanted = _blocks(n_positions)
+        wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted <= held:
             return
@@ -96,7 +96,7 @@ class KvCache:
         """Give back the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored."""
         if slot not in self._slots:
             return
-        wanted = _blocks(n_positions)
+        wanted = blocks_for(n_positions)
         if wanted == 0:
             self.free(slot)
         elif wanted < self._slots[slot].blocks:
@@ -146,7 +146,3 @@ class KvCache:
     def _empty(self, blocks: int) -> Tensor:
         shape = (self._n_kv_heads, blocks * BLOCK_POSITIONS, self._head_size)
         return torch.empty(shape, dtype=self._dtype, device=self._device)  # [KV heads, capacity, D]
-
-
-def _blocks(n_positions: int) -> int:
-    return -(-n_positions // BLOCK_POSITIONS)

@@ -20,7 +20,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
 from shardnet.runtime.compute import StageCompute
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, blocks_for
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
@@ -181,7 +181,7 @@ def _room_blocks(order: StageOrder, config: ModelConfig, dtype: DType, memory_by
     )
     block_bytes = kv_block_bytes(config, order.layers, dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
-    needed = -(-order.context // BLOCK_POSITIONS)
+    needed = blocks_for(order.context)
     if blocks < needed:
         raise CapacityError(
             f"layers {order.layers} need {weights + activations + needed * block_bytes} bytes for "

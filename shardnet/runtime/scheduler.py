@@ -22,7 +22,6 @@ from enum import Enum
 
 from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, UsageError
 from shardnet.types import (
-    BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
     Epoch,
     MicroBatch,
@@ -30,6 +29,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    blocks_for,
 )
 
 
@@ -129,11 +129,6 @@ class _Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
-def blocks_for(n_positions: int) -> int:
-    """Blocks that hold `n_positions` positions."""
-    return -(-n_positions // BLOCK_POSITIONS)
-
-
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
     """Sequences of one ring.
@@ -171,11 +166,6 @@ class Scheduler:
     def n_active(self) -> int:
         """Sequences waiting or running."""
         return len(self._waiting) + len(self._running)
-
-    @property
-    def n_in_flight(self) -> int:
-        """Steps sent and not answered yet."""
-        return len(self._steps)
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.

@@ -539,11 +539,17 @@ def read_hello(frame: Frame) -> Hello:
     return _decode(_hello_decoder, frame)
 
 
+def explanation(error: ShardnetError) -> str:
+    """Give an error's message as it may travel: valid UTF-8 of at most 2000 bytes."""
+    raw = str(error).encode("utf-8", "replace")[:MAX_EXPLANATION]
+    return raw.decode("utf-8", "ignore")
+
+
 def error_frame(
     error: ShardnetError, *, epoch: int = 0, step: int = 0, sequence: int | None = None
 ) -> Frame:
     """Make an ERROR frame: about a step or a sequence, or else about the link, which it ends."""
-    message = str(error).encode("utf-8", "replace")[:2000].decode("utf-8", "ignore")
+    message = explanation(error)
     report = ErrorReport(code=error.code, message=message, sequence=sequence)
     return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=_encoder.encode(report))
 

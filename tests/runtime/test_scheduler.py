@@ -20,9 +20,8 @@ from shardnet.runtime.scheduler import (
     SequenceFinished,
     SequenceRequest,
     TokenSampled,
-    blocks_for,
 )
-from shardnet.types import Epoch, MicroBatch, SequenceId, StepId
+from shardnet.types import Epoch, MicroBatch, SequenceId, StepId, blocks_for
 
 CHUNK = 4
 STOP_ID = 9
