@@ -13,15 +13,8 @@ import typer
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import SamplingError
 from shardnet.types import SamplingParams
-from shardnet.wire.messages import (
-    Finished,
-    Generate,
-    NodeProgress,
-    PlanReply,
-    Sampling,
-    TextPiece,
-    Timing,
-)
+from shardnet.wire.control import Finished, Generate, NodeProgress, PlanReply, TextPiece, Timing
+from shardnet.wire.messages import Sampling
 
 from .access import Access
 from .options import (

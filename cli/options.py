@@ -12,7 +12,7 @@ from shardnet.api.client import check_request
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
-from shardnet.wire.messages import Generate, ModelChoice, PlanRequest
+from shardnet.wire.control import Generate, ModelChoice, PlanRequest
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {

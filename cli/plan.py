@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages import ModelChoice, PlannedStage, PlanReply, PlanRequest
+from shardnet.wire.control import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
 from .access import Access
 from .options import (

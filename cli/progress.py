@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardnet.wire.messages import NodeProgress, PlanReply
+from shardnet.wire.control import NodeProgress, PlanReply
 
 from .run import say
 

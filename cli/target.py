@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardnet.api.client import Client, connect, open_client
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
-from shardnet.wire.messages import ModelChoice
+from shardnet.wire.control import ModelChoice
 
 from .access import Access
 from .local_processes import local_processes

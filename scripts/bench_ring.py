@@ -45,7 +45,8 @@ from shardnet.types import (
     StepId,
     parse_layers,
 )
-from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece, Timing
+from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece, Timing
+from shardnet.wire.messages import Sampling
 
 READ_BYTES = 1536 * 2**20
 CHUNKS_TO_TRY = (64, 128, 256, 512)

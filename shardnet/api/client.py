@@ -20,18 +20,15 @@ from shardnet.cluster.peers import split_address
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     Done,
     Finished,
     Generate,
-    Hello,
     ModelChoice,
     NodeProgress,
     PlanReply,
     PlanRequest,
-    Purpose,
     Redirect,
-    Role,
     Status,
     StatusReply,
     TextPiece,
@@ -39,6 +36,7 @@ from shardnet.wire.messages import (
     control_frame,
     read_control,
 )
+from shardnet.wire.messages import Hello, Purpose, Role
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity

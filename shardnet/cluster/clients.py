@@ -21,7 +21,7 @@ from shardnet.runtime.engine import (
 )
 from shardnet.runtime.executor import Executor
 from shardnet.types import TokenLogprobs
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     Done,
     Finished,
     Generate,

@@ -20,8 +20,7 @@ from shardnet.errors import (
     first_error,
 )
 from shardnet.transport.link import Link
-from shardnet.wire.frames import FrameKind
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     Cancel,
     ConnectRing,
     ControlMessage,
@@ -38,11 +37,11 @@ from shardnet.wire.messages import (
     Unload,
     UnloadStage,
     control_frame,
-    error_frame,
-    explanation,
     read_control,
     reported_error,
 )
+from shardnet.wire.frames import FrameKind
+from shardnet.wire.messages import error_frame, explanation
 
 REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""

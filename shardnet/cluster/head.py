@@ -20,7 +20,7 @@ from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.messages import ModelChoice, NodeInfo
+from shardnet.wire.control import ModelChoice, NodeInfo
 
 CLOSE_S = 3.0
 """How long a leaving head waits for its stages to be freed."""

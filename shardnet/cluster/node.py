@@ -42,11 +42,10 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import DType, LayerRange, NodeId
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     ConnectRing,
     Done,
     Generate,
-    Hello,
     IdentifyModel,
     LoadProgress,
     LoadStage,
@@ -55,18 +54,15 @@ from shardnet.wire.messages import (
     PeersKnown,
     Ping,
     PlanRequest,
-    Purpose,
     RingBroken,
-    Role,
     StageInfo,
     StageReady,
     Status,
     StatusReply,
     Unload,
     UnloadStage,
-    error_frame,
-    explanation,
 )
+from shardnet.wire.messages import Hello, Purpose, Role, error_frame, explanation
 
 PEER_STATUS_S = 1.5
 """How long a node waits for a peer's status before it tells of its peers without that one."""

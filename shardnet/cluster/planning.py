@@ -30,7 +30,7 @@ from shardnet.model.footprint import (
 )
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, NodeId
-from shardnet.wire.messages import LeftOut, ModelChoice, NodeInfo, PlannedStage, PlanReply
+from shardnet.wire.control import LeftOut, ModelChoice, NodeInfo, PlannedStage, PlanReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler
 from shardnet.types import DType, Epoch, LayerRange
-from shardnet.wire.messages import LoadStage, StageReady
+from shardnet.wire.control import LoadStage, StageReady
 
 MAX_SLOTS = 64
 """Sequences that run at once; more wait."""

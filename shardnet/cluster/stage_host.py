@@ -29,7 +29,8 @@ from shardnet.runtime.loading import (
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.transport.link import Link
 from shardnet.types import Epoch
-from shardnet.wire.messages import Hello, LoadStage
+from shardnet.wire.control import LoadStage
+from shardnet.wire.messages import Hello
 
 PROGRESS_EVERY_S = 0.1
 

@@ -14,7 +14,7 @@ from shardnet.cluster.control import ControlLink
 from shardnet.cluster.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.runtime.pipeline import Pipeline
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     ConnectRing,
     Done,
     IdentifyModel,

@@ -41,14 +41,7 @@ from shardnet.wire.frames import (
     unpack_header,
 )
 from shardnet.wire.inbox import Inbox, Part
-from shardnet.wire.messages import (
-    Hello,
-    Purpose,
-    error_frame,
-    hello_frame,
-    read_error,
-    read_hello,
-)
+from shardnet.wire.messages import Hello, Purpose, error_frame, hello_frame, read_error, read_hello
 
 DIRECT_BYTES: Final = 16 * KIB
 """A meta or payload that lacks at least this much is received straight into its own buffer."""

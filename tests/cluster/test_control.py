@@ -17,16 +17,8 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.memory import memory_pair
-from shardnet.wire.messages import (
-    Done,
-    Hello,
-    IdentifyModel,
-    LoadProgress,
-    ModelIdentity,
-    Purpose,
-    Role,
-    Unload,
-)
+from shardnet.wire.control import Done, IdentifyModel, LoadProgress, ModelIdentity, Unload
+from shardnet.wire.messages import Hello, Purpose, Role
 
 
 def hello(name: str) -> Hello:

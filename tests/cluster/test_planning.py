@@ -19,7 +19,7 @@ from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages import ModelChoice, NodeInfo
+from shardnet.wire.control import ModelChoice, NodeInfo
 
 GIB = 2**30
 

@@ -29,7 +29,8 @@ from typer.testing import CliRunner
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ShardnetError
-from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
+from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece
+from shardnet.wire.messages import Sampling
 
 START_S = 60.0
 """How long a node may take to its ready line."""

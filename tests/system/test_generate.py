@@ -13,7 +13,8 @@ from nodes import Crew, Machine, open_machine
 from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
-from shardnet.wire.messages import Finished, Generate, ModelChoice, Sampling, TextPiece
+from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece
+from shardnet.wire.messages import Sampling
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SIGNS = "é€😀 Жz."

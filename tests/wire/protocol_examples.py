@@ -15,10 +15,10 @@ from shardnet.types import (
     SlotId,
     StepId,
 )
+from shardnet.wire.control import Cancel, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import (
-    Cancel,
     Extras,
     Hello,
     OpenSequence,
@@ -28,7 +28,6 @@ from shardnet.wire.messages import (
     Sampling,
     StageTiming,
     TopLogprob,
-    control_frame,
     error_frame,
     extras_frame,
     hello_frame,

@@ -22,12 +22,12 @@ from shardnet.types import (
     StepId,
 )
 from shardnet.wire import machine as machine_module
+from shardnet.wire.control import Cancel, control_frame, read_control
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.inbox import Part
 from shardnet.wire.machine import FrameReceived, LinkFailed, LinkMachine, LinkState
 from shardnet.wire.messages import (
-    Cancel,
     Extras,
     OpenSequence,
     Purpose,
@@ -35,11 +35,9 @@ from shardnet.wire.messages import (
     Sampling,
     StageTiming,
     TopLogprob,
-    control_frame,
     error_frame,
     extras_frame,
     hello_frame,
-    read_control,
     read_error,
     read_extras,
     read_sequence,

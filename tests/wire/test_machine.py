@@ -30,6 +30,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     VersionMismatchError,
 )
+from shardnet.wire.control import Cancel, control_frame
 from shardnet.wire.data import Step, data_frame
 from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.inbox import ALIGNMENT, SCRATCH_BYTES
@@ -44,7 +45,7 @@ from shardnet.wire.machine import (
     PeerLeft,
     ProgressReported,
 )
-from shardnet.wire.messages import Cancel, Hello, Purpose, control_frame, error_frame, hello_frame
+from shardnet.wire.messages import Hello, Purpose, error_frame, hello_frame
 
 
 def failure(events: list[Event]) -> Exception:

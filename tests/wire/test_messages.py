@@ -13,26 +13,28 @@ from wire_strategies import encoded, hello, values
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.types import SamplingParams
-from shardnet.wire.frames import Frame, FrameKind, Limits, pack_frame
-from shardnet.wire.messages import (
+from shardnet.wire.control import (
     Cancel,
     ControlMessage,
+    Failed,
+    control_frame,
+    read_control,
+    reported_error,
+)
+from shardnet.wire.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.messages import (
     ErrorReport,
     Extras,
-    Failed,
     Hello,
     Sampling,
     SlotOperation,
-    control_frame,
     error_frame,
     extras_frame,
     hello_frame,
-    read_control,
     read_error,
     read_extras,
     read_hello,
     read_sequence,
-    reported_error,
     sequence_frame,
 )
 

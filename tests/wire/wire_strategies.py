@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from msgspec import inspect as mi
 
 from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.wire.control import ControlMessage, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind, Limits
 from shardnet.wire.machine import Event, HelloAnswer, LinkMachine
 from shardnet.wire.messages import (
-    ControlMessage,
     Extras,
     Hello,
     Purpose,
     Role,
     SlotOperation,
-    control_frame,
     extras_frame,
     sequence_frame,
 )

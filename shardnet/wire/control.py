@@ -1,0 +1,407 @@
+"""Control messages: what nodes ask and tell each other, and clients ask of nodes.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 11). Knows nothing of what
+is done with a message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.errors import ShardnetError, error_for_code
+from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.messages import ErrorReport, Sampling
+from shardnet.wire.schema import (
+    MAX_PEER_ADDRESSES,
+    MAX_STAGES,
+    U32,
+    Address,
+    Addresses,
+    Count,
+    Digest,
+    Explanation,
+    Name,
+    PathText,
+    Rank,
+    RequestId,
+    Row,
+    Seconds,
+    Strict,
+    Tagged,
+    Text,
+    TokenIds,
+    decode,
+    encode,
+)
+
+# --- CONTROL frames between nodes ---------------------------------------------------------------
+
+
+class StageInfo(Strict, frozen=True, kw_only=True):
+    """The stage that a node runs."""
+
+    model: PathText
+    layers: tuple[U32, U32]
+    rank: Rank
+
+
+class NodeInfo(Strict, frozen=True, kw_only=True):
+    """What a node tells of itself. `host_id` is equal for nodes on one machine."""
+
+    node: Name
+    name: Name
+    address: Address
+    version: Name
+    device: Name
+    memory_bytes: Count
+    memory_free_bytes: Count
+    cores: U32
+    threads: U32
+    dtypes: Annotated[list[Name], Meta(max_length=16)]
+    host_id: Name
+    stage: StageInfo | None = None
+
+
+class Status(Tagged, frozen=True, kw_only=True):
+    """Ask a node who it is and, with `with_peers`, who those are that it knows."""
+
+    request: RequestId
+    with_peers: bool
+
+
+class StatusReply(Tagged, frozen=True, kw_only=True):
+    """Answers Status."""
+
+    request: RequestId
+    node: NodeInfo
+    peers: Annotated[list[NodeInfo], Meta(max_length=1024)]
+
+
+class Ping(Tagged, frozen=True, kw_only=True):
+    """Ask for an answer at once, to measure the round trip. Answered by Done."""
+
+    request: RequestId
+
+
+class KnownPeer(Strict, frozen=True, kw_only=True):
+    """A node, and the addresses at which others may reach it, best first."""
+
+    node: Name
+    name: Name
+    addresses: Annotated[list[Address], Meta(max_length=MAX_PEER_ADDRESSES)]
+
+
+class PeersKnown(Tagged, frozen=True, kw_only=True):
+    """Tell a peer, unasked, of the sender itself and of every node it has a control link to.
+
+    Sent when a link is up, and again when it has changed: each takes the place of the one before.
+    """
+
+    peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
+
+
+class IdentifyModel(Tagged, frozen=True, kw_only=True):
+    """Ask a node which model it finds at a path."""
+
+    request: RequestId
+    model: PathText
+
+
+class ModelIdentity(Tagged, frozen=True, kw_only=True):
+    """Answers IdentifyModel. `model_id` is hexadecimal SHA-256 (design decision 9)."""
+
+    request: RequestId
+    model_id: Digest
+
+
+class LoadStage(Tagged, frozen=True, kw_only=True):
+    """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
+
+    `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    rank: Rank
+    n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    model: PathText
+    model_id: Digest
+    layers: tuple[U32, U32]
+    dtype: Name
+    context: U32
+    threads: U32
+    addresses: Addresses
+
+
+class LoadProgress(Tagged, frozen=True, kw_only=True):
+    """How far a LoadStage is. Sent at least every few seconds: it is not silence."""
+
+    request: RequestId
+    done_bytes: Count
+    total_bytes: Count
+
+
+class StageReady(Tagged, frozen=True, kw_only=True):
+    """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
+
+    `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
+    """
+
+    request: RequestId
+    weight_bytes: Count
+    room_blocks: Count
+    reused: bool
+    kernel: Name
+    load_s: Seconds
+
+
+class RingBroken(Tagged, frozen=True, kw_only=True):
+    """Tell the head, unasked, that the sender's stage left a ring, and why."""
+
+    ring: Name
+    epoch: U32
+    code: U32
+    message: Explanation
+
+
+class ConnectRing(Tagged, frozen=True, kw_only=True):
+    """Tell a node to open its data link to the next node of a ring."""
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+
+
+class UnloadStage(Tagged, frozen=True, kw_only=True):
+    """Tell a node to free its stage of a ring."""
+
+    request: RequestId
+    ring: Name
+
+
+class Done(Tagged, frozen=True, kw_only=True):
+    """Answers a request that has nothing to report."""
+
+    request: RequestId
+
+
+class Failed(Tagged, frozen=True, kw_only=True):
+    """Answers any request: it failed. Codes are those of ERROR frames."""
+
+    request: RequestId
+    code: U32
+    message: Explanation
+
+
+# --- CONTROL frames between a client and a node -------------------------------------------------
+
+
+class ModelChoice(Strict, frozen=True, kw_only=True):
+    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best."""
+
+    model: PathText
+    nodes: Addresses = msgspec.field(default_factory=list)
+    layers: Annotated[list[tuple[U32, U32]], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+    context: U32 = 0
+    dtype: Name = "auto"
+    threads: U32 = 0
+
+
+class PlanRequest(Tagged, frozen=True, kw_only=True):
+    """Ask for the plan that would be used. Answered by PlanReply or Redirect."""
+
+    request: RequestId
+    choice: ModelChoice
+
+
+class PlannedStage(Strict, frozen=True, kw_only=True):
+    """One stage of a plan, its memory as predicted."""
+
+    rank: Rank
+    node: Name
+    name: Name
+    address: Address
+    layers: tuple[U32, U32]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Seconds | None = None
+
+
+class LeftOut(Strict, frozen=True, kw_only=True):
+    """A node that a plan does not use, and why."""
+
+    node: Name
+    name: Name
+    why: Explanation
+
+
+class PlanReply(Tagged, frozen=True, kw_only=True):
+    """A plan. It answers PlanRequest, and precedes the tokens of Generate."""
+
+    request: RequestId
+    model: PathText
+    model_id: Digest
+    dtype: Name
+    context: U32
+    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
+    left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
+    predicted_tok_s: Seconds | None = None
+    why: Explanation
+
+
+class NodeProgress(Tagged, frozen=True, kw_only=True):
+    """Tells the client of a Generate how far the node of a stage is with loading."""
+
+    request: RequestId
+    rank: Rank
+    done_bytes: Count
+    total_bytes: Count
+
+
+class Generate(Tagged, frozen=True, kw_only=True):
+    """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`."""
+
+    request: RequestId
+    choice: ModelChoice
+    sampling: Sampling
+    prompt: Text = ""
+    token_ids: TokenIds | None = None
+    max_tokens: U32 = 256
+    stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
+        msgspec.field(default_factory=list)
+    )
+    stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = msgspec.field(
+        default_factory=list
+    )
+    ignore_eos: bool = False
+    bos: Literal["auto", "on", "off"] = "auto"
+    keep_special_tokens: bool = False
+
+
+class Cancel(Tagged, frozen=True, kw_only=True):
+    """Give a running request up. It is answered by Failed with code 41 or its own end."""
+
+    request: RequestId
+
+
+class Unload(Tagged, frozen=True, kw_only=True):
+    """Ask a node to free the model of its ring on every node. Answered by Done or Redirect."""
+
+    request: RequestId
+
+
+class Redirect(Tagged, frozen=True, kw_only=True):
+    """Ask the node at `address` instead: it is the ring's head."""
+
+    request: RequestId
+    address: Address
+
+
+class TopToken(Row, frozen=True, array_like=True):
+    """One of the most likely tokens of a row, with its text."""
+
+    token_id: U32
+    token: Text
+    logprob: float
+
+
+class TokenDetail(Strict, frozen=True, kw_only=True):
+    """The logprob of a generated token and of the most likely ones in its place."""
+
+    token_id: U32
+    token: Text
+    bytes: Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(max_length=4096)]
+    logprob: float
+    top: Annotated[list[TopToken], Meta(max_length=1024)]
+
+
+class TextPiece(Tagged, frozen=True, kw_only=True):
+    """More of the answer: new tokens, and the text that is whole by now."""
+
+    request: RequestId
+    token_ids: TokenIds
+    tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
+    text: Text
+    logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+
+
+class StageShare(Strict, frozen=True, kw_only=True):
+    """Where the time of a mean decode step went, for one stage."""
+
+    rank: Rank
+    compute_ms: Seconds
+    queue_ms: Seconds
+    wire_ms: Seconds
+
+
+class Timing(Strict, frozen=True, kw_only=True):
+    """How long a request took, by the head's clock."""
+
+    load_s: Seconds
+    ttft_s: Seconds
+    decode_tok_s: Seconds
+    total_s: Seconds
+    per_stage: Annotated[list[StageShare], Meta(max_length=MAX_STAGES)]
+
+
+class Finished(Tagged, frozen=True, kw_only=True):
+    """The answer is complete. `text` is what was held back until now."""
+
+    request: RequestId
+    finish_reason: Name
+    prompt_token_ids: TokenIds
+    text: Text
+    timing: Timing
+
+
+ControlMessage = (
+    Status
+    | StatusReply
+    | Ping
+    | PeersKnown
+    | IdentifyModel
+    | ModelIdentity
+    | LoadStage
+    | LoadProgress
+    | StageReady
+    | ConnectRing
+    | RingBroken
+    | UnloadStage
+    | Done
+    | Failed
+    | PlanRequest
+    | PlanReply
+    | NodeProgress
+    | Generate
+    | Cancel
+    | Unload
+    | Redirect
+    | TextPiece
+    | Finished
+)
+
+
+# --- between messages and frames ----------------------------------------------------------------
+
+_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+
+
+def reported_error(report: ErrorReport | Failed, peer: str) -> ShardnetError:
+    """Make the exception that a peer reported; the message names the `peer`."""
+    return error_for_code(report.code, f"{peer}: {report.message}")
+
+
+def control_frame(message: ControlMessage) -> Frame:
+    """Make a CONTROL frame."""
+    return Frame(kind=FrameKind.CONTROL, meta=encode(message))
+
+
+def read_control(frame: Frame) -> ControlMessage:
+    """Read a CONTROL frame. Raises RemoteProtocolError when it breaks the schema."""
+    return decode(_decoder, frame)
