@@ -18,36 +18,35 @@ from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.head import Elsewhere, Head
-from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
+from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.errors import (
     PeerFailedError,
     ProtocolError,
     RemoteProtocolError,
     ShardnetError,
-    UsageError,
     error_for_code,
-    first_error,
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, StageOrder, identify
+from shardnet.runtime.loading import ModelFacts, identify
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import DType, LayerRange, NodeId
+from shardnet.types import NodeId
 from shardnet.wire.control import (
     ConnectRing,
     Done,
     Generate,
     IdentifyModel,
-    LoadProgress,
     LoadStage,
     ModelIdentity,
     NodeInfo,
@@ -62,10 +61,7 @@ from shardnet.wire.control import (
     Unload,
     UnloadStage,
 )
-from shardnet.wire.messages import Hello, Purpose, Role, error_frame, explanation
-
-PEER_STATUS_S = 1.5
-"""How long a node waits for a peer's status before it tells of its peers without that one."""
+from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
@@ -116,6 +112,16 @@ class Node:
             own_addresses=lambda: self._presence.addresses,
             log=settings.log,
         )
+        self._neighbours = Neighbours(
+            own_info=self.info, peers=self._peers, presence=self._presence
+        )
+        self._orders = StageOrders(
+            host=self._host,
+            budget=settings.budget,
+            asked_threads=settings.threads,
+            local_nodes=settings.local_nodes,
+            log=settings.log,
+        )
         self._head = Head(self)
         self._clients = Clients(self._head, self._reader)
 
@@ -133,13 +139,6 @@ class Node:
     def cluster(self) -> str | None:
         """The fingerprint of this node's cluster, None where it has no key."""
         return self._settings.identity.fingerprint if self._settings.identity else None
-
-    @property
-    def threads(self) -> int:
-        """Threads a stage computes with: as told, or the share among this machine's nodes."""
-        if self._settings.threads:
-            return self._settings.threads
-        return share_of_cores(available_cores(), len(self._settings.local_nodes.list()))
 
     def listening_at(self, address: str) -> None:
         """Tell the node where it listens."""
@@ -205,18 +204,7 @@ class Node:
 
     async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
         """Return the nodes at `addresses`, or without any this node and its peers."""
-        if not addresses:
-            return [self.info(), *await self._peer_infos()]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asks = [tasks.create_task(self._info_at(address)) for address in addresses]
-        except* ShardnetError as group:
-            raise first_error(group) from None
-        infos = [ask.result() for ask in asks]
-        for place, info in enumerate(infos):
-            if info.node in {other.node for other in infos[:place]}:
-                raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
-        return infos
+        return await self._neighbours.candidates(addresses)
 
     async def identify(self, model: str) -> ModelFacts:
         """Look at a checkpoint on this node."""
@@ -234,7 +222,7 @@ class Node:
                 self._settings.name,
                 self._identify_own,
                 self._load_own,
-                lambda ring: self._unload_stage(self.node, ring),
+                lambda ring: self._orders.unload(self.node, ring),
             )
         control = self._peers.link_of(NodeId(node.node))
         if control is None:
@@ -255,7 +243,7 @@ class Node:
     def info(self) -> NodeInfo:
         """Describe this node."""
         loaded, seat = self._host.loaded, self._host.seat
-        total = self._memory_bytes()
+        total = self._orders.memory_bytes()
         used = loaded.weight_bytes if loaded else 0
         stage = None
         if loaded is not None:
@@ -274,7 +262,7 @@ class Node:
             memory_bytes=total,
             memory_free_bytes=max(0, total - used),
             cores=available_cores(),
-            threads=self.threads,
+            threads=self._orders.threads,
             dtypes=[dtype.value for dtype in self._settings.budget.device.dtypes],
             host_id=make_host_id(),
             stage=stage,
@@ -297,7 +285,7 @@ class Node:
     async def _handle(self, control: ControlLink, message: Incoming) -> None:
         match message:
             case Status(request=request, with_peers=with_peers):
-                peers = await self._peer_infos() if with_peers else []
+                peers = await self._neighbours.peers() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
             case Ping(request=request):
                 control.send(Done(request=request))
@@ -309,12 +297,13 @@ class Node:
                 model_id = await self._identify_own(model)
                 control.send(ModelIdentity(request=request, model_id=model_id))
             case LoadStage():
-                await self._load_for_peer(control, message)
+                self._head.check_idle()
+                await self._orders.load_for(control, message)
             case ConnectRing(request=request, ring=ring, epoch=epoch):
                 await self._host.join(ring, epoch)
                 control.send(Done(request=request))
             case UnloadStage(request=request, ring=ring):
-                await self._unload_stage(control.link.peer.node, ring)
+                await self._orders.unload(control.link.peer.node, ring)
                 control.send(Done(request=request))
             case RingBroken(ring=ring, code=code, message=text):
                 cause = error_for_code(code, f"{control.peer_name}: {text}")
@@ -326,93 +315,11 @@ class Node:
             case Unload():
                 await self._clients.unload(control, message)
 
-    async def _load_for_peer(self, control: ControlLink, message: LoadStage) -> None:
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            if not control.link.closed:
-                control.send(
-                    LoadProgress(
-                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
-                    )
-                )
-
-        def broken(error: ShardnetError) -> None:
-            if not control.link.closed:
-                control.send(
-                    RingBroken(
-                        ring=message.ring,
-                        epoch=message.epoch,
-                        code=error.code,
-                        message=explanation(error),
-                    )
-                )
-
-        self._head.check_idle()
-        ready = await self._load(message, control.link.peer.node, progress, broken)
-        control.send(ready)
-
     async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
         def broken(error: ShardnetError) -> None:
             self._head.ring_broken(message.ring, error)
 
-        return await self._load(message, self.node, progress, broken)
-
-    async def _load(
-        self,
-        message: LoadStage,
-        owner: str,
-        progress: Progress,
-        broken: Callable[[ShardnetError], None],
-    ) -> StageReady:
-        order = StageOrder(
-            model=message.model,
-            model_id=message.model_id,
-            layers=LayerRange(*message.layers),
-            dtype=DType(message.dtype),
-            context=message.context,
-            device=self._settings.budget.device.kind,
-        )
-        threads = message.threads or self.threads
-
-        def left(error: ShardnetError) -> None:
-            self._settings.log(f"left the ring of {order.model}: {error}")
-            broken(error)
-
-        loaded, reused = await self._host.load(
-            message,
-            order,
-            owner=owner,
-            threads=threads,
-            memory_bytes=self._memory_bytes(),
-            on_progress=progress,
-            on_broken=left,
-        )
-        self._settings.log(
-            f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "
-            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
-        )
-        return StageReady(
-            request=message.request,
-            weight_bytes=loaded.weight_bytes,
-            room_blocks=loaded.room_blocks,
-            reused=reused,
-            kernel=loaded.kernel,
-            load_s=loaded.load_s,
-        )
-
-    async def _unload_stage(self, owner: str, ring: str) -> None:
-        """Free the stage of a ring. One that has another ring by now is left alone."""
-        if self._host.seat is not None and self._host.seat.ring != ring:
-            return
-        await self._host.unload(owner)
-        self._settings.log("freed the stage")
-
-    def _memory_bytes(self) -> int:
-        """What a stage of this node may take, its loaded one included."""
-        loaded = self._host.loaded
-        return self._settings.budget.total_bytes(
-            used_bytes=loaded.weight_bytes if loaded else 0,
-            n_nodes_here=len(self._settings.local_nodes.list()),
-        )
+        return await self._orders.load(message, self.node, progress, broken)
 
     async def _identify_own(self, model: str) -> str:
         return (await self.identify(model)).model_id
@@ -445,36 +352,6 @@ class Node:
             return await tcp.connect(host, port, hello, options=self.options)
 
         return await self._peers.dial_by(address, dial)
-
-    # --- other nodes
-
-    async def _info_at(self, address: str) -> NodeInfo:
-        """Ask the node at `address`, which may be this one, who it is."""
-        control = None if address == self.address else await self._peers.find(address)
-        if control is not None:
-            return replace(await self._ask_status(control), address=address)
-        return replace(self.info(), address=self._presence.seen_as(address))
-
-    async def _peer_infos(self) -> list[NodeInfo]:
-        """Ask every linked peer; one that does not answer in time is left out."""
-
-        async def ask(control: ControlLink) -> NodeInfo | None:
-            try:
-                async with asyncio.timeout(PEER_STATUS_S):
-                    return await self._ask_status(control)
-            except (ShardnetError, TimeoutError):
-                return None
-
-        infos = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
-        return [
-            replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
-            for info in infos
-            if info is not None
-        ]
-
-    async def _ask_status(self, control: ControlLink) -> NodeInfo:
-        ask = Status(request=control.next_request(), with_peers=False)
-        return (await control.ask(ask, StatusReply)).node
 
 
 @asynccontextmanager

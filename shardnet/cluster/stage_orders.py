@@ -1,0 +1,135 @@
+"""The orders of heads, this node's own among them, for the stage of this node.
+
+Knows how a LoadStage becomes a loaded stage within this node's memory, and who is told what. Must
+not plan, nor know clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardnet.cluster.control import ControlLink
+from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.profile import MemoryBudget, available_cores
+from shardnet.cluster.stage_host import StageHost
+from shardnet.cluster.stage_port import Progress
+from shardnet.errors import ShardnetError
+from shardnet.runtime.loading import StageOrder
+from shardnet.types import DType, LayerRange
+from shardnet.wire.control import LoadProgress, LoadStage, RingBroken, StageReady
+from shardnet.wire.messages import explanation
+
+
+class StageOrders:
+    """Carries orders out on `host`. `asked_threads` 0 is a share of the machine's cores."""
+
+    def __init__(
+        self,
+        *,
+        host: StageHost,
+        budget: MemoryBudget,
+        asked_threads: int,
+        local_nodes: LocalNodes,
+        log: Callable[[str], None],
+    ) -> None:
+        self._host = host
+        self._budget = budget
+        self._asked_threads = asked_threads
+        self._local_nodes = local_nodes
+        self._log = log
+
+    @property
+    def threads(self) -> int:
+        """Threads a stage computes with: as told, or the share among this machine's nodes."""
+        if self._asked_threads:
+            return self._asked_threads
+        return share_of_cores(available_cores(), len(self._local_nodes.list()))
+
+    def memory_bytes(self) -> int:
+        """What a stage of this node may take, its loaded one included."""
+        loaded = self._host.loaded
+        return self._budget.total_bytes(
+            used_bytes=loaded.weight_bytes if loaded else 0,
+            n_nodes_here=len(self._local_nodes.list()),
+        )
+
+    async def load_for(self, control: ControlLink, message: LoadStage) -> None:
+        """Carry out a peer's order, and tell it of progress, of the end, and when the ring breaks.
+
+        Raises what `load` raises.
+        """
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            if not control.link.closed:
+                control.send(
+                    LoadProgress(
+                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
+                    )
+                )
+
+        def broken(error: ShardnetError) -> None:
+            if not control.link.closed:
+                control.send(
+                    RingBroken(
+                        ring=message.ring,
+                        epoch=message.epoch,
+                        code=error.code,
+                        message=explanation(error),
+                    )
+                )
+
+        control.send(await self.load(message, control.link.peer.node, progress, broken))
+
+    async def load(
+        self,
+        message: LoadStage,
+        owner: str,
+        progress: Progress,
+        broken: Callable[[ShardnetError], None],
+    ) -> StageReady:
+        """Have the stage of `message` loaded for the head `owner`.
+
+        `broken` is called when the seat's ring breaks later. Raises what StageHost.load raises.
+        """
+        order = StageOrder(
+            model=message.model,
+            model_id=message.model_id,
+            layers=LayerRange(*message.layers),
+            dtype=DType(message.dtype),
+            context=message.context,
+            device=self._budget.device.kind,
+        )
+        threads = message.threads or self.threads
+
+        def left(error: ShardnetError) -> None:
+            self._log(f"left the ring of {order.model}: {error}")
+            broken(error)
+
+        loaded, reused = await self._host.load(
+            message,
+            order,
+            owner=owner,
+            threads=threads,
+            memory_bytes=self.memory_bytes(),
+            on_progress=progress,
+            on_broken=left,
+        )
+        self._log(
+            f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "
+            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
+        )
+        return StageReady(
+            request=message.request,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            reused=reused,
+            kernel=loaded.kernel,
+            load_s=loaded.load_s,
+        )
+
+    async def unload(self, owner: str, ring: str) -> None:
+        """Free the stage of a ring. One that has another ring by now is left alone."""
+        if self._host.seat is not None and self._host.seat.ring != ring:
+            return
+        await self._host.unload(owner)
+        self._log("freed the stage")
