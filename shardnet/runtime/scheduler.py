@@ -4,129 +4,70 @@ Knows sequences, slots, KV blocks, positions and the steps in flight. It takes e
 an answered step, a cancellation) and returns instructions and outcomes. It must not know time,
 tensors, tokens' text, sockets or asyncio: the engine around it carries its instructions out.
 
-Rules it keeps (design decisions 1, 2, 4, 7):
+Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
-- at most `2 x n_stages` steps are in flight, so every queue of the ring is bounded;
-- prompt chunks end at multiples of `PREFILL_CHUNK_ROWS` counted from position 0, whatever the ring;
-- prefill rows and decode rows never share a micro-batch;
-- the KV room of a sequence's longest possible life is booked before its first row is sent, so
-  no stage ever runs out in the middle.
+- while sequences decode, as many steps are in flight as there are stages: each carries its share
+  of the sequences, and up to `mixed_rows` prompt rows on top; with prompts alone, twice as many;
+- prompt chunks end at multiples of a fixed size counted from position 0;
+- the KV room of rows is booked before they are sent, so no stage ever runs out. When running
+  sequences outgrow the room, warm slots are given up, then the youngest sequence is paused.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, UsageError
+from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
+from shardnet.runtime.sequences import (
+    CloseSlot,
+    FinishReason,
+    FreeSlot,
+    Instruction,
+    LiveSequence,
+    OpenSlot,
+    Outcome,
+    SendStep,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    TokenSampled,
+)
+from shardnet.runtime.slot_book import Slot, SlotBook, common_prefix
 from shardnet.types import (
+    BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
     Epoch,
     MicroBatch,
     RowGroup,
     SequenceId,
-    SlotId,
     StepId,
     blocks_for,
 )
 
 
-class FinishReason(Enum):
-    """Why a sequence ended on its own."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """How many rows travel in one step.
 
-    STOP = "stop"
-    LENGTH = "length"
+    `chunk_rows` of prompts while nobody decodes, `mixed_rows` of prompts beside decode rows, which
+    divides `chunk_rows`. Up to `cheap_rows` rows a step costs about what one row does: drafts fill
+    it up to there. `exact_rows` is design decision 4's, for deterministic sequences.
+    """
+
+    chunk_rows: int = PREFILL_CHUNK_ROWS
+    mixed_rows: int = PREFILL_CHUNK_ROWS // 2
+    cheap_rows: int = 32
+    exact_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceRequest:
-    """One prompt to continue. `stop_ids` end it, the id itself included in its tokens."""
+class _Rows:
+    """The next `n_rows` rows of a sequence, `drafts` the tokens that the last of them guess."""
 
-    sequence_id: SequenceId
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendStep:
-    """Send these rows round the ring."""
-
-    batch: MicroBatch
-    is_decode: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSlot:
-    """Tell every stage, in data order, that the sequence now owns the slot."""
-
-    sequence_id: SequenceId
-    slot: SlotId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSlot:
-    """Tell every stage, in data order, to free the slot."""
-
-    sequence_id: SequenceId
-    slot: SlotId
-
-
-Instruction = SendStep | OpenSlot | CloseSlot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSampled:
-    """The ring sampled the next token of a sequence. `row` is its place in the token frame."""
-
-    sequence_id: SequenceId
-    token_id: int
-    row: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFinished:
-    """A sequence ended; no further event names it."""
-
-    sequence_id: SequenceId
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFailed:
-    """A sequence failed; no further event names it."""
-
-    sequence_id: SequenceId
-    error: ShardnetError
-
-
-Outcome = TokenSampled | SequenceFinished | SequenceFailed
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sequence:
-    """A running sequence. `n_sent` positions have been sent; `tokens` holds prompt and output."""
-
-    request: SequenceRequest
-    slot: SlotId
-    n_blocks: int
-    tokens: list[int]
-    n_sent: int = 0
-    awaits_token: bool = False
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.n_sent < len(self.request.prompt)
-
-    @property
-    def is_ready_to_decode(self) -> bool:
-        return not self.is_prefilling and not self.awaits_token
-
-    @property
-    def n_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    sequence: LiveSequence
+    n_rows: int
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +75,7 @@ class Scheduler:
     """Sequences of one ring.
 
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
-    the sequences that run at once.
+    the sequences that run at once, `max_waiting` those that wait.
     """
 
     epoch: Epoch
@@ -142,15 +83,21 @@ class Scheduler:
     room_blocks: int
     context: int
     max_slots: int
-    chunk_rows: int = PREFILL_CHUNK_ROWS
-    _waiting: deque[SequenceRequest] = field(default_factory=deque)
-    _running: dict[SequenceId, _Sequence] = field(default_factory=dict)
-    _steps: dict[StepId, tuple[RowGroup, ...]] = field(default_factory=dict)
-    _closing: list[CloseSlot] = field(default_factory=list)
-    _free_slots: list[SlotId] = field(default_factory=list)
-    _next_slot: int = 0
+    max_waiting: int = 1024
+    limits: StepLimits = field(default_factory=StepLimits)
+    book: SlotBook = field(init=False)
+    _waiting: list[LiveSequence] = field(default_factory=list)
+    _running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
+    _ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
+    _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
+        default_factory=dict
+    )
+    _pending: list[Instruction] = field(default_factory=list)
+    _next_order: int = 0
     _next_step: int = 1
-    _booked_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.book = SlotBook(room_blocks=self.room_blocks)
 
     @property
     def max_in_flight(self) -> int:
@@ -158,27 +105,23 @@ class Scheduler:
         return 2 * self.n_stages
 
     @property
-    def booked_blocks(self) -> int:
-        """KV blocks booked on every stage."""
-        return self._booked_blocks
-
-    @property
     def n_active(self) -> int:
-        """Sequences waiting or running."""
+        """Sequences waiting, running or paused."""
         return len(self._waiting) + len(self._running)
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
 
-        Raises UsageError for an empty prompt or no tokens to make, CapacityError when the request
-        could never fit: its prompt fills the context, or its life outgrows the whole KV room.
+        Raises UsageError for an empty prompt, CapacityError when the request could never fit: its
+        prompt fills the context, or its life outgrows the whole KV room; BusyError when the queue
+        is full.
         """
         n_prompt = len(request.prompt)
         if n_prompt == 0:
             raise UsageError("the prompt is empty and the model adds no bos token: give some text")
-        if request.max_tokens < 1:
-            raise UsageError(f"max-tokens must be 1 or more, not {request.max_tokens}")
-        if n_prompt >= self.context:
+        if request.max_tokens < 0:
+            raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
+        if n_prompt + min(request.max_tokens, 1) > self.context:
             raise CapacityError(
                 f"the prompt has {n_prompt} tokens and the context holds {self.context}: "
                 "shorten the prompt or raise --context"
@@ -190,18 +133,19 @@ class Scheduler:
                 f"blocks) and the ring has room for {self.room_blocks}: lower --max-tokens, or "
                 "give the nodes more --memory"
             )
-        self._waiting.append(request)
+        if len(self._waiting) >= self.max_waiting:
+            raise BusyError(f"{len(self._waiting)} requests wait already: ask again later")
+        self._next_order += 1
+        self._wait(
+            LiveSequence(request=request, order=self._next_order, tokens=list(request.prompt))
+        )
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
-        instructions: list[Instruction] = list(self._closing)
-        self._closing.clear()
-        instructions += self._admit()
-        while len(self._steps) < self.max_in_flight:
-            step = self._next_prefill() or self._next_decode()
-            if step is None:
-                break
-            instructions.append(step)
+        self._admit()
+        while len(self._steps) < self.max_in_flight and self._send_step():
+            pass
+        instructions, self._pending = self._pending, []
         return instructions
 
     def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
@@ -211,137 +155,328 @@ class Scheduler:
         the pipeline checks both at its edge.
         """
         groups = self._take_step(step)
-        if sum(group.n_sampled for group in groups) != len(token_ids):
+        if sum(group.n_sampled for group, _, _ in groups) != len(token_ids):
             raise LocalProtocolError(f"step {step} was answered with {len(token_ids)} tokens")
         outcomes: list[Outcome] = []
         row = 0
-        for group in groups:
-            for _ in range(group.n_sampled):
-                outcomes += self._token(group.sequence_id, token_ids[row], row)
-                row += 1
+        for group, sequence, drafts in groups:
+            sampled = token_ids[row : row + group.n_sampled]
+            if self._is_live(sequence):
+                outcomes += self._answer(sequence, group, drafts, sampled, row)
+            row += group.n_sampled
         return outcomes
 
     def on_step_failed(self, step: StepId, error: ShardnetError) -> list[Outcome]:
         """Take a step that a stage could not compute: its sequences fail, the others go on."""
         outcomes: list[Outcome] = []
-        for group in self._take_step(step):
-            if group.sequence_id in self._running:
-                self._end(self._running[group.sequence_id])
-                outcomes.append(SequenceFailed(sequence_id=group.sequence_id, error=error))
+        for _, sequence, _ in self._take_step(step):
+            if self._is_live(sequence):
+                self._end(sequence, keep_warm=False)
+                outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
         return outcomes
 
     def end(self, sequence_id: SequenceId) -> bool:
         """End a sequence from outside (stop string, cancellation). False when it has ended."""
         if sequence_id in self._running:
-            self._end(self._running[sequence_id])
+            self._end(self._running[sequence_id], keep_warm=True)
             return True
-        for request in self._waiting:
-            if request.sequence_id == sequence_id:
-                self._waiting.remove(request)
+        for sequence in self._waiting:
+            if sequence.sequence_id == sequence_id:
+                self._waiting.remove(sequence)
                 return True
         return False
+
+    # --- who runs
 
     def _longest_life(self, request: SequenceRequest) -> int:
         return min(len(request.prompt) + request.max_tokens, self.context)
 
-    def _admit(self) -> Iterable[Instruction]:
-        """Give slots to waiting requests in order of arrival while room and slots last."""
+    def _is_live(self, sequence: LiveSequence) -> bool:
+        return self._running.get(sequence.sequence_id) is sequence or sequence in self._waiting
+
+    def _wait(self, sequence: LiveSequence) -> None:
+        self._waiting.append(sequence)
+        self._waiting.sort(key=lambda waiting: waiting.rank)
+
+    def _admit(self) -> None:
+        """Give slots to waiting sequences in their order while room and slots last."""
         while self._waiting and len(self._running) < self.max_slots:
-            request = self._waiting[0]
-            n_blocks = blocks_for(self._longest_life(request))
-            if self._booked_blocks + n_blocks > self.room_blocks:
+            sequence = self._waiting[0]
+            n_blocks = self._first_blocks(sequence)
+            must_wait = sequence.n_in_flight or n_blocks > self.book.available_blocks
+            if must_wait or self._prefix_is_coming(sequence):
                 return
-            self._waiting.popleft()
-            self._booked_blocks += n_blocks
-            slot = self._take_slot()
-            self._running[request.sequence_id] = _Sequence(
-                request=request, slot=slot, n_blocks=n_blocks, tokens=list(request.prompt)
+            self._waiting.pop(0)
+            self._start(sequence, n_blocks)
+
+    def _first_blocks(self, sequence: LiveSequence) -> int:
+        """Blocks to begin with: for what is there, and while others run some to grow into."""
+        n_positions = len(sequence.tokens) + (BLOCK_POSITIONS if self._running else 1)
+        return blocks_for(min(n_positions, self._longest_life(sequence.request)))
+
+    def _prefix_is_coming(self, sequence: LiveSequence) -> bool:
+        """Whether a running prompt will soon hold a chunk more of this one than any slot does."""
+        if sequence.request.whole_prompt:
+            return False
+        held = self.book.prefix(sequence.tokens)
+        n_held = held.n_kept if held is not None else 0
+        wanted = n_held + self.limits.mixed_rows
+        limit = len(sequence.tokens) - 1
+        return any(
+            other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
+            for other in self._running.values()
+            if wanted <= min(limit, other.n_prompt)
+        )
+
+    def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
+        request = sequence.request
+        if request.whole_prompt:
+            start = self.book.start_empty(n_blocks)
+        else:
+            only_chunks = self.limits.chunk_rows if request.deterministic else 0
+            start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
+        self._free(start.given_up)
+        slot = sequence.slot = start.slot
+        slot.tokens, slot.n_held = sequence.tokens, start.n_kept
+        sequence.n_sent = start.n_kept
+        self._running[sequence.sequence_id] = sequence
+        self._note_ready(sequence)
+        self._pending.append(
+            OpenSlot(
+                sequence_id=sequence.sequence_id,
+                slot=slot.slot,
+                n_kept=start.n_kept,
+                source=start.source,
+                is_resumed=sequence.n_generated > 0,
             )
-            yield OpenSlot(sequence_id=request.sequence_id, slot=slot)
+        )
 
-    def _take_slot(self) -> SlotId:
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._next_slot += 1
-        return SlotId(self._next_slot - 1)
+    def _pause(self, sequence: LiveSequence) -> None:
+        """Take a sequence's slot away; it is replayed from its tokens when there is room again."""
+        self._leave(sequence, n_kept=0, is_pause=True)
+        sequence.n_sent = 0
+        self._wait(sequence)
 
-    def _next_prefill(self) -> SendStep | None:
-        """Take the next chunk of the oldest sequence whose prompt is not all sent."""
-        for sequence in self._running.values():
-            if sequence.is_prefilling:
-                n_prompt = len(sequence.request.prompt)
-                start = sequence.n_sent
-                end = min((start // self.chunk_rows + 1) * self.chunk_rows, n_prompt)
-                sequence.awaits_token = end == n_prompt
-                return self._step([(sequence, end - start)], is_decode=False)
-        return None
+    def _end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
+        """End a sequence. Steps of it still in flight reach the stages before what is said here."""
+        if self._running.get(sequence.sequence_id) is not sequence:
+            self._waiting.remove(sequence)
+            return
+        assert sequence.slot is not None
+        n_held = sequence.slot.n_held if keep_warm else 0
+        self._leave(sequence, n_kept=n_held if n_held >= self.book.least_copied else 0)
 
-    def _next_decode(self) -> SendStep | None:
-        """Take one row each of ready sequences.
+    def _leave(self, sequence: LiveSequence, *, n_kept: int, is_pause: bool = False) -> None:
+        slot = sequence.slot
+        assert slot is not None
+        del self._running[sequence.sequence_id]
+        self._ready.pop(sequence.sequence_id, None)
+        sequence.slot = None
+        if n_kept:
+            self.book.keep_warm(slot)
+        else:
+            self.book.drop(slot)
+        self._pending.append(
+            CloseSlot(
+                sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept, is_pause=is_pause
+            )
+        )
 
-        A ring of n stages works best on n micro-batches, so a step takes a n-th of the running
-        sequences at most.
+    def _free(self, slots: Iterable[Slot]) -> None:
+        self._pending += [FreeSlot(slot=slot.slot) for slot in slots]
+
+    # --- what travels
+
+    def _send_step(self) -> bool:
+        """Send one step if there is anything to send."""
+        n_decoding = sum(sequence.is_decoding for sequence in self._running.values())
+        if not n_decoding:
+            rows = self._prompt_rows(self.limits.chunk_rows)
+            return self._send(rows, is_decode=False)
+        if len(self._steps) >= self.n_stages:
+            return False
+        decode = self._decode_rows(-(-n_decoding // self.n_stages))
+        is_exact = any(rows.sequence.request.deterministic for rows in decode)
+        prompts = [] if is_exact else self._prompt_rows(self.limits.mixed_rows, beside=decode)
+        return self._send([*decode, *prompts], is_decode=bool(decode))
+
+    def _decode_rows(self, share: int) -> list[_Rows]:
+        """Take the newest token's row of up to `share` sequences, and drafts behind it."""
+        chosen = [*self._ready.values()][:share]
+        is_exact = any(sequence.request.deterministic for sequence in chosen)
+        if is_exact:
+            chosen = chosen[: self.limits.exact_rows]
+        secured = [sequence for sequence in chosen if self._secure_row(sequence)]
+        secured = [sequence for sequence in secured if sequence.slot is not None]
+        most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
+        spare = max(0, most - len(secured))
+        rows = []
+        for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
+            drafts = self._drafts(sequence, spare // n_left)
+            spare -= len(drafts)
+            rows.append(_Rows(sequence=sequence, n_rows=1 + len(drafts), drafts=tuple(drafts)))
+        return rows
+
+    def _secure_row(self, sequence: LiveSequence) -> bool:
+        """Book room for one more row; pause the youngest as long as there is none."""
+        while sequence.slot is not None:
+            given_up = self.book.grow(sequence.slot, sequence.n_sent + 1)
+            if given_up is not None:
+                self._free(given_up)
+                return True
+            self._pause(max(self._running.values(), key=lambda running: running.rank))
+        return False
+
+    def _drafts(self, sequence: LiveSequence, limit: int) -> list[int]:
+        """Ask for guesses that the sequence, the context and the room have a place for."""
+        request, slot = sequence.request, sequence.slot
+        if request.drafter is None or slot is None:
+            return []
+        left = self._longest_life(request) - len(sequence.tokens) - 1
+        room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
+        limit = min(limit, left, room)
+        return request.drafter.propose(sequence.tokens, limit) if limit > 0 else []
+
+    def _prompt_rows(self, budget: int, beside: Sequence[_Rows] = ()) -> list[_Rows]:
+        """Take chunks of prompts, the first in order first, up to `budget` rows.
+
+        A deterministic sequence's rows travel alone.
         """
-        ready = [s for s in self._running.values() if s.is_ready_to_decode]
-        if not ready:
-            return None
-        share = -(-len(self._running) // self.n_stages)
-        for sequence in ready[:share]:
-            sequence.awaits_token = True
-        return self._step([(sequence, 1) for sequence in ready[:share]], is_decode=True)
+        rows: list[_Rows] = []
+        waiting = [s for s in self._running.values() if s.is_prefilling]
+        for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
+            if sequence.request.deterministic:
+                if rows or beside:
+                    break
+                return [_Rows(sequence=sequence, n_rows=self._exact_chunk(sequence))]
+            n_rows = self._chunk(sequence, budget, len(sequence.tokens))
+            left = budget - sum(taken.n_rows for taken in rows)
+            if n_rows > left:
+                break
+            rows.append(_Rows(sequence=sequence, n_rows=n_rows))
+        return rows
 
-    def _step(self, rows: list[tuple[_Sequence, int]], *, is_decode: bool) -> SendStep:
-        groups = []
-        token_ids: list[int] = []
-        for sequence, n_rows in rows:
-            position = sequence.n_sent
-            groups.append(
-                RowGroup(
-                    sequence_id=sequence.request.sequence_id,
-                    slot=sequence.slot,
-                    position=position,
-                    n_rows=n_rows,
-                    n_sampled=int(sequence.awaits_token),
-                )
-            )
-            token_ids += sequence.tokens[position : position + n_rows]
-            sequence.n_sent += n_rows
+    def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
+        """Rows to the next multiple of `size`, but not beyond `end`."""
+        return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
+
+    def _exact_chunk(self, sequence: LiveSequence) -> int:
+        """Rows of the next chunk that gives the same bits as the first time."""
+        if sequence.n_sent < sequence.n_prompt:
+            return self._chunk(sequence, self.limits.chunk_rows, sequence.n_prompt)
+        return min(self.limits.exact_rows, len(sequence.tokens) - sequence.n_sent)
+
+    def _send(self, rows: Sequence[_Rows], *, is_decode: bool) -> bool:
+        if not rows:
+            return False
+        groups = [self._group(part) for part in rows]
         step = StepId(self._next_step)
         self._next_step += 1
+        token_ids = [
+            token
+            for part, group in zip(rows, groups, strict=True)
+            for token in self._inputs(part, group)
+        ]
         batch = MicroBatch(epoch=self.epoch, step=step, groups=tuple(groups), token_ids=token_ids)
-        self._steps[step] = batch.groups
-        return SendStep(batch=batch, is_decode=is_decode)
+        self._steps[step] = tuple(
+            (group, part.sequence, part.drafts) for group, part in zip(groups, rows, strict=True)
+        )
+        for part, group in zip(rows, groups, strict=True):
+            self._count_sent(part, group, is_alone=len(rows) == 1)
+        self._pending.append(SendStep(batch=batch, is_decode=is_decode))
+        return True
 
-    def _take_step(self, step: StepId) -> tuple[RowGroup, ...]:
+    def _group(self, rows: _Rows) -> RowGroup:
+        sequence = rows.sequence
+        assert sequence.slot is not None
+        is_last = sequence.n_sent + rows.n_rows - len(rows.drafts) == len(sequence.tokens)
+        makes_token = is_last and sequence.request.max_tokens > 0
+        return RowGroup(
+            sequence_id=sequence.sequence_id,
+            slot=sequence.slot.slot,
+            position=sequence.n_sent,
+            n_rows=rows.n_rows,
+            n_sampled=1 + len(rows.drafts) if makes_token else 0,
+        )
+
+    def _inputs(self, rows: _Rows, group: RowGroup) -> list[int]:
+        end = group.position + group.n_rows - len(rows.drafts)
+        return [*rows.sequence.tokens[group.position : end], *rows.drafts]
+
+    def _count_sent(self, rows: _Rows, group: RowGroup, *, is_alone: bool) -> None:
+        sequence, slot = rows.sequence, rows.sequence.slot
+        assert slot is not None
+        sequence.n_sent += group.n_rows
+        sequence.n_in_flight += 1
+        sequence.awaits_token = group.n_sampled > 0
+        self._ready.pop(sequence.sequence_id, None)
+        self._note_ready(sequence)
+        slot.n_held = group.position + group.n_rows - len(rows.drafts)
+        is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
+        if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
+            slot.n_chunked = slot.n_held
+
+    # --- what comes back
+
+    def _take_step(
+        self, step: StepId
+    ) -> tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]:
         if step not in self._steps:
             raise LocalProtocolError(f"step {step} is not in flight")
-        return self._steps.pop(step)
+        groups = self._steps.pop(step)
+        for _, sequence, _ in groups:
+            sequence.n_in_flight -= 1
+        return groups
 
-    def _token(self, sequence_id: SequenceId, token_id: int, row: int) -> Iterable[Outcome]:
-        sequence = self._running.get(sequence_id)
-        if sequence is None:  # it ended while this step was under way
+    def _answer(
+        self,
+        sequence: LiveSequence,
+        group: RowGroup,
+        drafts: tuple[int, ...],
+        sampled: Sequence[int],
+        row: int,
+    ) -> Iterable[Outcome]:
+        """Take what was sampled for a live sequence, as far as its drafts were right."""
+        if not sampled:
+            if sequence.request.max_tokens == 0 and group.position + group.n_rows == len(
+                sequence.tokens
+            ):
+                yield self._finish(sequence, FinishReason.LENGTH)
             return
-        sequence.tokens.append(token_id)
         sequence.awaits_token = False
-        yield TokenSampled(sequence_id=sequence_id, token_id=token_id, row=row)
-        reason = self._finish_reason(sequence)
-        if reason is not None:
-            self._end(sequence)
-            yield SequenceFinished(sequence_id=sequence_id, reason=reason)
+        n_right = common_prefix(drafts, sampled, len(drafts))
+        if drafts and sequence.request.drafter is not None:
+            sequence.request.drafter.learn(len(drafts), n_right)
+        for index, token_id in enumerate(sampled[: n_right + 1]):
+            sequence.tokens.append(token_id)
+            yield TokenSampled(sequence_id=sequence.sequence_id, token_id=token_id, row=row + index)
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self._hold(sequence, group.position + index + 1)
+                yield self._finish(sequence, reason)
+                return
+        self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)
+        if sequence.slot is not None:
+            self._note_ready(sequence)
 
-    def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
+    def _note_ready(self, sequence: LiveSequence) -> None:
+        """Queue a running sequence for decoding if only its newest token's row is left to send."""
+        if sequence.is_ready_to_decode:
+            self._ready[sequence.sequence_id] = sequence
+
+    def _hold(self, sequence: LiveSequence, n_positions: int) -> None:
+        """Take note that the rows of the first `n_positions` positions are right."""
+        if sequence.slot is not None:
+            sequence.n_sent = sequence.slot.n_held = n_positions
+
+    def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
+        self._end(sequence, keep_warm=True)
+        return SequenceFinished(sequence_id=sequence.sequence_id, reason=reason)
+
+    def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
             return FinishReason.STOP
         is_full = len(sequence.tokens) >= self.context
         if is_full or sequence.n_generated >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None
-
-    def _end(self, sequence: _Sequence) -> None:
-        """Free what a sequence holds. Steps of it still in flight reach the stages before this."""
-        del self._running[sequence.request.sequence_id]
-        self._booked_blocks -= sequence.n_blocks
-        self._free_slots.append(sequence.slot)
-        self._closing.append(
-            CloseSlot(sequence_id=sequence.request.sequence_id, slot=sequence.slot)
-        )
