@@ -18,7 +18,7 @@ from shardnet.cluster.stage_port import StagePort
 from shardnet.errors import PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
-from shardnet.runtime.scheduler import Scheduler
+from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, LayerRange
 from shardnet.wire.control import LoadStage, StageReady
 
@@ -176,6 +176,7 @@ class Ring:
             room_blocks=min(stage.room_blocks for stage in ready),
             context=self.spec.context,
             max_slots=MAX_SLOTS,
+            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
         )
         return Engine(
             scheduler=scheduler,

@@ -125,6 +125,7 @@ class StageOrders:
             reused=reused,
             kernel=loaded.kernel,
             load_s=loaded.load_s,
+            exact_rows=loaded.exact_rows,
         )
 
     async def unload(self, owner: str, ring: str) -> None:

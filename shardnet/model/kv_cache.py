@@ -108,6 +108,27 @@ class KvCache:
         if held is not None:
             self._blocks_used -= held.blocks
 
+    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+        """Put the first `n_positions` of `source`, which it must hold, into the empty `target`.
+
+        Raises CapacityError, and changes nothing, when the room or the machine's memory is used up.
+        """
+        if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
+            raise CapacityError(
+                f"slot {source} does not hold the {n_positions} positions to copy from it; the "
+                "request has to be sent again"
+            )
+        self.free(target)
+        self.ensure(target, n_positions)
+        held, new = self._slots[source], self._slots[target]
+        for old, copied in zip(held.keys + held.values, new.keys + new.values, strict=True):
+            copied[:, :n_positions] = old[:, :n_positions]
+
+    def clear(self) -> None:
+        """Give back all blocks of all slots."""
+        self._slots.clear()
+        self._blocks_used = 0
+
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
         """Return the slot's keys and values in a layer: [KV heads, capacity, D] each, writable."""
         held = self._slots[slot]

@@ -41,19 +41,47 @@ class Samples:
     logprobs: Sequence[TokenLogprobs | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOpened:
+    """The head gave a slot to a sequence.
+
+    Its first `n_kept` positions stay as they are, or are copied from the slot `source`.
+    """
+
+    sequence_id: SequenceId
+    slot: SlotId
+    sampling: SamplingParams
+    n_kept: int = 0
+    source: SlotId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceClosed:
+    """The head took the slot back. Its first `n_kept` positions stay for another sequence."""
+
+    sequence_id: SequenceId
+    slot: SlotId
+    n_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFreed:
+    """The head needs the room of a slot that no sequence owns."""
+
+    slot: SlotId
+
+
+SlotOperation = SequenceOpened | SequenceClosed | SlotFreed
+
+
 class StageCompute(Protocol):
     """One stage's layers, KV cache and, on the tail, sampler. Called from the compute thread only.
 
     Calls come in data order: what a step sees is what the calls before it left.
     """
 
-    def open_sequence(
-        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
-    ) -> None:
-        """Let the sequence own the slot."""
-
-    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
-        """Free the slot. Unknown sequences are ignored: their opening was lost with a ring."""
+    def operate(self, operation: SlotOperation) -> None:
+        """Open or close a sequence, or free a slot."""
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
         """Run the stage's layers over the rows of `batch`.
@@ -90,23 +118,6 @@ class StepArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOpened:
-    """The head gave a slot to a sequence."""
-
-    sequence_id: SequenceId
-    slot: SlotId
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceClosed:
-    """The head took the slot back."""
-
-    sequence_id: SequenceId
-    slot: SlotId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepComputed:
     """A stage's result of one step."""
 
@@ -123,5 +134,5 @@ class StepFailed:
     error: ShardnetError
 
 
-StageInput = StepArrived | SequenceOpened | SequenceClosed | StepFailed
-StageOutput = StepComputed | SequenceOpened | SequenceClosed | StepFailed
+StageInput = StepArrived | SlotOperation | StepFailed
+StageOutput = StepComputed | SlotOperation | StepFailed

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 from shardnet.errors import ShardnetError
-from shardnet.runtime.compute import SequenceClosed, SequenceOpened, StepFailed
+from shardnet.runtime.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
 from shardnet.runtime.pipeline import Pipeline, StepAnswered
-from shardnet.runtime.scheduler import (
+from shardnet.runtime.scheduler import Scheduler
+from shardnet.runtime.sequences import (
     CloseSlot,
     FinishReason,
+    FreeSlot,
     OpenSlot,
     Outcome,
-    Scheduler,
     SendStep,
     SequenceFailed,
     SequenceFinished,
@@ -212,13 +213,22 @@ class Engine:
             match instruction:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
-                case OpenSlot(sequence_id=sequence_id, slot=slot):
-                    sampling = self._live[sequence_id].request.sampling
+                case OpenSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
                     self.pipeline.operate(
-                        SequenceOpened(sequence_id=sequence_id, slot=slot, sampling=sampling)
+                        SequenceOpened(
+                            sequence_id=sequence_id,
+                            slot=slot,
+                            sampling=self._live[sequence_id].request.sampling,
+                            n_kept=n_kept,
+                            source=source,
+                        )
                     )
-                case CloseSlot(sequence_id=sequence_id, slot=slot):
-                    self.pipeline.operate(SequenceClosed(sequence_id=sequence_id, slot=slot))
+                case CloseSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                    self.pipeline.operate(
+                        SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+                    )
+                case FreeSlot(slot=slot):
+                    self.pipeline.operate(SlotFreed(slot=slot))
                 case _:
                     assert_never(instruction)
 

@@ -66,6 +66,7 @@ class LoadedStage:
     room_blocks: int
     load_s: float
     kernel: str
+    exact_rows: int
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give this stage again."""
@@ -151,6 +152,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         room_blocks=room_blocks,
         load_s=time.perf_counter() - started,
         kernel=model.kernel,
+        exact_rows=model.exact_rows,
     )
 
 

@@ -18,6 +18,8 @@ from shardnet.runtime.compute import (
     Activations,
     SequenceClosed,
     SequenceOpened,
+    SlotFreed,
+    SlotOperation,
     StageInput,
     StageOutput,
     StageTiming,
@@ -92,7 +94,7 @@ class Pipeline:
             StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now)
         )
 
-    def operate(self, operation: SequenceOpened | SequenceClosed) -> None:
+    def operate(self, operation: SlotOperation) -> None:
         """Send a slot operation, in data order with the steps."""
         self._inputs.put_nowait(operation)
 
@@ -187,7 +189,7 @@ def as_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
             )
         case StepFailed():
             return output
-        case SequenceOpened() | SequenceClosed():
+        case SequenceOpened() | SequenceClosed() | SlotFreed():
             return None
         case _:
             assert_never(output)

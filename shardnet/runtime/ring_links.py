@@ -13,6 +13,8 @@ from shardnet.runtime.compute import (
     Samples,
     SequenceClosed,
     SequenceOpened,
+    SlotFreed,
+    SlotOperation,
     StageInput,
     StageOutput,
     StageTiming,
@@ -29,10 +31,10 @@ from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import (
     CloseSequence,
     Extras,
+    FreeSlot,
     OpenSequence,
     RowLogprobs,
     Sampling,
-    SlotOperation,
     TopLogprob,
     error_frame,
     extras_frame,
@@ -118,7 +120,7 @@ class LinkSink:
                 self._link.send(self._extras(batch.step, timings, result), self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
-            case SequenceOpened() | SequenceClosed():
+            case SequenceOpened() | SequenceClosed() | SlotFreed():
                 self._link.send(sequence_frame(_slot_message(output), epoch=self._epoch))
             case _:
                 assert_never(output)
@@ -214,26 +216,42 @@ def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
     )
 
 
-def _slot_operation(operation: SlotOperation) -> SequenceOpened | SequenceClosed:
-    match operation:
-        case OpenSequence(sequence_id=sequence_id, slot=slot, sampling=sampling):
+def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
+    match message:
+        case OpenSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
             return SequenceOpened(
-                sequence_id=SequenceId(sequence_id), slot=SlotId(slot), sampling=sampling.params()
+                sequence_id=SequenceId(sequence_id),
+                slot=SlotId(slot),
+                sampling=message.sampling.params(),
+                n_kept=n_kept,
+                source=None if source is None else SlotId(source),
             )
-        case CloseSequence(sequence_id=sequence_id, slot=slot):
-            return SequenceClosed(sequence_id=SequenceId(sequence_id), slot=SlotId(slot))
+        case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            return SequenceClosed(
+                sequence_id=SequenceId(sequence_id), slot=SlotId(slot), n_kept=n_kept
+            )
+        case FreeSlot(slot=slot):
+            return SlotFreed(slot=SlotId(slot))
+        case _:
+            assert_never(message)
+
+
+def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
+    match operation:
+        case SequenceOpened(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
+            return OpenSequence(
+                sequence_id=sequence_id,
+                slot=slot,
+                sampling=Sampling.of(operation.sampling),
+                n_kept=n_kept,
+                source=source,
+            )
+        case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+        case SlotFreed(slot=slot):
+            return FreeSlot(slot=slot)
         case _:
             assert_never(operation)
-
-
-def _slot_message(operation: SequenceOpened | SequenceClosed) -> SlotOperation:
-    if isinstance(operation, SequenceClosed):
-        return CloseSequence(sequence_id=operation.sequence_id, slot=operation.slot)
-    return OpenSequence(
-        sequence_id=operation.sequence_id,
-        slot=operation.slot,
-        sampling=Sampling.of(operation.sampling),
-    )
 
 
 def _step_failed(frame: Frame) -> StepFailed:

@@ -16,6 +16,7 @@ from shardnet.errors import ShardnetError
 from shardnet.runtime.compute import (
     SequenceClosed,
     SequenceOpened,
+    SlotFreed,
     StageCompute,
     StageInput,
     StageOutput,
@@ -105,10 +106,8 @@ class StageWorker:
         match arrived:
             case StepArrived():
                 return self._step(arrived)
-            case SequenceOpened(sequence_id=sequence_id, slot=slot, sampling=sampling):
-                self._compute.open_sequence(sequence_id, slot, sampling)
-            case SequenceClosed(sequence_id=sequence_id, slot=slot):
-                self._compute.close_sequence(sequence_id, slot)
+            case SequenceOpened() | SequenceClosed() | SlotFreed():
+                self._compute.operate(arrived)
             case StepFailed():
                 pass
         return arrived

@@ -6,6 +6,7 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
@@ -13,7 +14,14 @@ from shardnet.errors import RemoteProtocolError
 from shardnet.model.codec import from_bytes, to_bytes, torch_dtype
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import StageModel
-from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.compute import (
+    Activations,
+    Samples,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    SlotOperation,
+)
 from shardnet.types import DType, MicroBatch, SamplingParams, SequenceId, SlotId
 
 
@@ -37,19 +45,31 @@ class TorchCompute:
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, _Owner] = {}
 
-    def open_sequence(
-        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
-    ) -> None:
-        """Let the sequence own the slot, whatever the slot held before."""
-        self._model.kv.free(slot)
-        self._owners[slot] = _Owner(sequence_id=sequence_id, sampling=sampling)
+    def operate(self, operation: SlotOperation) -> None:
+        """Open or close a sequence, or free a slot; see StageCompute.
 
-    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
-        """Free the slot if the sequence owns it."""
-        owner = self._owners.get(slot)
-        if owner is not None and owner.sequence_id == sequence_id:
-            del self._owners[slot]
-            self._model.kv.free(slot)
+        What is said of a slot that another sequence owns is ignored: its opening was lost with a
+        ring.
+        """
+        kv = self._model.kv
+        match operation:
+            case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
+                if source is not None:
+                    kv.copy(source, slot, n_kept)
+                kv.trim(slot, n_kept)
+                self._owners[slot] = _Owner(
+                    sequence_id=operation.sequence_id, sampling=operation.sampling
+                )
+            case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                owner = self._owners.get(slot)
+                if owner is not None and owner.sequence_id == sequence_id:
+                    del self._owners[slot]
+                    kv.trim(slot, n_kept)
+            case SlotFreed(slot=slot):
+                if slot not in self._owners:
+                    kv.free(slot)
+            case _:
+                assert_never(operation)
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
         """Run the layers; see StageCompute. Raises RemoteProtocolError for rows of no owner."""
@@ -70,8 +90,7 @@ class TorchCompute:
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
-        for slot in self._owners:
-            self._model.kv.free(slot)
+        self._model.kv.clear()
         self._owners.clear()
 
     def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:

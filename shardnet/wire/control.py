@@ -149,6 +149,7 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
 
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
+    A row's bits do not depend on the rows beside it in steps of at most `exact_rows` rows.
     """
 
     request: RequestId
@@ -157,6 +158,7 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     reused: bool
     kernel: Name
     load_s: Seconds
+    exact_rows: U32
 
 
 class RingBroken(Tagged, frozen=True, kw_only=True):

@@ -97,21 +97,33 @@ class Sampling(Strict, frozen=True, kw_only=True):
 
 
 class OpenSequence(Tagged, frozen=True, kw_only=True):
-    """A sequence takes a slot; the tail learns how to sample it."""
+    """A sequence takes a slot; the tail learns how to sample it.
+
+    The first `n_kept` positions stay, or are copied from the slot `source`.
+    """
 
     sequence_id: U64
     slot: U32
     sampling: Sampling
+    n_kept: U32 = 0
+    source: U32 | None = None
 
 
 class CloseSequence(Tagged, frozen=True, kw_only=True):
-    """A sequence has ended and gives its slot and blocks back."""
+    """A sequence has ended. Its slot keeps the first `n_kept` positions, without any it is free."""
 
     sequence_id: U64
     slot: U32
+    n_kept: U32 = 0
 
 
-SlotOperation = OpenSequence | CloseSequence
+class FreeSlot(Tagged, frozen=True, kw_only=True):
+    """A slot that no sequence owns gives its positions and blocks back."""
+
+    slot: U32
+
+
+SlotOperation = OpenSequence | CloseSequence | FreeSlot
 
 
 class StageTiming(Row, frozen=True, array_like=True):

@@ -10,23 +10,18 @@ import pytest
 
 from shardnet.cluster.seat import RingSeat
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.compute import Activations, Samples, SlotOperation
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, RowGroup, SamplingParams, SequenceId, SlotId, StepId
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 from shardnet.wire.messages import Hello, Purpose, Role
 
 
 class BrokenCompute:
     """A compute with a bug."""
 
-    def open_sequence(
-        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
-    ) -> None:
-        """Nothing."""
-
-    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
+    def operate(self, operation: SlotOperation) -> None:
         """Nothing."""
 
     def reset(self) -> None:

@@ -15,7 +15,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from shardnet.errors import ShardnetError
-from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.compute import (
+    Activations,
+    Samples,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    SlotOperation,
+)
 from shardnet.runtime.engine import (
     Engine,
     GenerationFinished,
@@ -25,7 +32,7 @@ from shardnet.runtime.engine import (
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.pipeline import Pipeline, RingOfOne
 from shardnet.runtime.ring_links import LinkSink, LinkSource, TailLink, TailSink
-from shardnet.runtime.scheduler import Scheduler
+from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.runtime.stage import StageSink, StageSource, StageWorker
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
@@ -62,15 +69,20 @@ class FakeCompute:
     owners: dict[SlotId, SequenceId] = field(default_factory=dict)
     history: dict[SlotId, list[int]] = field(default_factory=dict)
 
-    def open_sequence(
-        self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
-    ) -> None:
-        assert slot not in self.owners
-        self.owners[slot] = sequence_id
-        self.history[slot] = []
-
-    def close_sequence(self, sequence_id: SequenceId, slot: SlotId) -> None:
-        assert self.owners.pop(slot) == sequence_id
+    def operate(self, operation: SlotOperation) -> None:
+        match operation:
+            case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
+                assert slot not in self.owners
+                self.owners[slot] = operation.sequence_id
+                held = self.history.get(slot if source is None else source, [])
+                assert len(held) >= n_kept
+                self.history[slot] = held[:n_kept]
+            case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                assert self.owners.pop(slot) == sequence_id
+                del self.history[slot][n_kept:]
+            case SlotFreed(slot=slot):
+                assert slot not in self.owners
+                del self.history[slot]
 
     def reset(self) -> None:
         self.owners.clear()
@@ -149,7 +161,7 @@ async def fake_ring(
         room_blocks=64,
         context=1024,
         max_slots=max_slots,
-        chunk_rows=chunk_rows,
+        limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
     )
     engine = Engine(
         scheduler=scheduler,
