@@ -45,6 +45,53 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+INT8_GROUP_COLUMNS = 64
+"""Columns of a row that share one scale on an int8 wire; a row's last group may have fewer."""
+
+
+class WireDType(enum.Enum):
+    """How activations travel from stage to stage. The value is the name used in flags and JSON.
+
+    A ring's own is the dtype it computes in, which rounds nothing. INT8 is 8 bits a column and a
+    float32 scale per group of columns (docs/protocol.md section 9).
+    """
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+    @classmethod
+    def own(cls, dtype: DType) -> WireDType:
+        """The wire dtype that keeps every bit of a ring that computes in `dtype`."""
+        return cls(dtype.value)
+
+    @classmethod
+    def named(cls, name: str) -> WireDType:
+        """Read a name. Raises UsageError for one that is none."""
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(dtype.value for dtype in cls)
+            raise UsageError(f"'{name}' is no wire dtype: choose one of {names}") from None
+
+    @property
+    def plain(self) -> DType | None:
+        """The dtype whose elements travel as they are, None for a layout of its own."""
+        return None if self is WireDType.INT8 else DType(self.value)
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one row of `width` columns."""
+        if self.plain is not None:
+            return width * self.plain.size_bytes
+        return width + 4 * int8_groups(width)
+
+
+def int8_groups(width: int) -> int:
+    """Count the groups of columns, and so the scales, of a row on an int8 wire."""
+    return -(-width // INT8_GROUP_COLUMNS)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class LayerRange:
     """A half-open range of absolute layer numbers, `[start, end)`."""

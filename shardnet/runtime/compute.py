@@ -12,13 +12,13 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
-    DType,
     MicroBatch,
     SamplingParams,
     SequenceId,
     SlotId,
     StepId,
     TokenLogprobs,
+    WireDType,
 )
 
 Buffer = bytes | bytearray | memoryview
@@ -26,10 +26,10 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The hidden states of a micro-batch: `rows x width` of `dtype`, row-major, little-endian."""
+    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`."""
 
     payload: Buffer
-    dtype: DType
+    dtype: WireDType
     width: int
 
 
@@ -46,6 +46,9 @@ class StageCompute(Protocol):
 
     Calls come in data order: what a step sees is what the calls before it left.
     """
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
 
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams

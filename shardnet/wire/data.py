@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.frames import Buffer, Frame, FrameKind
 
 _HEAD: Final = struct.Struct("<HBBII")
@@ -23,7 +23,12 @@ _GROUP: Final = struct.Struct("<QIIII")
 _TOKEN_BYTES: Final = 4
 _MAX_POSITIONS: Final = 2**32 - 1
 
-_CODE_OF_DTYPE: Final = {DType.FLOAT32: 1, DType.FLOAT16: 2, DType.BFLOAT16: 3}
+_CODE_OF_DTYPE: Final = {
+    WireDType.FLOAT32: 1,
+    WireDType.FLOAT16: 2,
+    WireDType.BFLOAT16: 3,
+    WireDType.INT8: 4,
+}
 _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 
 
@@ -31,11 +36,11 @@ _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 class Step:
     """What a DATA frame says: the micro-batch and its activations.
 
-    `payload` is the raw tensor, `batch.n_rows` rows of `width` elements of `dtype`, little-endian.
+    `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says.
     """
 
     batch: MicroBatch
-    dtype: DType
+    dtype: WireDType
     width: int
     payload: Buffer
 
@@ -124,7 +129,7 @@ class _MalformedMeta(Exception):
     """The meta cannot be taken apart; the text says why."""
 
 
-def _read_meta(frame: Frame) -> tuple[MicroBatch, DType, int]:
+def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
     meta = memoryview(frame.meta)
     if len(meta) < _HEAD.size:
         raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
@@ -162,7 +167,7 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, DType, int]:
     return batch, _DTYPE_OF_CODE[code], width
 
 
-def _fault(batch: MicroBatch, dtype: DType, width: int, payload_bytes: int) -> str | None:
+def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:
     """Say what is wrong with a step, whoever made it; None when all is well."""
     if not batch.groups:
         return "it has no row group"
@@ -181,7 +186,7 @@ def _fault(batch: MicroBatch, dtype: DType, width: int, payload_bytes: int) -> s
         return f"it has {len(batch.token_ids)} token ids for {batch.n_rows} rows"
     if width < 1:
         return "its width is 0"
-    expected = batch.n_rows * width * dtype.size_bytes
+    expected = batch.n_rows * dtype.row_bytes(width)
     if payload_bytes != expected:
         return (
             f"its payload has {payload_bytes} bytes; {batch.n_rows} rows x {width} x "

@@ -30,7 +30,7 @@ from shardnet.runtime.stage import StageSink, StageSource, StageWorker
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import DType, Epoch, MicroBatch, SamplingParams, SequenceId, SlotId
+from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
 from shardnet.wire.messages import Hello, Purpose, Role
 
 VOCAB = 50
@@ -62,6 +62,9 @@ class FakeCompute:
     owners: dict[SlotId, SequenceId] = field(default_factory=dict)
     history: dict[SlotId, list[int]] = field(default_factory=dict)
 
+    def use_wire(self, dtype: WireDType) -> None:
+        assert dtype is WireDType.FLOAT32
+
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
     ) -> None:
@@ -80,7 +83,7 @@ class FakeCompute:
             raise ShardnetError(f"rank {self.rank} met token {self.fail_at}")
         passed = 0.0
         if activations is not None:
-            assert (activations.dtype, activations.width) == (DType.FLOAT32, WIDTH)
+            assert (activations.dtype, activations.width) == (WireDType.FLOAT32, WIDTH)
             rows = struct.unpack(f"<{batch.n_rows * WIDTH}f", activations.payload)
             assert len(set(rows)) == 1
             passed = rows[0]
@@ -96,7 +99,7 @@ class FakeCompute:
         if self.rank == self.n_stages - 1:
             return Samples(token_ids=ids, logprobs=[None] * len(ids))
         payload = struct.pack("<f", passed + 1) * (batch.n_rows * WIDTH)
-        return Activations(payload=payload, dtype=DType.FLOAT32, width=WIDTH)
+        return Activations(payload=payload, dtype=WireDType.FLOAT32, width=WIDTH)
 
 
 @dataclass
