@@ -101,11 +101,12 @@ def _pack_int8(rows: Tensor) -> memoryview:
     missing = n_groups * INT8_GROUP_COLUMNS - width
     columns = F.pad(rows.float(), (0, missing)) if missing else rows.float()
     groups = columns.view(n_rows, n_groups, INT8_GROUP_COLUMNS)
-    scales = groups.abs().amax(-1, keepdim=True).div_(_INT8_MAX)  # [T, groups, 1]
+    # By a tensor: CUDA divides by a Python number by multiplying, which rounds otherwise.
+    scales = groups.abs().amax(-1, keepdim=True).div_(groups.new_full((), _INT8_MAX))
     scales.masked_fill_(scales < _SMALLEST_SCALE, 0.0)
     scales.masked_fill_(scales.isfinite().logical_not_(), torch.nan)
     values = (groups / scales).round_().nan_to_num_(0.0, 0.0, 0.0)  # of 0 / 0 and NaN: 0
-    narrow = values.to(torch.int8).view(n_rows, -1)[:, :width]
+    narrow = values.to(torch.int8).view(n_rows, width + missing)[:, :width]
     parts = (scales.reshape(-1).view(torch.uint8), narrow.reshape(-1).view(torch.uint8))
     return to_bytes(torch.cat(parts))
 
@@ -119,7 +120,7 @@ def _unpack_int8(buffer: Buffer, n_rows: int, width: int, device: torch.device) 
     missing = n_groups * INT8_GROUP_COLUMNS - width
     values = (F.pad(narrow, (0, missing)) if missing else narrow).float()
     columns = values.view(n_rows, n_groups, INT8_GROUP_COLUMNS).mul_(scales)
-    return columns.view(n_rows, -1)[:, :width]
+    return columns.view(n_rows, width + missing)[:, :width]
 
 
 def _viewed(buffer: Buffer, dtype: torch.dtype) -> Tensor:

@@ -97,13 +97,18 @@ def measure_logit_error(
 
 
 def compare_logits(exact: Tensor, rounded: Tensor) -> LogitError:
-    """Compare two sets of float32 logits [R, V]. Raises NumericalError unless all are finite."""
+    """Compare two sets of float32 logits [R, V].
+
+    The error of a row whose exact logits are all equal counts as it is. Raises NumericalError
+    unless all logits are finite.
+    """
     for logits, which in ((exact, "without"), (rounded, "with")):
         if not bool(logits.isfinite().all()):
             raise NumericalError(f"{which} the narrower wire the model's logits are not finite")
     squares, largest, divergence = 0.0, 0.0, 0.0
     for row, other in zip(exact.double(), rounded.double(), strict=True):
-        error = (other - row) / row.std()
+        spread = float(row.std())
+        error = (other - row) / (spread if spread > 0 else 1.0)
         squares += float(error.square().mean())
         largest = max(largest, float(error.abs().max()))
         expected, found = row.log_softmax(-1), other.log_softmax(-1)
