@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NewType
 
 from shardnet.errors import SamplingError, UsageError
@@ -61,6 +62,11 @@ class WireDType(enum.Enum):
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
 
+    def __init__(self, name: str) -> None:
+        self.plain = None if name == "int8" else DType(name)
+        """The dtype whose elements travel as they are, None for a layout of its own."""
+        self._plain_bytes = self.plain.size_bytes if self.plain else 0
+
     @classmethod
     def own(cls, dtype: DType) -> WireDType:
         """The wire dtype that keeps every bit of a ring that computes in `dtype`."""
@@ -75,15 +81,10 @@ class WireDType(enum.Enum):
             names = ", ".join(dtype.value for dtype in cls)
             raise UsageError(f"'{name}' is no wire dtype: choose one of {names}") from None
 
-    @property
-    def plain(self) -> DType | None:
-        """The dtype whose elements travel as they are, None for a layout of its own."""
-        return None if self is WireDType.INT8 else DType(self.value)
-
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of `width` columns."""
-        if self.plain is not None:
-            return width * self.plain.size_bytes
+        if self._plain_bytes:
+            return width * self._plain_bytes
         return width + 4 * int8_groups(width)
 
 
@@ -149,6 +150,10 @@ class RowGroup:
     n_sampled: int
 
 
+_N_ROWS = attrgetter("n_rows")
+_N_SAMPLED = attrgetter("n_sampled")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The rows that travel round the ring in one step, without their activations.
@@ -164,12 +169,12 @@ class MicroBatch:
     @property
     def n_rows(self) -> int:
         """Rows of all groups."""
-        return sum(group.n_rows for group in self.groups)
+        return sum(map(_N_ROWS, self.groups))
 
     @property
     def n_sampled(self) -> int:
         """Rows that the tail samples: the number of ids in the answering token frame."""
-        return sum(group.n_sampled for group in self.groups)
+        return sum(map(_N_SAMPLED, self.groups))
 
 
 MAX_LOGPROBS = 100

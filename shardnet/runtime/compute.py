@@ -20,6 +20,7 @@ from shardnet.types import (
     TokenLogprobs,
     WireDType,
 )
+from shardnet.wire.messages import StageTiming
 
 Buffer = bytes | bytearray | memoryview
 
@@ -68,15 +69,6 @@ class StageCompute(Protocol):
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTiming:
-    """Where one step's time went in one stage, read from that stage's clock."""
-
-    rank: int
-    compute_us: int
-    queue_us: int
 
 
 # What travels through a stage, decoded. A stage forwards what it does not consume.
