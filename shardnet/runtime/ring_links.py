@@ -17,7 +17,6 @@ from shardnet.runtime.compute import (
     SlotOperation,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
@@ -25,7 +24,6 @@ from shardnet.runtime.compute import (
 from shardnet.runtime.pipeline import StepAnswer
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, SlotId, StepId, TokenLogprobs
-from shardnet.wire import messages
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import (
@@ -35,6 +33,7 @@ from shardnet.wire.messages import (
     OpenSequence,
     RowLogprobs,
     Sampling,
+    StageTiming,
     TopLogprob,
     error_frame,
     extras_frame,
@@ -42,6 +41,9 @@ from shardnet.wire.messages import (
     read_extras,
     read_sequence,
     sequence_frame,
+)
+from shardnet.wire.messages import (
+    SlotOperation as SlotMessage,
 )
 
 _NO_EXTRAS = Extras()
@@ -77,7 +79,7 @@ class LinkSource:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
-            timings=_timings(extras),
+            timings=tuple(extras.timings),
             arrived_ns=self._link.arrived_ns,
         )
 
@@ -141,13 +143,7 @@ class LinkSink:
         self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
     ) -> Frame:
         logprobs = _logprob_rows(result) if isinstance(result, Samples) else []
-        extras = Extras(
-            timings=[
-                messages.StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-                for t in timings
-            ],
-            logprobs=logprobs,
-        )
+        extras = Extras(timings=list(timings), logprobs=logprobs)
         return extras_frame(extras, epoch=self._epoch, step=step)
 
 
@@ -194,7 +190,7 @@ def _answer(frame: Frame, extras: Extras) -> StepAnswer:
         step=StepId(frame.step),
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
-        timings=_timings(extras),
+        timings=tuple(extras.timings),
     )
 
 
@@ -216,7 +212,7 @@ def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
     )
 
 
-def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
+def _slot_operation(message: SlotMessage) -> SlotOperation:
     match message:
         case OpenSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
             return SequenceOpened(
@@ -236,7 +232,7 @@ def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
             assert_never(message)
 
 
-def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
+def _slot_message(operation: SlotOperation) -> SlotMessage:
     match operation:
         case SequenceOpened(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
             return OpenSequence(
@@ -257,13 +253,6 @@ def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
 def _step_failed(frame: Frame) -> StepFailed:
     report = read_error(frame)
     return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
-
-
-def _timings(extras: Extras) -> tuple[StageTiming, ...]:
-    return tuple(
-        StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-        for t in extras.timings
-    )
 
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
