@@ -28,6 +28,7 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Optimise,
     Peer,
     Threads,
     check_sendable,
@@ -52,6 +53,7 @@ def generate(
     context: Context = 0,
     dtype: DTypeName = "auto",
     threads: Threads = 0,
+    optimise: Optimise = "",
     key_file: KeyFile = "",
     insecure: Insecure = False,
     token_ids: Annotated[
@@ -120,7 +122,13 @@ def generate(
     message = Generate(
         request=0,
         choice=model_choice(
-            model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
+            model=model,
+            nodes=nodes,
+            layers=layers,
+            context=context,
+            dtype=dtype,
+            threads=threads,
+            optimise=optimise,
         ),
         sampling=_checked(sampling),
         prompt=_prompt_text(prompt, token_ids),

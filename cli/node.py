@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
@@ -148,6 +149,7 @@ async def _run(flags: _Flags) -> None:
         local_nodes=local_nodes,
         log=say,
         identity=identity,
+        cache=cache_dir(os.environ),
         discovery=None
         if flags.no_mdns
         else Discovery(

@@ -99,6 +99,16 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Optimise = Annotated[
+    str,
+    typer.Option(
+        "--optimise",
+        metavar="latency|throughput",
+        help="Plan for the speed of one sequence (default), or of many at once.",
+        envvar="SHARDNET_OPTIMISE",
+        show_default=False,
+    ),
+]
 Peer = Annotated[
     list[str] | None,
     typer.Option(
@@ -152,9 +162,20 @@ def split_nodes(text: str) -> list[str]:
 
 
 def model_choice(
-    *, model: str, nodes: str, layers: str, context: int, dtype: str, threads: int
+    *,
+    model: str,
+    nodes: str,
+    layers: str,
+    context: int,
+    dtype: str,
+    threads: int,
+    optimise: str,
 ) -> ModelChoice:
-    """Put the shared options together. Raises typer.BadParameter for --layers or --dtype."""
+    """Put the shared options together. Raises typer.BadParameter, which names the flag."""
+    if optimise not in ("", "latency", "throughput"):
+        raise typer.BadParameter(
+            f"'{optimise}': choose latency or throughput", param_hint="--optimise"
+        )
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise typer.BadParameter(
             f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
@@ -170,6 +191,7 @@ def model_choice(
         context=context,
         dtype=dtype,
         threads=threads,
+        optimise=optimise,  # type: ignore[arg-type]  # checked above
     )
 
 

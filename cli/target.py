@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect, open_client
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.control import ModelChoice
@@ -137,6 +138,7 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
         local_nodes=LocalNodes(runtime_dir(os.environ)),
         log=lambda line: None,
         identity=identity,
+        cache=cache_dir(os.environ),
     )
     async with (
         running(settings) as node,

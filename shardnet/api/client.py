@@ -24,6 +24,8 @@ from shardnet.wire.control import (
     Done,
     Finished,
     Generate,
+    LastRun,
+    LastRunRequest,
     ModelChoice,
     NodeProgress,
     PlanReply,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:  # not every client needs the library behind it
 MAX_REDIRECTS = 3
 
 GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
-Ask = PlanRequest | Generate | Unload
+Ask = PlanRequest | LastRunRequest | Generate | Unload
 
 
 async def dial(address: str, identity: Identity | None = None) -> Link:
@@ -84,15 +86,27 @@ class Client:
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
-    async def plan(self, choice: ModelChoice) -> PlanReply:
-        """Ask for the plan that `choice` would get.
+    async def plan(self, choice: ModelChoice, *, again: bool = False) -> PlanReply:
+        """Ask for the plan that `choice` would get; with `again` everything is measured anew.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
-        message = PlanRequest(request=0, choice=choice)
+        message = PlanRequest(request=0, choice=choice, again=again)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
                 if isinstance(answer, PlanReply):
+                    return answer
+        raise _no_answer(self.address)
+
+    async def last_run(self) -> LastRun:
+        """Ask for the last generation that the node, or the head of its ring, has led.
+
+        Raises UsageError when there was none.
+        """
+        message = LastRunRequest(request=0)
+        async with contextlib.aclosing(self._follow(message)) as answers:
+            async for answer in answers:
+                if isinstance(answer, LastRun):
                     return answer
         raise _no_answer(self.address)
 

@@ -27,6 +27,7 @@ from shardnet.wire.control import (
     Failed,
     Generate,
     IdentifyModel,
+    LastRunRequest,
     LoadProgress,
     LoadStage,
     PeersKnown,
@@ -41,6 +42,7 @@ from shardnet.wire.control import (
     reported_error,
 )
 from shardnet.wire.frames import FrameKind
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import error_frame, explanation
 
 REPLY_SILENCE_S = 30.0
@@ -50,10 +52,13 @@ Request = (
     Status
     | Ping
     | IdentifyModel
+    | MeasureStage
+    | MeasureLinks
     | LoadStage
     | ConnectRing
     | UnloadStage
     | PlanRequest
+    | LastRunRequest
     | Generate
     | Unload
 )

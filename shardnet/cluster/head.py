@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.planning import Plan, check_same_model, make_plan
+from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.planning import Plan, check_same_model, make_plan, settle_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
-from shardnet.types import Epoch, NodeId
+from shardnet.types import DType, Epoch, NodeId
 from shardnet.wire.control import ModelChoice, NodeInfo
 
 CLOSE_S = 3.0
@@ -46,6 +47,17 @@ class Neighbourhood(Protocol):
 
     async def identify(self, model: str) -> ModelFacts:
         """Look at a checkpoint on this node."""
+
+    async def measured(
+        self,
+        nodes: Sequence[NodeInfo],
+        choice: ModelChoice,
+        facts: ModelFacts,
+        dtype: DType,
+        *,
+        again: bool,
+    ) -> Measured:
+        """Have the nodes and the links between them measured for a model."""
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -96,16 +108,23 @@ class Head:
                 "ends, or stop it"
             )
 
-    async def plan(self, choice: ModelChoice) -> Plan | Elsewhere:
+    async def plan(
+        self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False
+    ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
 
-        Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
+        Where there is more than one node to choose from, all are measured first, and with
+        `measure_one` also a single one; with `again` whatever they remember. Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
         nodes = await self._neighbourhood.candidates(choice.nodes)
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
-        plan = make_plan(choice, facts, nodes)
+        measured = NOTHING_MEASURED
+        if len(nodes) > 1 or measure_one:
+            dtype = settle_dtype(choice.dtype, facts.config, nodes)
+            measured = await self._neighbourhood.measured(nodes, choice, facts, dtype, again=again)
+        plan = make_plan(choice, facts, nodes, measured)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -129,16 +148,21 @@ class Head:
                     stack.enter_context(lead.ring.in_use())
             yield lead
 
+    def elsewhere(self) -> Elsewhere | None:
+        """Return the head of the ring that this node is in, None if that is itself or no ring."""
+        if self._lead is not None and self._lead.ring.broken is None:
+            return None
+        return self._neighbourhood.head_elsewhere()
+
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
 
         Raises BusyError while requests run.
         """
         async with self._changing:
-            if self._lead is None or self._lead.ring.broken is not None:
-                elsewhere = self._neighbourhood.head_elsewhere()
-                if elsewhere is not None:
-                    return elsewhere
+            elsewhere = self.elsewhere()
+            if elsewhere is not None:
+                return elsewhere
             if self._lead is None:
                 await self._neighbourhood.free_stage()
                 return None
@@ -195,6 +219,7 @@ class Head:
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (not choice.threads or choice.threads == spec.threads)
+            and (not choice.optimise or choice.optimise == lead.plan.objective.value)
             and spec.stamp == stamp(resolve_model(choice.model))
         )
         return lead if matches else None

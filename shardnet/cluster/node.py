@@ -17,9 +17,13 @@ from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.figure_cache import FigureCache
 from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.link_figures import LinkFigures
 from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.measurement import Measured, gather
 from shardnet.cluster.neighbours import Neighbours
+from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
@@ -36,18 +40,21 @@ from shardnet.errors import (
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, identify
+from shardnet.runtime.loading import ModelFacts, config_text, identify
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import NodeId
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
 from shardnet.wire.control import (
     ConnectRing,
     Done,
     Generate,
     IdentifyModel,
+    LastRunRequest,
+    LoadProgress,
     LoadStage,
+    ModelChoice,
     ModelIdentity,
     NodeInfo,
     PeersKnown,
@@ -61,6 +68,7 @@ from shardnet.wire.control import (
     Unload,
     UnloadStage,
 )
+from shardnet.wire.measured import LinksMeasured, MeasureLinks, MeasureStage, StageMeasured
 from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 
 HEARTBEAT_S = 1.0
@@ -73,7 +81,8 @@ class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
-    nodes and makes this one found; without it there are only `peers`, and whom they know.
+    nodes and makes this one found; without it there are only `peers`, and whom they know. Figures
+    and the last run are kept in the folder `cache`, if there is one.
     """
 
     node: NodeId
@@ -85,6 +94,7 @@ class NodeSettings:
     log: Callable[[str], None]
     identity: Identity | None = None
     discovery: Discovery | None = None
+    cache: Path | None = None
 
 
 class Node:
@@ -122,8 +132,15 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
+        self._figures = OwnFigures(
+            host=self._host,
+            orders=self._orders,
+            reader=self._reader,
+            cache=FigureCache(settings.cache, settings.log),
+        )
+        self._link_figures = LinkFigures(link_of=self._peers.link_of, turn=self._host.turn)
         self._head = Head(self)
-        self._clients = Clients(self._head, self._reader)
+        self._clients = Clients(self._head, self._reader, settings.cache, settings.log)
 
     @property
     def node(self) -> NodeId:
@@ -210,6 +227,43 @@ class Node:
         """Look at a checkpoint on this node."""
         return await self._reader.run(lambda: identify(model))
 
+    async def measured(
+        self,
+        nodes: Sequence[NodeInfo],
+        choice: ModelChoice,
+        facts: ModelFacts,
+        dtype: DType,
+        *,
+        again: bool,
+    ) -> Measured:
+        """Have the nodes and the links between them measured for a model."""
+        text = await self._reader.run(lambda: config_text(facts.path))
+        ask = MeasureStage(
+            request=0,
+            config=text,
+            dtype=dtype.value,
+            threads=choice.threads,
+            model=choice.model,
+            again=again,
+        )
+        payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
+        return await gather(nodes, ask, payload_bytes, self)
+
+    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        """Have a node measure itself (measurement.Instruments)."""
+        if node.node == self.node:
+            return await self._figures.measure(message, "this node", lambda done, total: None)
+        control = await self._control(node)
+        numbered = replace(message, request=control.next_request())
+        return await control.ask(numbered, StageMeasured, on_progress=lambda report: None)
+
+    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
+        """Have a node measure its links (measurement.Instruments)."""
+        if node.node == self.node:
+            return await self._link_figures.measure(message)
+        control = await self._control(node)
+        return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
+
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
         return await self._reader.run(lambda: Tokenizer.load_optional(folder))
@@ -224,10 +278,12 @@ class Node:
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
+        return RemotePort(await self._control(node), self._peers.watch, self._peers.latest)
+
+    async def _control(self, node: NodeInfo) -> ControlLink:
+        """Return the control link to another node."""
         control = self._peers.link_of(NodeId(node.node))
-        if control is None:
-            control = await self._peers.link_to(node.address)
-        return RemotePort(control, self._peers.watch, self._peers.latest)
+        return await self._peers.link_to(node.address) if control is None else control
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -287,8 +343,16 @@ class Node:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._neighbours.peers() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
-            case Ping(request=request):
+            case Ping(request=request, payload=payload, as_step=as_step):
+                if payload or as_step:
+                    self._host.check_idle()
+                if as_step:
+                    await self._host.turn()
                 control.send(Done(request=request))
+            case MeasureStage():
+                await self._measure_for(control, message)
+            case MeasureLinks():
+                control.send(await self._link_figures.measure(message))
             case PeersKnown():
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
@@ -310,10 +374,23 @@ class Node:
                 self._head.ring_broken(ring, cause)
             case PlanRequest():
                 await self._clients.plan(control, message)
+            case LastRunRequest():
+                await self._clients.last_run(control, message)
             case Generate():
                 await self._clients.generate(control, message)
             case Unload():
                 await self._clients.unload(control, message)
+
+    async def _measure_for(self, control: ControlLink, message: MeasureStage) -> None:
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            if not control.link.closed:
+                control.send(
+                    LoadProgress(
+                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
+                    )
+                )
+
+        control.send(await self._figures.measure(message, control.peer_name, progress))
 
     async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
         def broken(error: ShardnetError) -> None:

@@ -95,6 +95,17 @@ def identify(model: str) -> ModelFacts:
         )
 
 
+def config_text(path: Path) -> str:
+    """Return the text of a checkpoint's config.json, for a node that has no checkpoint.
+
+    Raises CheckpointError when it cannot be read.
+    """
+    try:
+        return (path / "config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}; fetch it again") from error
+
+
 def stamp(path: Path) -> Stamp:
     """Return name, size and time of change (ns) of every file in a checkpoint folder."""
     files = sorted(file for file in path.iterdir() if file.is_file())

@@ -137,7 +137,8 @@ def rounded(value: float) -> float:
 def _single(model: SampleModel, tick: Callable[[], None]) -> list[StepTimes]:
     """Run decode steps for as long as a figure may take; the first one only warms up."""
     model.step(1)
-    times, began = [], time.perf_counter()
+    times: list[StepTimes] = []
+    began = time.perf_counter()
     while len(times) < MAX_REPEATS:
         tick()
         times.append(model.step(1))

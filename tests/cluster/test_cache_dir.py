@@ -31,6 +31,6 @@ def test_a_failure_leaves_no_half_file(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.mkdir()
     (path / "inside").touch()
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError):
         write_whole(path, b"x")
     assert list(tmp_path.iterdir()) == [path]
