@@ -50,7 +50,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 {
                     "from": link.sender,
                     "to": link.receiver,
-                    "round_trip_ms": link.round_trip_s * 1e3,
+                    "round_trip_ms": _in_ms(link.round_trip_s),
                     "bytes_per_s": link.bytes_per_s,
                 }
                 for link in plan.links
@@ -120,8 +120,7 @@ def run_text(run: LastRun) -> str:
     rows.append(("  tokens/s", predicted, _rate(run.timing.decode_tok_s)))
     rows.insert(0, ("", "predicted", "measured"))
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.ended_at_s))
-    lines = [f"{plan.model} in {plan.dtype}, {run.n_tokens} tokens, ended {ended}"]
+    lines = [f"{plan.model} in {plan.dtype}, {run.n_tokens} tokens, ended {_date(run.ended_at_s)}"]
     lines += [f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in rows]
     return "\n".join([*lines, HOPS_NOTE] if len(plan.stages) > 1 else lines)
 
@@ -132,10 +131,10 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "node": node.node,
         "name": node.name,
         "memory_bytes": node.memory_bytes,
-        "layer_ms": seconds and seconds.layer_s * 1e3,
-        "layer_256_ms": seconds and seconds.layer_256_s * 1e3,
-        "embed_ms": seconds and seconds.embed_s * 1e3,
-        "head_ms": seconds and seconds.head_s * 1e3,
+        "layer_ms": seconds and _in_ms(seconds.layer_s),
+        "layer_256_ms": seconds and _in_ms(seconds.layer_256_s),
+        "embed_ms": seconds and _in_ms(seconds.embed_s),
+        "head_ms": seconds and _in_ms(seconds.head_s),
         "kernel": node.kernel or None,
         "threads": node.threads or None,
         "measured_at_s": node.measured_at_s,
@@ -168,7 +167,7 @@ def _node_line(node: NodeMeasured) -> str:
         f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} at 1 row, "
         f"{_ms(seconds.layer_256_s * 1e3)} at 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
-        f"({node.kernel}, threads: {node.threads})"
+        f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)})"
     )
 
 
@@ -197,6 +196,15 @@ def _rate_of(bytes_per_s: float) -> str:
 
 def _ms(ms: float) -> str:
     return f"{_number(ms)} ms"
+
+
+def _in_ms(seconds: float) -> float:
+    """Convert a figure of two digits without adding digits that nobody has measured."""
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def _date(since_1970_s: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(since_1970_s or 0))
 
 
 def _number(value: float) -> str:

@@ -114,7 +114,9 @@ class Head:
         """Plan `choice`, or name the node that would be its head.
 
         Where there is more than one node to choose from, all are measured first, and with
-        `measure_one` also a single one; with `again` whatever they remember. Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
+        `measure_one` also a single one; `again` does not take what they remember.
+
+        Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
         nodes = await self._neighbourhood.candidates(choice.nodes)
         if choice.nodes and nodes[0].node != self._neighbourhood.node:

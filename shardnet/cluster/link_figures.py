@@ -107,10 +107,11 @@ async def measure_link(
 ) -> LinkSpeed:
     """Measure a link, to two significant digits.
 
-    `payload_bytes` is at least `FIRST_PAYLOAD_BYTES`. The round trip is that of steps without rows: both ends wait for a turn of their compute thread,
+    The round trip is that of steps without rows: both ends wait for a turn of their compute thread,
     so that half of it is what a hop takes. The bandwidth is that of payloads up to `payload_bytes`,
-    of smaller ones where those take too long. Raises LinkError when the link ends, BusyError when
-    either end computes for somebody.
+    which is at least `FIRST_PAYLOAD_BYTES`, or of smaller ones where those take too long.
+
+    Raises LinkError when the link ends, BusyError when either end computes for somebody.
     """
 
     async def round_trip() -> None:
@@ -119,7 +120,10 @@ async def measure_link(
 
     trip_s = statistics.median(await _repeat(round_trip))
     plain_s = statistics.median(await _repeat(lambda: ping(control)))
-    rate = await _bandwidth(control, plain_s, payload_bytes)
+    noise = os.urandom(payload_bytes)
+    rate = await best_rate(
+        lambda size: ping(control, noise[:size]), plain_s, payload_bytes, time.perf_counter
+    )
     return LinkSpeed(round_trip_s=rounded(trip_s), bytes_per_s=rounded(rate))
 
 
@@ -138,18 +142,25 @@ async def _repeat(once: Callable[[], Awaitable[object]]) -> Sequence[float]:
     return times
 
 
-async def _bandwidth(control: ControlLink, empty_s: float, payload_bytes: int) -> float:
-    """Send payloads, each larger than the last one, and return the best rate of the largest."""
+async def best_rate(
+    send: Callable[[int], Awaitable[float]],
+    empty_s: float,
+    payload_bytes: int,
+    now_s: Callable[[], float],
+) -> float:
+    """Send payloads, each larger than the last one, and return the best rate of the largest.
+
+    `send` takes a size and gives the seconds of the round trip, which takes `empty_s` without a
+    payload. In bytes per second.
+    """
     size = FIRST_PAYLOAD_BYTES
-    noise = os.urandom(payload_bytes)
-    ends = time.perf_counter() + PAYLOADS_S
+    ends_s = now_s() + PAYLOADS_S
     best, n_sent = 0.0, 0
     while n_sent < N_PAYLOADS:
-        took_s = await ping(control, noise[:size])
+        took_s = await send(size)
         rate = size / max(took_s - empty_s, took_s / 10)
         best, n_sent = max(best, rate), n_sent + 1
-        left_s = ends - time.perf_counter()
-        larger = min(size * GROWTH, payload_bytes)
+        larger, left_s = min(size * GROWTH, payload_bytes), ends_s - now_s()
         if larger > size and larger / rate + empty_s < left_s:
             size, best, n_sent = larger, 0.0, 0
         elif took_s > left_s:

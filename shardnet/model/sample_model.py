@@ -84,7 +84,7 @@ def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> Model
         config,
         n_layers=min(config.n_layers, n_layers),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
-        max_positions=min(config.max_positions, CONTEXT),
+        max_positions=CONTEXT,
     )
     while sample_bytes(sample, dtype) > memory_bytes:
         if sample.n_layers > 1:
@@ -127,7 +127,7 @@ class SampleModel:
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
-        self._family = make_family(sample, layers, weights, sample.max_positions, dtype, device)
+        self._family = make_family(sample, layers, weights, CONTEXT, dtype, device)
         self._sampler = Sampler(sample.vocab_size)
         self._kv = KvCache(
             sample.n_layers,
@@ -137,21 +137,21 @@ class SampleModel:
             device,
             CONTEXT // BLOCK_POSITIONS,
         )
-        self._kv.ensure(_SLOT, sample.max_positions)
+        self._kv.ensure(_SLOT, CONTEXT)
         for layer in layers:
             for cached in self._kv.layer(_SLOT, layer):
                 cached.zero_()
-        self._config = sample
+        self._vocab_size = sample.vocab_size
         self._dtype = dtype
         self._device = device
 
     @torch.inference_mode()
     def step(self, n_rows: int) -> StepTimes:
         """Run one step: a decode step at 1 row, else a prompt chunk that is not sampled."""
-        position = min(POSITION, self._config.max_positions - 1) if n_rows == 1 else 0
-        batch = _batch(position, n_rows, self._config.vocab_size)
+        position = POSITION if n_rows == 1 else 0
+        batch = _batch(position, n_rows, self._vocab_size)
         began = self._now()
-        step = plan_step(batch, self._kv, self._config.max_positions, self._dtype)
+        step = plan_step(batch, self._kv, CONTEXT, self._dtype)
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()

@@ -31,6 +31,7 @@ from shardnet.wire.schema import (
     Count,
     Digest,
     Explanation,
+    Moment,
     Name,
     PathText,
     PingPayload,
@@ -403,7 +404,7 @@ class LastRun(Tagged, frozen=True, kw_only=True):
     plan: PlanReply
     timing: Timing
     n_tokens: U32
-    ended_at_s: Seconds
+    ended_at_s: Moment
 
 
 ControlMessage = (

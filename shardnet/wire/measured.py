@@ -15,6 +15,7 @@ from shardnet.wire.schema import (
     U32,
     Count,
     Explanation,
+    Moment,
     Name,
     PathText,
     RequestId,
@@ -60,7 +61,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     seconds: StageSeconds
     kernel: Name
     threads: U32
-    measured_at_s: Seconds
+    measured_at_s: Moment
     memory_bytes: Count
     disk_bytes_per_s: Seconds | None = None
 
@@ -104,7 +105,7 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     seconds: StageSeconds | None = None
     kernel: Name = ""
     threads: U32 = 0
-    measured_at_s: Seconds | None = None
+    measured_at_s: Moment | None = None
     disk_bytes_per_s: Seconds | None = None
     why_not: Explanation = ""
 

@@ -42,6 +42,8 @@ def _type(info: mi.Type) -> str:
             return f"{low}..{below - 1}"
         case mi.IntType(ge=low, le=high):
             return _INTEGERS.get((low, high)) or f"{low}..{high}"
+        case mi.FloatType(ge=low, le=high) if high is not None:
+            return f"float {low:g}..{high:g}"
         case mi.FloatType(ge=low):
             return "float" if low is None else f"float ≥ {low:g}"
         case mi.BoolType():
