@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.planning import Plan, check_same_model, make_plan, settle_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
-from shardnet.types import DType, Epoch, NodeId
+from shardnet.types import Epoch, NodeId
 from shardnet.wire.control import ModelChoice, NodeInfo
 
 CLOSE_S = 3.0
@@ -48,16 +48,9 @@ class Neighbourhood(Protocol):
     async def identify(self, model: str) -> ModelFacts:
         """Look at a checkpoint on this node."""
 
-    async def measured(
-        self,
-        nodes: Sequence[NodeInfo],
-        choice: ModelChoice,
-        facts: ModelFacts,
-        dtype: DType,
-        *,
-        again: bool,
-    ) -> Measured:
-        """Have the nodes and the links between them measured for a model."""
+    @property
+    def survey(self) -> Survey:
+        """What measures the nodes of a plan and the links between them."""
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -113,8 +106,9 @@ class Head:
     ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
 
-        Where there is more than one node to choose from, all are measured first, and with
-        `measure_one` also a single one; `again` does not take what they remember.
+        Where there is more than one node to choose from, all are measured first. A single one tells
+        what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
+        does not do.
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
@@ -122,10 +116,11 @@ class Head:
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
-        measured = NOTHING_MEASURED
+        dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
         if len(nodes) > 1 or measure_one:
-            dtype = settle_dtype(choice.dtype, facts.config, nodes)
-            measured = await self._neighbourhood.measured(nodes, choice, facts, dtype, again=again)
+            measured = await survey.measured(nodes, choice, facts, dtype, again=again)
+        else:
+            measured = await survey.known(nodes[0], choice, facts, dtype)
         plan = make_plan(choice, facts, nodes, measured)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)

@@ -21,7 +21,6 @@ from shardnet.cluster.figure_cache import FigureCache
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.link_figures import LinkFigures
 from shardnet.cluster.local_nodes import LocalNodes
-from shardnet.cluster.measurement import Measured, gather
 from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
@@ -31,6 +30,7 @@ from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.errors import (
     PeerFailedError,
     ProtocolError,
@@ -40,21 +40,19 @@ from shardnet.errors import (
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, config_text, identify
+from shardnet.runtime.loading import ModelFacts, identify
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
+from shardnet.types import NodeId
 from shardnet.wire.control import (
     ConnectRing,
     Done,
     Generate,
     IdentifyModel,
     LastRunRequest,
-    LoadProgress,
     LoadStage,
-    ModelChoice,
     ModelIdentity,
     NodeInfo,
     PeersKnown,
@@ -68,7 +66,7 @@ from shardnet.wire.control import (
     Unload,
     UnloadStage,
 )
-from shardnet.wire.measured import LinksMeasured, MeasureLinks, MeasureStage, StageMeasured
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 
 HEARTBEAT_S = 1.0
@@ -132,13 +130,18 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
-        self._figures = OwnFigures(
-            host=self._host,
-            orders=self._orders,
+        self._survey = Survey(
+            node=settings.node,
+            own=OwnFigures(
+                host=self._host,
+                orders=self._orders,
+                reader=self._reader,
+                cache=FigureCache(settings.cache, settings.log),
+            ),
+            links=LinkFigures(link_of=self._peers.link_of, turn=self._host.turn),
             reader=self._reader,
-            cache=FigureCache(settings.cache, settings.log),
+            control_to=self._control,
         )
-        self._link_figures = LinkFigures(link_of=self._peers.link_of, turn=self._host.turn)
         self._head = Head(self)
         self._clients = Clients(self._head, self._reader, settings.cache, settings.log)
 
@@ -227,42 +230,10 @@ class Node:
         """Look at a checkpoint on this node."""
         return await self._reader.run(lambda: identify(model))
 
-    async def measured(
-        self,
-        nodes: Sequence[NodeInfo],
-        choice: ModelChoice,
-        facts: ModelFacts,
-        dtype: DType,
-        *,
-        again: bool,
-    ) -> Measured:
-        """Have the nodes and the links between them measured for a model."""
-        text = await self._reader.run(lambda: config_text(facts.path))
-        ask = MeasureStage(
-            request=0,
-            config=text,
-            dtype=dtype.value,
-            threads=choice.threads,
-            model=choice.model,
-            again=again,
-        )
-        payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
-        return await gather(nodes, ask, payload_bytes, self)
-
-    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Have a node measure itself (measurement.Instruments)."""
-        if node.node == self.node:
-            return await self._figures.measure(message, "this node", lambda done, total: None)
-        control = await self._control(node)
-        numbered = replace(message, request=control.next_request())
-        return await control.ask(numbered, StageMeasured, on_progress=lambda report: None)
-
-    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Have a node measure its links (measurement.Instruments)."""
-        if node.node == self.node:
-            return await self._link_figures.measure(message)
-        control = await self._control(node)
-        return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
+    @property
+    def survey(self) -> Survey:
+        """What measures nodes and links."""
+        return self._survey
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -349,10 +320,8 @@ class Node:
                 if as_step:
                     await self._host.turn()
                 control.send(Done(request=request))
-            case MeasureStage():
-                await self._measure_for(control, message)
-            case MeasureLinks():
-                control.send(await self._link_figures.measure(message))
+            case MeasureStage() | MeasureLinks():
+                await self._survey.answer(control, message)
             case PeersKnown():
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
@@ -380,17 +349,6 @@ class Node:
                 await self._clients.generate(control, message)
             case Unload():
                 await self._clients.unload(control, message)
-
-    async def _measure_for(self, control: ControlLink, message: MeasureStage) -> None:
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            if not control.link.closed:
-                control.send(
-                    LoadProgress(
-                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
-                    )
-                )
-
-        control.send(await self._figures.measure(message, control.peer_name, progress))
 
     async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
         def broken(error: ShardnetError) -> None:

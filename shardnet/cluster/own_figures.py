@@ -15,6 +15,7 @@ from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import Progress
 from shardnet.errors import CheckpointError, UsageError
+from shardnet.model.config import ModelConfig
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import resolve_model
 from shardnet.runtime.measuring import (
@@ -48,30 +49,19 @@ class OwnFigures:
         here and nothing is known, CheckpointError for a config this node cannot read, UsageError
         for a dtype it does not know, CapacityError when there is no memory to measure in.
         """
-        config = read_config(message.config, f"the config.json that {asker} sent")
-        dtype = _dtype(message.dtype)
-        threads = message.threads or self._orders.threads
-        device = self._orders.device
-        key = FigureKey.of(
-            config,
-            dtype,
-            device=device.description,
-            threads=threads,
-            cores=available_cores(),
-            version=__version__,
-            host=make_host_id(),
-        )
+        config, dtype, key = self._subject(message, asker)
         figure = None if message.again else self._cache.get(key)
         disk = await self._disk(message)
         if figure is None:
             memory_bytes = self._orders.free_bytes()
+            device = self._orders.device.kind
 
             def measure(tick: Callable[[], None]) -> StageFigures:
                 return measure_stage(
                     config,
                     dtype,
-                    device=device.kind,
-                    threads=threads,
+                    device=device,
+                    threads=key.threads,
                     memory_bytes=memory_bytes,
                     tick=tick,
                 )
@@ -79,7 +69,30 @@ class OwnFigures:
             stage = await self._host.measure(measure, on_progress)
             figure = Figure(stage=stage, measured_at_s=time.time())
             self._cache.put(key, figure)
-        return _answer(message, figure, threads, self._orders.memory_bytes(), disk)
+        return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
+
+    def known(self, message: MeasureStage) -> StageMeasured:
+        """Answer with what is known, without the disk. Raises UsageError where nothing is."""
+        _, _, key = self._subject(message, "this node")
+        figure = self._cache.get(key)
+        if figure is None:
+            raise UsageError("not measured yet: `shardnet plan` does it")
+        return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
+
+    def _subject(self, message: MeasureStage, asker: str) -> tuple[ModelConfig, DType, FigureKey]:
+        config = read_config(message.config, f"the config.json that {asker} sent")
+        dtype = _dtype(message.dtype)
+        threads = message.threads or self._orders.threads
+        key = FigureKey.of(
+            config,
+            dtype,
+            device=self._orders.device.description,
+            threads=threads,
+            cores=available_cores(),
+            version=__version__,
+            host=make_host_id(),
+        )
+        return config, dtype, key
 
     async def _disk(self, message: MeasureStage) -> float | None:
         """Return the bytes per second of the disk with the checkpoint, None where there is none."""

@@ -114,11 +114,25 @@ def test_a_run_stands_beside_its_prediction() -> None:
     assert lines[0].startswith("/m in bfloat16, 47 tokens, ended ")
     assert [line.split() for line in lines[1:]] == [
         ["predicted", "measured"],
-        "rank 0: anna, layers 0-4 31 ms 33 ms (and 0.25 ms waiting)".split(),
-        "hop to bert 0.21 ms 0.4 ms".split(),
-        "rank 1: bert, layers 4-8 24 ms 26 ms".split(),
-        "hop to anna 0.2 ms 0.4 ms".split(),
-        "tokens/s 18 16".split(),
+        [
+            "rank",
+            "0:",
+            "anna,",
+            "layers",
+            "0-4",
+            "31",
+            "ms",
+            "33",
+            "ms",
+            "(and",
+            "0.25",
+            "ms",
+            "waiting)",
+        ],
+        ["hop", "to", "bert", "0.21", "ms", "0.4", "ms"],
+        ["rank", "1:", "bert,", "layers", "4-8", "24", "ms", "26", "ms"],
+        ["hop", "to", "anna", "0.2", "ms", "0.4", "ms"],
+        ["tokens/s", "18", "16"],
         HOPS_NOTE.split(),
     ]
     assert run_json(RUN)["stages"][1] == {

@@ -43,7 +43,7 @@ def _type(info: mi.Type) -> str:
         case mi.IntType(ge=low, le=high):
             return _INTEGERS.get((low, high)) or f"{low}..{high}"
         case mi.FloatType(ge=low, le=high) if high is not None:
-            return f"float {low:g}..{high:g}"
+            return f"float {low:.0f}..{high:.0f}"
         case mi.FloatType(ge=low):
             return "float" if low is None else f"float ≥ {low:g}"
         case mi.BoolType():
