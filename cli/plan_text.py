@@ -138,6 +138,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "kernel": node.kernel or None,
         "threads": node.threads or None,
         "measured_at_s": node.measured_at_s,
+        "is_steady": node.is_steady,
         "disk_bytes_per_s": node.disk_bytes_per_s,
         "why_not": node.why_not or None,
     }
@@ -167,7 +168,8 @@ def _node_line(node: NodeMeasured) -> str:
         f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} at 1 row, "
         f"{_ms(seconds.layer_256_s * 1e3)} at 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
-        f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)})"
+        f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
+        f"{'' if node.is_steady else ', on a busy machine'})"
     )
 
 

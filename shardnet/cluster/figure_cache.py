@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from shardnet.runtime.measuring import StageFigures
 from shardnet.types import DType
 
 FOLDER = "figures"
+
+UNSTEADY_GOOD_FOR_S = 300.0
+"""A figure of a device that was busy is measured again when it is older."""
 
 _SHAPE_FIELDS = (
     "family",
@@ -87,20 +91,37 @@ class Figure:
 
 
 class FigureCache:
-    """Figures by key, in memory and, with a `folder`, on disk. `log` hears why a disk fails."""
+    """Figures by key, in memory and, with a `folder`, on disk. `log` hears why a disk fails.
 
-    def __init__(self, folder: Path | None, log: Callable[[str], None]) -> None:
+    `now_s` gives the seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        log: Callable[[str], None],
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
         self._folder = folder / FOLDER if folder is not None else None
         self._log = log
+        self._now_s = now_s
         self._known: dict[FigureKey, Figure] = {}
 
     def get(self, key: FigureKey) -> Figure | None:
-        """Return what is known. A file that is damaged or speaks of something else is ignored."""
+        """Return what is known. A file that is damaged or speaks of something else is ignored, and
+        what was measured on a busy machine is known for some minutes only.
+        """
         if key not in self._known and self._folder is not None:
             found = _read(self._folder / key.file_name, key)
             if found is not None:
                 self._known[key] = found
-        return self._known.get(key)
+        known = self._known.get(key)
+        if known is not None and not known.stage.is_steady:
+            age_s = self._now_s() - known.measured_at_s
+            if not 0 <= age_s < UNSTEADY_GOOD_FOR_S:
+                del self._known[key]
+                return None
+        return known
 
     def put(self, key: FigureKey, figure: Figure) -> None:
         """Keep a figure. Where the disk does not take it, it lives as long as this process."""

@@ -142,6 +142,7 @@ async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instrument
         kernel=answer.kernel,
         threads=answer.threads,
         measured_at_s=answer.measured_at_s,
+        is_steady=answer.is_steady,
         disk_bytes_per_s=answer.disk_bytes_per_s,
     )
 

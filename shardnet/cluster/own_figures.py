@@ -136,6 +136,7 @@ def _answer(
         kernel=stage.kernel,
         threads=threads,
         measured_at_s=figure.measured_at_s,
+        is_steady=stage.is_steady,
         memory_bytes=memory_bytes,
         disk_bytes_per_s=disk_bytes_per_s,
     )

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,9 @@ MIN_REPEATS = 3
 CHUNK_S = 8.0
 """A chunk of 256 rows that would take longer is measured with fewer rows."""
 
+STEADY = 1.25
+"""An undisturbed device's median step takes at most so many times one of the fastest quarter."""
+
 DISK_BYTES = 64 * 2**20
 DISK_S = 0.3
 """So much of a checkpoint is read, or for so long."""
@@ -43,7 +46,8 @@ class StageFigures:
 
     `layer_s` is one layer at 1 row, `layer_256_s` at 256 rows. `embed_s` is the embedding of a row,
     `head_s` norm, LM head and greedy sampling; what every step takes besides counts with both.
-    `kernel` names the path of the matrix products.
+    `kernel` names the path of the matrix products. Without `is_steady` the steps differed so much
+    that something else must have kept the device busy.
     """
 
     layer_s: float
@@ -51,6 +55,7 @@ class StageFigures:
     embed_s: float
     head_s: float
     kernel: str
+    is_steady: bool = True
 
 
 def read_config(text: str, where: str) -> ModelConfig:
@@ -111,6 +116,7 @@ def measure_stage(
         embed_s=rounded(plan_s + statistics.median(times.embed_s for times in single)),
         head_s=rounded(plan_s + head_s * config.vocab_size / sample.vocab_size),
         kernel=choice.name,
+        is_steady=_is_steady([t.layers_s for t in single]),
     )
 
 
@@ -132,6 +138,12 @@ def measure_disk(path: Path) -> float | None:
 def rounded(value: float) -> float:
     """Round to two significant digits, so that noise does not tell equal machines apart."""
     return float(f"{value:.2g}")
+
+
+def _is_steady(times: Sequence[float]) -> bool:
+    """Say whether the middle one of some times is about as short as the short ones."""
+    quarter, middle, _ = statistics.quantiles(times, n=4)
+    return middle <= STEADY * quarter
 
 
 def _single(model: SampleModel, tick: Callable[[], None]) -> list[StepTimes]:

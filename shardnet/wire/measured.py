@@ -55,6 +55,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
+    `is_steady` false tells that something else kept the device busy.
     """
 
     request: RequestId
@@ -62,6 +63,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     kernel: Name
     threads: U32
     measured_at_s: Moment
+    is_steady: bool = True
     memory_bytes: Count
     disk_bytes_per_s: Seconds | None = None
 
@@ -106,6 +108,7 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     kernel: Name = ""
     threads: U32 = 0
     measured_at_s: Moment | None = None
+    is_steady: bool = True
     disk_bytes_per_s: Seconds | None = None
     why_not: Explanation = ""
 

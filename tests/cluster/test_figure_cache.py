@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from shardnet.cluster.figure_cache import Figure, FigureCache, FigureKey
+from shardnet.cluster.figure_cache import (
+    UNSTEADY_GOOD_FOR_S,
+    Figure,
+    FigureCache,
+    FigureKey,
+)
 from shardnet.model.config import ModelConfig, parse_config
 from shardnet.runtime.measuring import StageFigures
 from shardnet.types import DType
@@ -91,6 +96,19 @@ def test_a_damaged_file_is_ignored_and_rewritten(tmp_path: Path, damage: str) ->
     assert cache.get(key()) is None
     cache.put(key(), FIGURE)
     assert FigureCache(tmp_path, print).get(key()) == FIGURE
+
+
+def test_a_figure_of_a_busy_machine_is_known_for_minutes(tmp_path: Path) -> None:
+    stage = dataclasses.replace(FIGURE.stage, is_steady=False)
+    unsteady = dataclasses.replace(FIGURE, stage=stage)
+    now_s = FIGURE.measured_at_s + UNSTEADY_GOOD_FOR_S - 1
+    cache = FigureCache(tmp_path, print, lambda: now_s)
+    cache.put(key(), unsteady)
+    assert cache.get(key()) == unsteady
+    assert FigureCache(tmp_path, print, lambda: now_s).get(key()) == unsteady
+    now_s += 2
+    assert cache.get(key()) is None
+    assert FigureCache(tmp_path, print, lambda: now_s).get(key()) is None
 
 
 def test_without_a_folder_or_a_disk_figures_live_as_long_as_the_process(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None
     assert link["bytes_per_s"] > 0
 
 
+def test_plan_for_many_sequences_says_so(trio: Crew, parrots: Parrots) -> None:
+    arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
+    plan = trio.machine.run("plan", *arguments, "--optimise", "throughput")
+    assert "tokens/s of many sequences" in plan.stdout
+    wrong = trio.machine.run("plan", *arguments, "--optimise", "beauty")
+    assert wrong.code == 2
+    assert "choose latency or throughput" in wrong.stderr
+
+
 def test_plan_loads_nothing(trio: Crew, parrots: Parrots) -> None:
     before = [node.log.count("loaded layers") for node in trio.nodes]
     trio.machine.run("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())

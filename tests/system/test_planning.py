@@ -7,6 +7,7 @@ there a proxy makes the way slow.
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 from netns import Host, NotPermittedError, open_network
-from nodes import Machine, NodeProcess
-from parrot import make_parrot
+from nodes import Crew, Machine, NodeProcess
+from parrot import Parrots, make_parrot
 from proxy import Proxy
 
 DELAY_S = 0.02
@@ -49,9 +50,16 @@ def meet(node: NodeProcess, *names: str) -> None:
 
 @contextlib.contextmanager
 def on_loopback(folder: Path) -> Iterator[Machine]:
-    """Start the nodes; the others reach cleo through proxies. Gives the machine of anna."""
+    """Start the nodes; the others reach cleo through proxies. Gives the machine of anna.
+
+    They compute at one speed, measured once: what keeps the test's machine busy shall not count.
+    """
+    cache = str(folder / "cache")
     with contextlib.ExitStack() as stack:
-        a, b, c = (stack.enter_context(machine(folder / name, None)) for name in ("a", "b", "c"))
+        a, b, c = (
+            stack.enter_context(machine(folder / name, None, XDG_CACHE_HOME=cache))
+            for name in ("a", "b", "c")
+        )
         cleo = start(c, "cleo")
         ways = [
             stack.enter_context(Proxy("127.0.0.1", cleo.ready["port"], delay_s=DELAY_S))
@@ -143,6 +151,21 @@ def test_a_node_that_would_slow_the_ring_is_used_only_where_nothing_fits_without
         assert min(stage["predicted_compute_ms"], stage["compute_ms"]) > 0
         assert min(stage["predicted_hop_ms"], stage["hop_ms"]) > 0
         assert stage["predicted_hop_ms"] < DELAY_S * 1e3
+
+
+def test_a_plan_does_not_measure_beside_a_generation(trio: Crew, parrots: Parrots) -> None:
+    """Nor does it fail: what is not known is not needed."""
+    running = trio.begin(parrots.big, trio.addresses(0, 1))
+    arguments = ["--model", str(parrots.signs), "--threads", "3", "--nodes", trio.addresses(0, 1)]
+    told = trio.machine.run("plan", "--json", *arguments).json
+    assert running.process.poll() is None
+    running.signal(signal.SIGINT)
+    assert running.wait().code == 130
+    assert len(told["stages"]) == 2
+    assert told["predicted_tok_s"] is None
+    for node in told["measured"]["nodes"]:
+        assert "is generating with" in node["why_not"]
+        assert node["layer_ms"] is None
 
 
 def _check_measured(told: dict[str, Any]) -> None:
