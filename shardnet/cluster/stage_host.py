@@ -209,6 +209,7 @@ async def _to_its_end(executor: Executor, job: Callable[[], T], reporter: _Repor
         await asyncio.wait([running])
         if not running.cancelled():
             running.exception()  # it was told to give up: nobody else asks how it ended
+        del running  # with what it has made: the memory may be wanted back while this error travels
         raise
 
 
