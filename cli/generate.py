@@ -31,6 +31,7 @@ from .options import (
     Optimise,
     Peer,
     Threads,
+    WireDTypeName,
     check_sendable,
     model_choice,
 )
@@ -52,6 +53,7 @@ def generate(
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
+    wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -127,6 +129,7 @@ def generate(
             layers=layers,
             context=context,
             dtype=dtype,
+            wire_dtype=wire_dtype,
             threads=threads,
             optimise=optimise,
         ),

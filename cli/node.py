@@ -147,9 +147,9 @@ async def _run(flags: _Flags) -> None:
         threads=flags.threads,
         peers=flags.peers,
         local_nodes=local_nodes,
+        cache=cache_dir(os.environ),
         log=say,
         identity=identity,
-        cache=cache_dir(os.environ),
         discovery=None
         if flags.no_mdns
         else Discovery(

@@ -88,6 +88,16 @@ DTypeName = Annotated[
         envvar="SHARDNET_DTYPE",
     ),
 ]
+WireDTypeName = Annotated[
+    str,
+    typer.Option(
+        "--wire-dtype",
+        metavar="bfloat16|float16|int8",
+        help="Round activations for slow links; `plan` shows the error. Default: round nothing.",
+        envvar="SHARDNET_WIRE_DTYPE",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -168,10 +178,11 @@ def model_choice(
     layers: str,
     context: int,
     dtype: str,
+    wire_dtype: str,
     threads: int,
     optimise: str,
 ) -> ModelChoice:
-    """Put the shared options together. Raises typer.BadParameter, which names the flag."""
+    """Put the shared options together. Raises typer.BadParameter for a value that is none."""
     if optimise not in ("", "latency", "throughput"):
         raise typer.BadParameter(
             f"'{optimise}': choose latency or throughput", param_hint="--optimise"
@@ -179,6 +190,10 @@ def model_choice(
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise typer.BadParameter(
             f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
+        )
+    if wire_dtype not in ("", "bfloat16", "float16", "int8"):
+        raise typer.BadParameter(
+            f"'{wire_dtype}': choose bfloat16, float16 or int8", param_hint="--wire-dtype"
         )
     try:
         ranges = parse_layers(layers) if layers else ()
@@ -190,6 +205,7 @@ def model_choice(
         layers=[(part.start, part.end) for part in ranges],
         context=context,
         dtype=dtype,
+        wire_dtype=wire_dtype,
         threads=threads,
         optimise=optimise,  # type: ignore[arg-type]  # checked above
     )

@@ -17,6 +17,7 @@ from shardnet.errors import UsageError
 from shardnet.wire.control import LastRun, ModelChoice, PlanRequest
 
 from .access import Access
+from .narrow_wire import WireBar
 from .options import (
     Context,
     DTypeName,
@@ -31,6 +32,7 @@ from .options import (
     Optimise,
     Peer,
     Threads,
+    WireDTypeName,
     check_sendable,
     model_choice,
 )
@@ -48,6 +50,7 @@ def plan(
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
+    wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -68,6 +71,7 @@ def plan(
         layers=layers,
         context=context,
         dtype=dtype,
+        wire_dtype=wire_dtype,
         threads=threads,
         optimise=optimise,
     )
@@ -89,7 +93,8 @@ async def _show(
     as_json: bool,
 ) -> None:
     async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
-        reply = await target.client.plan(target.choice, again=again)
+        with WireBar(choice.wire_dtype) as bar:
+            reply = await target.client.plan(target.choice, bar.update, again=again)
     print(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
 
 

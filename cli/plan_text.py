@@ -11,6 +11,8 @@ from typing import Any
 from shardnet.wire.control import LastRun, PlannedStage, PlanReply, StageShare
 from shardnet.wire.measured import NodeMeasured, WayMeasured
 
+from .narrow_wire import narrow_wire_json, narrow_wire_words
+
 NOT_MEASURED = "not measured"
 
 HOPS_NOTE = (
@@ -25,6 +27,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "model": plan.model,
         "model_id": plan.model_id,
         "dtype": plan.dtype,
+        "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,
         "stages": [
@@ -44,6 +47,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
         "predicted_tok_s": plan.predicted_tok_s,
         "why": plan.why,
+        **narrow_wire_json(plan.wire),
         "measured": {
             "nodes": [_node_json(node) for node in plan.nodes],
             "links": [
@@ -67,6 +71,8 @@ def plan_text(plan: PlanReply) -> str:
         lines.append(f"  predicted: {_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [_stage_line(plan, stage) for stage in plan.stages]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
+    if plan.wire is not None:
+        lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
     if plan.nodes:
         lines += ["measured:", *(f"  {_node_line(node)}" for node in plan.nodes)]
         names = {node.node: node.name for node in plan.nodes}
@@ -80,6 +86,7 @@ def run_json(run: LastRun) -> dict[str, Any]:
     return {
         "model": plan.model,
         "dtype": plan.dtype,
+        "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,
         "n_tokens": run.n_tokens,

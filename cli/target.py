@@ -136,9 +136,9 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
+        cache=cache_dir(os.environ),
         log=lambda line: None,
         identity=identity,
-        cache=cache_dir(os.environ),
     )
     async with (
         running(settings) as node,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -86,8 +86,17 @@ class Client:
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
-    async def plan(self, choice: ModelChoice, *, again: bool = False) -> PlanReply:
+    async def plan(
+        self,
+        choice: ModelChoice,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        *,
+        again: bool = False,
+    ) -> PlanReply:
         """Ask for the plan that `choice` would get; with `again` everything is measured anew.
+
+        `on_progress` is called while a narrower wire is measured, which takes as long as the head
+        needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
@@ -96,6 +105,8 @@ class Client:
             async for answer in answers:
                 if isinstance(answer, PlanReply):
                     return answer
+                if isinstance(answer, NodeProgress) and on_progress is not None:
+                    on_progress(answer)
         raise _no_answer(self.address)
 
     async def last_run(self) -> LastRun:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder: shardnet's place in $XDG_CACHE_HOME, else in ~/.cache. It may not exist.
+    """Return the folder: $SHARDNET_CACHE_DIR, else shardnet's place in $XDG_CACHE_HOME or ~/.cache.
 
-    A relative $XDG_CACHE_HOME does not count, as the XDG specification asks.
+    It may not exist. A relative $XDG_CACHE_HOME does not count, as the XDG specification asks.
     """
+    if environment.get("SHARDNET_CACHE_DIR"):
+        return Path(environment["SHARDNET_CACHE_DIR"])
     base = environment.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "shardnet"

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.head import Elsewhere, Head, Lead
 from shardnet.cluster.last_run import write_last_run
+from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import UsageError
 from shardnet.model.text import TextStream
 from shardnet.model.tokenizer import Tokenizer, check_token_ids
@@ -48,25 +49,36 @@ class Clients:
     """Serves the client messages of all control links of a node."""
 
     def __init__(
-        self, head: Head, reader: Executor, cache: Path | None, log: Callable[[str], None]
+        self,
+        head: Head,
+        reader: Executor,
+        wire_errors: WireErrors,
+        cache: Path,
+        log: Callable[[str], None],
     ) -> None:
         """Take the head that makes rings and the thread that turns prompts into token ids.
 
-        The last run is kept in the folder `cache` too, if there is one.
+        The last run is kept in the folder `cache` too.
         """
         self._head = head
         self._reader = reader
+        self._wire_errors = wire_errors
         self._cache = cache
         self._log = log
         self._last_run: LastRun | None = None
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
-        """Answer with the plan, or with where to ask."""
+        """Answer with the plan, or with where to ask. A wire that is asked for is measured."""
         plan = await self._head.plan(message.choice, measure_one=True, again=message.again)
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
-        else:
+        elif not plan.choice.wire_dtype:
             control.send(plan.reply(message.request))
+        else:
+            wire = await self._wire_errors.narrow(
+                plan, lambda done, total: _report(control, message.request, done, total)
+            )
+            control.send(plan.reply(message.request, wire))
 
     async def last_run(self, control: ControlLink, message: LastRunRequest) -> None:
         """Tell the last generation led from here, or who leads the ring that this node is in.
@@ -136,12 +148,19 @@ class Clients:
             n_tokens=n_tokens,
             ended_at_s=time.time(),
         )
-        if self._cache is not None:
-            folder = self._cache
-            try:
-                await self._reader.run(lambda: write_last_run(folder, run))
-            except OSError as error:
-                self._log(f"the last run is not kept in {folder}: {error}")
+        try:
+            await self._reader.run(lambda: write_last_run(self._cache, run))
+        except OSError as error:
+            self._log(f"the last run is not kept in {self._cache}: {error}")
+
+
+def _report(control: ControlLink, request: int, done_bytes: int, total_bytes: int) -> None:
+    """Tell a client how far this node is; one that has gone need not know."""
+    if not control.link.closed:
+        progress = NodeProgress(
+            request=request, rank=0, done_bytes=done_bytes, total_bytes=total_bytes
+        )
+        control.send(progress)
 
 
 def _prompt_ids(message: Generate, lead: Lead) -> list[int]:

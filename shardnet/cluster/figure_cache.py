@@ -91,18 +91,18 @@ class Figure:
 
 
 class FigureCache:
-    """Figures by key, in memory and, with a `folder`, on disk. `log` hears why a disk fails.
+    """Figures by key, in memory and in the cache `folder`. `log` hears why a disk fails.
 
     `now_s` gives the seconds since 1970.
     """
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path,
         log: Callable[[str], None],
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        self._folder = folder / FOLDER if folder is not None else None
+        self._folder = folder / FOLDER
         self._log = log
         self._now_s = now_s
         self._known: dict[FigureKey, Figure] = {}
@@ -111,7 +111,7 @@ class FigureCache:
         """Return what is known. A file that is damaged or speaks of something else is ignored, and
         what was measured on a busy machine is known for some minutes only.
         """
-        if key not in self._known and self._folder is not None:
+        if key not in self._known:
             found = _read(self._folder / key.file_name, key)
             if found is not None:
                 self._known[key] = found
@@ -126,8 +126,6 @@ class FigureCache:
     def put(self, key: FigureKey, figure: Figure) -> None:
         """Keep a figure. Where the disk does not take it, it lives as long as this process."""
         self._known[key] = figure
-        if self._folder is None:
-            return
         content = json.dumps({"key": asdict(key), "figure": asdict(figure)}, indent=1)
         try:
             write_whole(self._folder / key.file_name, content.encode())

@@ -31,6 +31,7 @@ from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
 from shardnet.cluster.survey import Survey
+from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import (
     PeerFailedError,
     ProtocolError,
@@ -79,8 +80,8 @@ class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
-    nodes and makes this one found; without it there are only `peers`, and whom they know. Figures
-    and the last run are kept in the folder `cache`, if there is one.
+    nodes and makes this one found; without it there are only `peers`, and whom they know. `cache`
+    is the folder for what can be made again, figures and the last run among it.
     """
 
     node: NodeId
@@ -89,10 +90,10 @@ class NodeSettings:
     threads: int
     peers: tuple[str, ...]
     local_nodes: LocalNodes
+    cache: Path
     log: Callable[[str], None]
     identity: Identity | None = None
     discovery: Discovery | None = None
-    cache: Path | None = None
 
 
 class Node:
@@ -143,7 +144,12 @@ class Node:
             control_to=self._control,
         )
         self._head = Head(self)
-        self._clients = Clients(self._head, self._reader, settings.cache, settings.log)
+        self._wire_errors = WireErrors(
+            cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
+        )
+        self._clients = Clients(
+            self._head, self._reader, self._wire_errors, settings.cache, settings.log
+        )
 
     @property
     def node(self) -> NodeId:
@@ -219,6 +225,7 @@ class Node:
         await self._peers.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
         self._reader.close()
+        self._wire_errors.close()
 
     # --- what the head needs to know (head.Neighbourhood)
 

@@ -23,6 +23,8 @@ U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0)]
+"""A part of something, which it may exceed."""
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, until the year 9999."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]

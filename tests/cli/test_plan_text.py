@@ -35,6 +35,7 @@ PLAN = PlanReply(
     model="/m",
     model_id="ab",
     dtype="bfloat16",
+    wire_dtype="bfloat16",
     context=512,
     stages=[stage(0, "anna", 31.4, 0.21), stage(1, "bert", 24.0, 0.2)],
     left_out=[LeftOut(node="id-cleo", name="cleo", why="with it 3 tok/s, without 18")],

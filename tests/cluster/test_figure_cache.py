@@ -111,11 +111,11 @@ def test_a_figure_of_a_busy_machine_is_known_for_minutes(tmp_path: Path) -> None
     assert FigureCache(tmp_path, print, lambda: now_s).get(key()) is None
 
 
-def test_without_a_folder_or_a_disk_figures_live_as_long_as_the_process(tmp_path: Path) -> None:
+def test_without_a_disk_figures_live_as_long_as_the_process(tmp_path: Path) -> None:
     said, log = lines()
     (tmp_path / "file").touch()
-    for cache in (FigureCache(None, log), FigureCache(tmp_path / "file", log)):
-        cache.put(key(), FIGURE)
-        assert cache.get(key()) == FIGURE
+    cache = FigureCache(tmp_path / "file", log)
+    cache.put(key(), FIGURE)
+    assert cache.get(key()) == FIGURE
     assert len(said) == 1
     assert "figures are not kept in" in said[0]

@@ -16,6 +16,7 @@ RUN = LastRun(
         model="/m",
         model_id="ab",
         dtype="bfloat16",
+        wire_dtype="bfloat16",
         context=512,
         stages=[
             PlannedStage(

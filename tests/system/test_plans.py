@@ -57,7 +57,7 @@ def on_loopback(folder: Path) -> Iterator[Machine]:
     cache = str(folder / "cache")
     with contextlib.ExitStack() as stack:
         a, b, c = (
-            stack.enter_context(machine(folder / name, None, XDG_CACHE_HOME=cache))
+            stack.enter_context(machine(folder / name, None, SHARDNET_CACHE_DIR=cache))
             for name in ("a", "b", "c")
         )
         cleo = start(c, "cleo")
