@@ -29,6 +29,8 @@ from shardnet.wire.control import (
     PlanReply,
     PlanRequest,
     Redirect,
+    ReportReply,
+    ReportRequest,
     Status,
     StatusReply,
     TextPiece,
@@ -83,6 +85,24 @@ class Client:
         """Ask the node who it is and, with `with_peers`, whom it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
+
+    async def report(
+        self, *, probe: bool = False, with_peers: bool = False, model: str = ""
+    ) -> AsyncGenerator[ReportReply, None]:
+        """Ask the node what it knows and, with `with_peers`, what those know that it is linked to.
+
+        With `probe` each first knocks at the addresses of all that it knows. `model` is a path to
+        look for. Yields the reports as they come. Raises AuthenticationError where the node tells
+        only members, LinkError when the link ends.
+        """
+        message = ReportRequest(
+            request=self._control.next_request(), probe=probe, with_peers=with_peers, model=model
+        )
+        async with self._control.conversation(message) as answers:
+            async for answer in answers:
+                if not isinstance(answer, ReportReply):
+                    return
+                yield answer
 
     async def plan(self, choice: ModelChoice) -> PlanReply:
         """Ask for the plan that `choice` would get.

@@ -32,6 +32,7 @@ from shardnet.wire.control import (
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     Status,
     Unload,
@@ -49,6 +50,7 @@ REPLY_SILENCE_S = 30.0
 Request = (
     Status
     | Ping
+    | ReportRequest
     | IdentifyModel
     | LoadStage
     | ConnectRing

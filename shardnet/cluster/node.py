@@ -6,9 +6,11 @@ Knows who answers which message. Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -22,7 +24,10 @@ from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
+from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.refusals import Refusals
+from shardnet.cluster.reporter import Holding, Reporter
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
@@ -53,6 +58,7 @@ from shardnet.wire.control import (
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     StageInfo,
     StageReady,
@@ -122,7 +128,20 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
+        self._refusals = Refusals()
         self._head = Head(self)
+        self._reporter = Reporter(
+            own_info=self.info,
+            holding=self._holding,
+            cluster=self.cluster,
+            presence=self._presence,
+            peers=self._peers,
+            discovery=settings.discovery,
+            refusals=self._refusals,
+            knock=self._probe,
+            identify=self._identify_own,
+            disk=Path.home(),
+        )
         self._clients = Clients(self._head, self._reader)
 
     @property
@@ -175,6 +194,10 @@ class Node:
             self._peers.adopt(link)
         else:
             self._tasks.create_task(self._serve_client(link))
+
+    def refused(self, host: str, error: ShardnetError) -> None:
+        """Take note of a handshake of `host` that failed."""
+        self._refusals.note(host, error, time.monotonic())
 
     async def keep_peers(self) -> None:
         """Keep links to the peers that were named and to all that are found."""
@@ -268,6 +291,9 @@ class Node:
             stage=stage,
         )
 
+    def _holding(self) -> Holding:
+        return Holding(stage=self._host.state(), n_requests=self._head.n_requests)
+
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
@@ -289,6 +315,8 @@ class Node:
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
             case Ping(request=request):
                 control.send(Done(request=request))
+            case ReportRequest():
+                await self._reporter.answer(control, message)
             case PeersKnown():
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
@@ -344,6 +372,12 @@ class Node:
         hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
         return await tcp.connect(host, port, hello, options=self.options)
 
+    async def _probe(self, address: str) -> Link:
+        host, port = split_address(address)
+        hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
+        options = replace_field(self.options, handshake_s=PROBE_S)
+        return await tcp.connect(host, port, hello, options=options)
+
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
 
@@ -380,6 +414,7 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             node.hello,
             node.accept,
             on_failure=lambda error: settings.log(f"refused a link: {error}"),
+            on_refused=node.refused,
             options=node.options,
         )
         node.listening_at(listener.address)

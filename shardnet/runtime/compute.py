@@ -66,6 +66,10 @@ class StageCompute(Protocol):
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
 
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now. Any thread may look."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTiming:

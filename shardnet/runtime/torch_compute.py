@@ -37,6 +37,11 @@ class TorchCompute:
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, _Owner] = {}
 
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now; see StageCompute."""
+        return self._model.kv.blocks_used
+
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
     ) -> None:

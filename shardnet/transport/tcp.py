@@ -37,6 +37,8 @@ ACCEPT_PAUSE_S: Final = 0.5
 OnLink = Callable[[Link], Awaitable[None]]
 OnFailure = Callable[[ShardnetError], None]
 """Called with why a peer's link did not come up, or its handler failed. It names the peer."""
+OnRefused = Callable[[str, ShardnetError], None]
+"""Called with the host of each handshake that came to nothing, and why."""
 
 
 async def connect(
@@ -74,6 +76,7 @@ async def listen(
     on_link: OnLink,
     *,
     on_failure: OnFailure | None = None,
+    on_refused: OnRefused | None = None,
     options: LinkOptions | None = None,
 ) -> Listener:
     """Accept links on the first address of `host`, on all interfaces if it is empty; port 0 takes
@@ -88,7 +91,13 @@ async def listen(
     Raises UsageError for a port that cannot be, ConfigurationError when the address cannot be used.
     """
     _check_port(port, lowest=0)
-    listener = Listener(hello, on_link, on_failure or _log_failure, options or LinkOptions())
+    listener = Listener(
+        hello,
+        on_link,
+        on_failure or _log_failure,
+        on_refused or _tell_nobody,
+        options or LinkOptions(),
+    )
     await listener.start(host, port)
     return listener
 
@@ -101,11 +110,13 @@ class Listener:
         hello: Hello | HelloAnswer,
         on_link: OnLink,
         on_failure: OnFailure,
+        on_refused: OnRefused,
         options: LinkOptions,
     ) -> None:
         self._hello = hello
         self._on_link = on_link
         self._on_failure = on_failure
+        self._on_refused = on_refused
         self._options = options
         self._admission = Admission(
             total=options.max_handshakes, per_host=options.max_handshakes_per_host
@@ -208,6 +219,7 @@ class Listener:
         return up
 
     def _report(self, address: tuple[str, int], error: ShardnetError) -> None:
+        self._on_refused(address[0], error)
         if self._admission.is_news(address[0], error):
             self._on_failure(error)
 
@@ -352,3 +364,7 @@ def _cannot_listen(where: str, error: OSError) -> str:
 
 def _log_failure(error: ShardnetError) -> None:
     _log.warning("a link failed: %s", error)
+
+
+def _tell_nobody(host: str, error: ShardnetError) -> None:
+    """Take no note of a refused handshake."""

@@ -1,0 +1,79 @@
+"""Probes: what comes of knocking at addresses now, told apart as a person needs it.
+
+Knows what the failures of a handshake say about the way to a port and who is behind it. Must not
+know why anybody asks, nor keep anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from shardnet.cluster.peers import split_address
+from shardnet.cluster.soundings import Knock, sound
+from shardnet.errors import (
+    AuthenticationError,
+    PeerUnreachableError,
+    ShardnetError,
+    VersionMismatchError,
+)
+from shardnet.types import NodeId
+from shardnet.wire.messages import explanation
+from shardnet.wire.reports import AddressView, Seen
+
+HANDSHAKE_S: Final = 2.0
+"""How long a node may take to answer a probe."""
+CONNECT_S: Final = 0.5
+"""How long TCP alone may take then, to tell a firewall from a node that hangs."""
+
+
+async def probe(node: NodeId, addresses: Sequence[str], knock: Knock) -> list[AddressView]:
+    """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
+
+    Never raises. Takes as long as `knock` waits, and CONNECT_S more.
+    """
+    return list(await asyncio.gather(*(_probe(node, address, knock) for address in addresses)))
+
+
+def judge(error: ShardnetError) -> Seen:
+    """Say what an error of dialling means. `dropped` is not told from `hangs`: see `probe`."""
+    match error:
+        case AuthenticationError():
+            return "other key"
+        case VersionMismatchError():
+            return "other version"
+        case PeerUnreachableError(__cause__=ConnectionRefusedError()):
+            return "refused"
+        case PeerUnreachableError(__cause__=TimeoutError()):
+            return "dropped"
+        case PeerUnreachableError():
+            return "unreachable"
+        case _:
+            return "failed"
+
+
+async def _probe(node: NodeId, address: str, knock: Knock) -> AddressView:
+    try:
+        answer = await sound(address, knock)
+    except ShardnetError as error:
+        seen = judge(error)
+        if seen == "dropped" and await _connects(address):
+            seen = "hangs"
+        return AddressView(address=address, seen=seen, why=explanation(error))
+    if answer.node != node:
+        why = f"another node answers there, {answer.name} ({answer.node})"
+        return AddressView(address=address, seen="other node", why=why)
+    return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s)
+
+
+async def _connects(address: str) -> bool:
+    """Say whether TCP is answered at an address, whoever it is."""
+    host, port = split_address(address)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True
