@@ -44,13 +44,17 @@ if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
 MAX_REDIRECTS = 3
+HANDSHAKE_S = 5.0
+"""How long a node may take to say its hello."""
 
 GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
 Ask = PlanRequest | Generate | Unload
 
 
-async def dial(address: str, identity: Identity | None = None) -> Link:
-    """Open a client's control link to the node at `address` (host:port).
+async def dial(
+    address: str, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+) -> Link:
+    """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
 
     Raises UsageError for an address that is none, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key that `identity` is made of.
@@ -63,7 +67,8 @@ async def dial(address: str, identity: Identity | None = None) -> Link:
         name="client",
         version=__version__,
     )
-    return await tcp.connect(host, port, hello, options=LinkOptions(identity=identity))
+    options = LinkOptions(identity=identity, handshake_s=handshake_s)
+    return await tcp.connect(host, port, hello, options=options)
 
 
 class Client:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shardnet.cluster.peers import split_address
-from shardnet.cluster.soundings import Knock, sound
+from shardnet.cluster.soundings import Knock, Sounding, sound
 from shardnet.errors import (
     AuthenticationError,
     PeerUnreachableError,
@@ -31,13 +31,33 @@ CONNECT_S: Final = 0.5
 async def probe(node: NodeId, addresses: Sequence[str], knock: Knock) -> list[AddressView]:
     """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
 
-    Never raises. Takes as long as `knock` waits, and CONNECT_S more.
+    Takes as long as `knock` waits, and CONNECT_S more.
     """
-    return list(await asyncio.gather(*(_probe(node, address, knock) for address in addresses)))
+
+    async def at(address: str) -> AddressView:
+        view, answer = await look(address, knock)
+        if answer is None or answer.node == node:
+            return view
+        why = f"another node answers there, {answer.name} ({answer.node})"
+        return AddressView(address=address, seen="other node", why=why)
+
+    return list(await asyncio.gather(*(at(address) for address in addresses)))
+
+
+async def look(address: str, knock: Knock) -> tuple[AddressView, Sounding | None]:
+    """Knock at an address; return what came of it, and who has answered if anybody has."""
+    try:
+        answer = await sound(address, knock)
+    except ShardnetError as error:
+        seen = judge(error)
+        if seen == "dropped" and await _connects(address):
+            seen = "hangs"
+        return AddressView(address=address, seen=seen, why=explanation(error)), None
+    return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s), answer
 
 
 def judge(error: ShardnetError) -> Seen:
-    """Say what an error of dialling means. `dropped` is not told from `hangs`: see `probe`."""
+    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see `look`."""
     match error:
         case AuthenticationError():
             return "other key"
@@ -51,20 +71,6 @@ def judge(error: ShardnetError) -> Seen:
             return "unreachable"
         case _:
             return "failed"
-
-
-async def _probe(node: NodeId, address: str, knock: Knock) -> AddressView:
-    try:
-        answer = await sound(address, knock)
-    except ShardnetError as error:
-        seen = judge(error)
-        if seen == "dropped" and await _connects(address):
-            seen = "hangs"
-        return AddressView(address=address, seen=seen, why=explanation(error))
-    if answer.node != node:
-        why = f"another node answers there, {answer.name} ({answer.node})"
-        return AddressView(address=address, seen="other node", why=why)
-    return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s)
 
 
 async def _connects(address: str) -> bool:
