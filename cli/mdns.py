@@ -34,7 +34,6 @@ LONGEST_S: Final = 1.5
 QUIET_S: Final = 0.4
 """How long a command looks for nodes, and after which silence it has seen them all."""
 
-
 ANSWER_S: Final = 2.0
 """How long a node that was found may take to answer."""
 
@@ -76,8 +75,10 @@ async def _browse(*, beyond: bool) -> list[Candidate]:
     )
 
 
-async def find_nearest(identity: Identity | None, *, insecure: bool) -> list[Sounding]:
-    """Look for nodes and return those that answer, the nearest first."""
+async def find_nearest(
+    identity: Identity | None, *, insecure: bool, answer_s: float = ANSWER_S
+) -> list[Sounding]:
+    """Look for nodes and return those that answer within `answer_s`, the nearest first."""
     from shardnet.api.client import dial
     from shardnet.cluster.soundings import compare
 
@@ -87,7 +88,7 @@ async def find_nearest(identity: Identity | None, *, insecure: bool) -> list[Sou
     async def ask(candidate: Candidate) -> Sounding | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(answer_s):
                 return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
         return None
 

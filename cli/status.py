@@ -106,6 +106,7 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
 
 def _as_text(info: NodeInfo, report: NodeReport) -> str:
     from shardnet.cluster.diagnosis_facts import age
+    from shardnet.cluster.placement_words import size
 
     peers = [_peer_name(report, view.node) for view in report.peers if view.is_linked]
     used = info.memory_bytes - info.memory_free_bytes
@@ -113,8 +114,8 @@ def _as_text(info: NodeInfo, report: NodeReport) -> str:
         f"node     {info.name} ({info.node})",
         f"address  {info.address or '-'}, shardnet {info.version}, up {age(report.uptime_s)}",
         f"cluster  {report.cluster or 'none: no cluster key'}",
-        f"device   {info.device}, {info.threads} threads, memory {_gib(used)} used, "
-        f"{_gib(info.memory_free_bytes)} free",
+        f"device   {info.device}, {info.threads} threads, memory {size(used)} used, "
+        f"{size(info.memory_free_bytes)} free",
         f"peers    {', '.join(peers) or 'none'}",
     ]
     stage = report.stage
@@ -132,8 +133,7 @@ def _as_text(info: NodeInfo, report: NodeReport) -> str:
     return "\n".join(
         [
             *lines,
-            f"weights  {stage.weight_bytes / 2**20:.1f} MiB, {stage.kernel}, {stage.dtype} on "
-            "the wire",
+            f"weights  {size(stage.weight_bytes)}, {stage.kernel}, {stage.dtype} on the wire",
             f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
             f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
             f"running  {_running(report, stage)}",
@@ -154,7 +154,3 @@ def _head_name(info: NodeInfo, report: NodeReport, stage: StageState) -> str:
 
 def _peer_name(report: NodeReport, node: str) -> str:
     return next((view.name for view in report.peers if view.node == node), node)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

@@ -259,23 +259,27 @@ def _multicast(facts: Facts, where: str, report: NodeReport, view: PeerView) -> 
 
 
 def _mtus(facts: Facts) -> Iterator[Finding]:
-    """Compare the largest packets of both ends of each link."""
+    """Compare the largest packets of both ends of each link, once."""
     reports = {reply.node: reply.report for reply in facts.replies if reply.report is not None}
+    compared: set[frozenset[str]] = set()
     for node, report in reports.items():
         for view in report.peers:
-            other = reports.get(view.node)
-            if other is None or not view.is_linked or (view.node in reports and view.node < node):
+            pair, other = frozenset((node, view.node)), reports.get(view.node)
+            if other is None or not view.is_linked or pair in compared:
                 continue
             ends = _ends(report, other, view.address)
-            if ends is not None and ends[0].mtu != ends[1].mtu and all(end.mtu for end in ends):
-                near, far = ends
+            if ends is None:  # it is the other one that has found the way
+                continue
+            compared.add(pair)
+            near, far = ends
+            if near.mtu and far.mtu and near.mtu != far.mtu:
                 yield Finding(
                     severity=Severity.INFO,
                     topic="mtu",
                     where=f"{facts.label(node)} ↔ {facts.label(view.node)}",
                     what=(
                         f"largest packets differ: {near.mtu} bytes on {near.interface} and "
-                        f"{far.mtu} on {far.interface}"
+                        f"{far.mtu} bytes on {far.interface}"
                     ),
                     remedy="if large transfers stall, set both to the smaller one",
                 )

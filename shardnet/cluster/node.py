@@ -311,7 +311,7 @@ class Node:
     async def _handle(self, control: ControlLink, message: Incoming) -> None:
         match message:
             case Status(request=request, with_peers=with_peers):
-                peers = await self._neighbours.peers() if with_peers else []
+                peers = await self._neighbours.listed() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
             case Ping(request=request):
                 control.send(Done(request=request))

@@ -20,7 +20,7 @@ from shardnet.errors import (
 )
 from shardnet.types import NodeId
 from shardnet.wire.messages import explanation
-from shardnet.wire.reports import AddressView, Seen
+from shardnet.wire.reports import MAX_REASON, AddressView, Seen
 
 HANDSHAKE_S: Final = 2.0
 """How long a node may take to answer a probe."""
@@ -39,7 +39,7 @@ async def probe(node: NodeId, addresses: Sequence[str], knock: Knock) -> list[Ad
         if answer is None or answer.node == node:
             return view
         why = f"another node answers there, {answer.name} ({answer.node})"
-        return AddressView(address=address, seen="other node", why=why)
+        return AddressView(address=address, seen="other node", why=explanation(why, MAX_REASON))
 
     return list(await asyncio.gather(*(at(address) for address in addresses)))
 
@@ -52,7 +52,7 @@ async def look(address: str, knock: Knock) -> tuple[AddressView, Sounding | None
         seen = judge(error)
         if seen == "dropped" and await _connects(address):
             seen = "hangs"
-        return AddressView(address=address, seen=seen, why=explanation(error)), None
+        return AddressView(address=address, seen=seen, why=explanation(error, MAX_REASON)), None
     return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s), answer
 
 

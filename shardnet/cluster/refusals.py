@@ -11,7 +11,7 @@ from typing import Final
 
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages import explanation
-from shardnet.wire.reports import MAX_VIEWS, RefusedHost
+from shardnet.wire.reports import MAX_REASON, MAX_VIEWS, RefusedHost
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Refusals:
         """Take a handshake of `host` that has failed. `now` is in seconds of any one clock."""
         key = (host.removeprefix("::ffff:"), error.code)
         refused = self._by_host.setdefault(key, _Refused(why="", n_times=0, last=now))
-        refused.why, refused.last = explanation(error), now
+        refused.why, refused.last = explanation(error, MAX_REASON), now
         refused.n_times += 1
         self._by_host.move_to_end(key)
         if len(self._by_host) > self._most:

@@ -28,6 +28,8 @@ from shardnet.wire.control import Done, NodeInfo, ReportReply, ReportRequest
 from shardnet.wire.frames import PROTOCOL_VERSION
 from shardnet.wire.messages import explanation
 from shardnet.wire.reports import (
+    MAX_REASON,
+    MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
     InterfaceAddress,
@@ -40,7 +42,7 @@ from shardnet.wire.reports import (
 )
 from shardnet.wire.schema import MAX_PEER_ADDRESSES
 
-PEER_REPORT_S: Final = 5.0
+PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 IDENTIFY_S: Final = 3.0
 """How long looking at a checkpoint may take."""
@@ -151,10 +153,9 @@ class Reporter:
 
     async def _own(self, message: ReportRequest, received_at: float) -> ReportReply:
         info = self._own_info()
-        model_id, model_failure = "", ""
-        if message.model:
-            model_id, model_failure = await self._look_for(message.model)
-        views = await self._views(message.probe)
+        views, (model_id, model_failure) = await asyncio.gather(
+            self._views(message.probe), self._look_for(message.model)
+        )
         now, holding = time.monotonic(), self._holding()
         report = NodeReport(
             cluster=self._cluster or "",
@@ -165,7 +166,7 @@ class Reporter:
             multicast=self._multicast(now),
             peers=views,
             unreached=[
-                AddressView(address=address, seen=judge(error), why=explanation(error))
+                AddressView(address=address, seen=judge(error), why=explanation(error, MAX_REASON))
                 for address, error in self._peers.unreached.items()
             ][:MAX_VIEWS],
             refused=self._refusals.report(now),
@@ -181,7 +182,9 @@ class Reporter:
         )
 
     async def _look_for(self, model: str) -> tuple[str, str]:
-        """Return the id of the model at a path here, or why there is none."""
+        """Return the id of the model at a path here, or why there is none; "" for no path."""
+        if not model:
+            return "", ""
         try:
             async with asyncio.timeout(IDENTIFY_S):
                 return await self._identify(model), ""
@@ -211,7 +214,7 @@ class Reporter:
             is_linked=known.is_linked,
             address=known.address,
             rtt_s=known.rtt_s,
-            told_by=list(known.told_by)[:MAX_VIEWS],
+            told_by=list(known.told_by)[:MAX_TELLERS],
             refusal=explanation(known.refusal),
             addresses=views,
         )
@@ -281,5 +284,5 @@ def _remembered(known: PeerReport, address: str) -> AddressView:
     """What came of the last attempt at an address."""
     if address == known.address:
         return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
-    why = explanation(known.failures.get(address, ""))
+    why = explanation(known.failures.get(address, ""), MAX_REASON)
     return AddressView(address=address, seen="failed" if why else "not tried", why=why)

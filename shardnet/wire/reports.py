@@ -27,6 +27,10 @@ from shardnet.wire.schema import (
 
 MAX_VIEWS = 64
 """Peers, records and refused hosts that one report tells of, of each."""
+MAX_REASON = 400
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
+"""Why an address does not answer; there may be a thousand in a report."""
+MAX_TELLERS = 40
 
 Seen = Literal[
     "answers",
@@ -104,7 +108,7 @@ class AddressView(Strict, frozen=True, kw_only=True):
 
     address: Address
     seen: Seen
-    why: Explanation = ""
+    why: Reason = ""
     rtt_s: Seconds | None = None
 
 
@@ -123,7 +127,7 @@ class PeerView(Strict, frozen=True, kw_only=True):
     address: Address
     rtt_s: Seconds | None
     bytes_per_s: Seconds | None = None
-    told_by: Annotated[list[Name], Meta(max_length=MAX_VIEWS)]
+    told_by: Annotated[list[Name], Meta(max_length=MAX_TELLERS)]
     refusal: Explanation
     addresses: Annotated[list[AddressView], Meta(max_length=MAX_PEER_ADDRESSES)]
 
@@ -136,7 +140,7 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
 
     host: Name
     code: U32
-    why: Explanation
+    why: Reason
     n_times: Count
     age_s: Seconds
 

@@ -15,7 +15,7 @@ from wire_strategies import feed, hello, pair
 from shardnet import errors
 from shardnet.cluster.cluster_key import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
-from shardnet.wire import control, messages, schema
+from shardnet.wire import control, messages, reports, schema
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.machine import (
@@ -35,7 +35,7 @@ HEX = {
 }
 STRUCTS = {
     name: kind
-    for module in (messages, control)
+    for module in (messages, control, reports)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }
