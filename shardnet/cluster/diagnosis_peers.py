@@ -13,7 +13,7 @@ from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, Topic, ag
 from shardnet.wire.control import ReportReply
 from shardnet.wire.reports import AddressView, InterfaceAddress, NodeReport, PeerView, Seen
 
-SETTLED_S = 10.0
+SETTLED_S = 6.0
 """So long after both nodes were started each should have seen the other one's record."""
 UNHEARD_S = 70.0
 """In so long a time every node has announced itself by multicast twice."""
@@ -293,8 +293,14 @@ def _ends(
     far = next((a for a in theirs.interfaces if a.host == host), None)
     if far is None:
         return None
-    network = ip_network(f"{far.host.partition('%')[0]}/{far.prefix}", strict=False)
-    near = next(
-        (a for a in ours.interfaces if ip_address(a.host.partition("%")[0]) in network), None
-    )
+    near = next((a for a in ours.interfaces if _is_in_network(a.host, far)), None)
     return (near, far) if near is not None else None
+
+
+def _is_in_network(host: str, of: InterfaceAddress) -> bool:
+    """Say whether a host lies in the network of an address; what is no address lies nowhere."""
+    try:
+        network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
+        return ip_address(host.partition("%")[0]) in network
+    except ValueError:
+        return False
