@@ -139,7 +139,7 @@ class Node:
             discovery=settings.discovery,
             refusals=self._refusals,
             knock=self._probe,
-            identify=self._identify_own,
+            reader=self._reader,
             disk=Path.home(),
         )
         self._clients = Clients(self._head, self._reader)

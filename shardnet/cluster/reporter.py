@@ -24,6 +24,9 @@ from shardnet.cluster.probes import judge, probe
 from shardnet.cluster.refusals import Refusals
 from shardnet.cluster.soundings import Knock
 from shardnet.errors import AuthenticationError, ShardnetError
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.loading import identify
+from shardnet.types import NodeId
 from shardnet.wire.control import Done, NodeInfo, ReportReply, ReportRequest
 from shardnet.wire.frames import PROTOCOL_VERSION
 from shardnet.wire.messages import explanation
@@ -60,7 +63,9 @@ class Reporter:
     """Answers ReportRequest for one node.
 
     `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
-    the fingerprint of the key, None without one. `identify` gives the id of the model at a path.
+    the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
+    `disk` a folder on the disk where weights are kept. `bandwidth` measures, or knows, the bytes
+    per second to a linked node, None where it does not.
     """
 
     def __init__(
@@ -74,8 +79,9 @@ class Reporter:
         discovery: Discovery | None,
         refusals: Refusals,
         knock: Knock,
-        identify: Callable[[str], Awaitable[str]],
+        reader: Executor,
         disk: Path,
+        bandwidth: Callable[[NodeId], Awaitable[float | None]] | None = None,
     ) -> None:
         self._own_info = own_info
         self._holding = holding
@@ -85,8 +91,9 @@ class Reporter:
         self._discovery = discovery
         self._refusals = refusals
         self._knock = knock
-        self._identify = identify
+        self._reader = reader
         self._disk = disk
+        self._bandwidth = bandwidth
         self._started = time.monotonic()
 
     async def answer(self, control: ControlLink, message: ReportRequest) -> None:
@@ -187,7 +194,8 @@ class Reporter:
             return "", ""
         try:
             async with asyncio.timeout(IDENTIFY_S):
-                return await self._identify(model), ""
+                facts = await self._reader.run(lambda: identify(model))
+                return facts.model_id, ""
         except ShardnetError as error:
             return "", explanation(error)
         except TimeoutError:
@@ -199,8 +207,11 @@ class Reporter:
 
     async def _view(self, known: PeerReport, with_probes: bool) -> PeerView:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
+        bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
             views = await probe(known.node, addresses, self._knock)
+            if known.is_linked and self._bandwidth is not None:
+                bytes_per_s = await self._bandwidth(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
         link, record = self._peers.link_of(known.node), None
@@ -214,6 +225,7 @@ class Reporter:
             is_linked=known.is_linked,
             address=known.address,
             rtt_s=known.rtt_s,
+            bytes_per_s=bytes_per_s,
             told_by=list(known.told_by)[:MAX_TELLERS],
             refusal=explanation(known.refusal),
             addresses=views,

@@ -37,8 +37,10 @@ class Site:
 
 
 @contextlib.contextmanager
-def open_site(kind: str, n_machines: int, folder: Path, **environment: str) -> Iterator[Site]:
-    """Give a site in namespaces, with one cluster key, or on loopback, without one.
+def open_site(
+    kind: str, n_machines: int, folder: Path, *, with_key: bool = True, **environment: str
+) -> Iterator[Site]:
+    """Give a site in namespaces or on loopback, where the key keeps other nodes out.
 
     Skips where namespaces are not permitted.
     """
@@ -49,16 +51,18 @@ def open_site(kind: str, n_machines: int, folder: Path, **environment: str) -> I
                 hosts = stack.enter_context(open_network(n_machines)).hosts
             except NotPermittedError as error:
                 pytest.skip(f"network namespaces cannot be made here: {error}")
-            environment = {"SHARDNET_KEY_FILE": str(folder / "cluster.key"), **environment}
         else:
-            environment = {"SHARDNET_MDNS_INTERFACES": "127.0.0.1", **environment}
+            loopback = {"SHARDNET_MDNS_INTERFACES": "127.0.0.1", "SHARDNET_HOST": "127.0.0.1"}
+            environment = {**loopback, **environment}
+        if with_key:
+            environment = {"SHARDNET_KEY_FILE": str(folder / "cluster.key"), **environment}
         machines = []
         for number in range(n_machines):
             prefix = hosts[number].prefix if hosts else ()
             machines.append(
                 stack.enter_context(_machine(folder / f"machine-{number}", prefix, environment))
             )
-        if hosts:
+        if with_key:
             assert machines[0].run("key", "new").code == 0
         yield Site(machines, hosts)
 
