@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from shardnet.cluster.diagnosis_facts import Finding, KeyFacts
     from shardnet.transport.identity import Identity
 
+MOST_FINE = 40
+"""Lines about what is fine; many nodes have many."""
+
 _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 
 
@@ -91,17 +94,23 @@ def _key(access: Access) -> tuple[KeyFacts, Identity | None]:
 
 def _print(findings: list[Finding]) -> None:
     """Print a line each: with colours on a terminal, plain elsewhere."""
+    from shardnet.cluster.diagnosis_facts import Severity
+
+    fine = [finding for finding in findings if finding.severity is Severity.OK]
+    lines = [(finding.severity.value, finding.line) for finding in findings]
+    if len(fine) > MOST_FINE:
+        n_more = len(fine) - MOST_FINE
+        lines[-n_more:] = [("ok", f"and {n_more} more findings are fine; --json has them all")]
     if not sys.stdout.isatty():
-        for finding in findings:
-            print(f"{finding.severity.value:7}  {finding.line}")
+        for word, line in lines:
+            print(f"{word:7}  {line}")
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    for finding in findings:
-        word = finding.severity.value
-        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(finding.line))
+    for word, line in lines:
+        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(line))
 
 
 def _as_json(finding: Finding) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from shardnet.cluster.addresses import is_loopback
 from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, age, problem
 from shardnet.cluster.diagnosis_model import model_findings
 from shardnet.cluster.diagnosis_peers import (
@@ -83,7 +84,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             f"the node at {view.address} does not answer: {view.why}",
             WAYS_OUT.get(view.seen, ""),
         )
-    if not facts.asked:
+    if not facts.asked and not facts.deaf:
         yield Finding(
             severity=Severity.INFO,
             topic="node",
@@ -91,7 +92,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             what="no node runs here, so only what shows from outside was checked",
             remedy="start one with `shardnet node`",
         )
-    elif not facts.replies:
+    elif facts.asked and not facts.replies:
         yield problem(
             "node",
             facts.asked,
@@ -172,14 +173,7 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
         )
         return
     yield Finding(topic="node", where=where, what=_self_words(reply.info, report))
-    if report.cluster and not any(address.is_told for address in report.interfaces):
-        yield Finding(
-            severity=Severity.INFO,
-            topic="address",
-            where=where,
-            what=f"it listens on {reply.info.address} only, where other machines do not come",
-            remedy="start it without --host, or with the address of a real network",
-        )
+    yield _addresses(where, reply.info, report)
     yield from _multicast(where, report)
     for refused in report.refused:
         yield from _refused(where, refused)
@@ -198,6 +192,24 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
 def _self_words(info: NodeInfo, report: NodeReport) -> str:
     cluster = f"cluster {report.cluster}" if report.cluster else "no cluster key"
     return f"runs at {info.address}, shardnet {info.version}, {cluster}, up {age(report.uptime_s)}"
+
+
+def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
+    """Say at which of its addresses a node is announced, and why not at the others."""
+    told = [f"{a.host} ({a.interface})" for a in report.interfaces if a.is_told]
+    if report.cluster and not told:
+        return Finding(
+            severity=Severity.INFO,
+            topic="address",
+            where=where,
+            what=f"it is announced at {info.address} only, where other machines do not come",
+            remedy="start it without --host, or with the address of a real network",
+        )
+    words = f"announced at {', '.join(told) or info.address}"
+    for address in report.interfaces:
+        if told and not address.is_told and not is_loopback(address.host):
+            words += f"; not {address.host} ({address.interface}): {address.verdict}"
+    return Finding(topic="address", where=where, what=words)
 
 
 def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:

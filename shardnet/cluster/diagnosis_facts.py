@@ -51,9 +51,13 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """All of it but the severity, in one line."""
+        """All of it but the severity, in one line that does nothing to a terminal.
+
+        Names and reasons come from others.
+        """
         end = f"; {self.remedy}" if self.remedy else ""
-        return " ".join(f"{self.where}: {self.what}{end}".split())
+        words = " ".join(f"{self.where}: {self.what}{end}".split())
+        return "".join(c if c.isprintable() else "?" for c in words)
 
 
 def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:

@@ -79,7 +79,7 @@ def _checkpoint(
     else:
         part = min(_weight_bytes(shape), info.memory_bytes)
         what = f"it has no checkpoint of its own: {report.model_failure}"
-        if report.disk_free_bytes < part:
+        if report.disk_free_bytes is not None and report.disk_free_bytes < part:
             yield problem(
                 "model",
                 where,

@@ -10,6 +10,7 @@ from ipaddress import ip_address, ip_network
 from types import MappingProxyType
 
 from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, Topic, age, problem
+from shardnet.cluster.peer_book import MDNS
 from shardnet.wire.control import ReportReply
 from shardnet.wire.reports import AddressView, InterfaceAddress, NodeReport, PeerView, Seen
 
@@ -202,7 +203,8 @@ def _no_link(where: str, view: PeerView) -> Finding:
         )
     worst = _worst(tried)
     topic = TOPICS.get(worst.seen, "port")
-    return problem(topic, where, f"no link: {_each(tried)}", WAYS_OUT[worst.seen])
+    link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
+    return problem(topic, where, f"{link}: {_each(tried)}", WAYS_OUT[worst.seen])
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:

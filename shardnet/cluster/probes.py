@@ -7,6 +7,7 @@ know why anybody asks, nor keep anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,14 +29,17 @@ CONNECT_S: Final = 0.5
 """How long TCP alone may take then, to tell a firewall from a node that hangs."""
 
 
-async def probe(node: NodeId, addresses: Sequence[str], knock: Knock) -> list[AddressView]:
+async def probe(
+    node: NodeId, addresses: Sequence[str], knock: Knock, turn: asyncio.Semaphore | None = None
+) -> list[AddressView]:
     """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
 
-    Takes as long as `knock` waits, and CONNECT_S more.
+    Takes as long as `knock` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
     """
 
     async def at(address: str) -> AddressView:
-        view, answer = await look(address, knock)
+        async with turn or contextlib.nullcontext():
+            view, answer = await look(address, knock)
         if answer is None or answer.node == node:
             return view
         why = f"another node answers there, {answer.name} ({answer.node})"

@@ -23,7 +23,7 @@ from shardnet.cluster.presence import Presence
 from shardnet.cluster.probes import judge, probe
 from shardnet.cluster.refusals import Refusals
 from shardnet.cluster.soundings import Knock
-from shardnet.errors import AuthenticationError, ShardnetError
+from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import identify
 from shardnet.types import NodeId
@@ -47,6 +47,8 @@ from shardnet.wire.schema import MAX_PEER_ADDRESSES
 
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
+PROBES_AT_ONCE: Final = 32
+"""Addresses that are knocked at together: more of them would use up the places for handshakes."""
 IDENTIFY_S: Final = 3.0
 """How long looking at a checkpoint may take."""
 
@@ -94,6 +96,7 @@ class Reporter:
         self._reader = reader
         self._disk = disk
         self._bandwidth = bandwidth
+        self._turn = asyncio.Semaphore(PROBES_AT_ONCE)
         self._started = time.monotonic()
 
     async def answer(self, control: ControlLink, message: ReportRequest) -> None:
@@ -103,11 +106,14 @@ class Reporter:
         """
         received_at = time.time()
         self._check_member(control)
-        async with asyncio.TaskGroup() as tasks:
-            if message.with_peers:
-                for peer in self._peers.linked():
-                    tasks.create_task(self._relay(control, message, peer))
-            control.send(await self._own(message, received_at))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if message.with_peers:
+                    for peer in self._peers.linked():
+                        tasks.create_task(self._relay(control, message, peer))
+                control.send(await self._own(message, received_at))
+        except* ShardnetError as group:
+            raise first_error(group) from None
         control.send(Done(request=message.request))
 
     def _check_member(self, control: ControlLink) -> None:
@@ -209,7 +215,7 @@ class Reporter:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
-            views = await probe(known.node, addresses, self._knock)
+            views = await probe(known.node, addresses, self._knock, self._turn)
             if known.is_linked and self._bandwidth is not None:
                 bytes_per_s = await self._bandwidth(known.node)
         else:
@@ -285,11 +291,14 @@ def clock_ahead_s(asked: float, received: float, sent: float, answered: float) -
     return ((received - asked) + (sent - answered)) / 2
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free space of the disk where `folder` is or would be made."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def free_bytes(folder: Path) -> int | None:
+    """Return the free space of the disk where `folder` is or would be made, None if unknown."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _remembered(known: PeerReport, address: str) -> AddressView:

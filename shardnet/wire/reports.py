@@ -170,7 +170,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
 
     `received_at` and `sent_at` are its clock, in seconds since 1970, when the request came and when
     this left. `unreached` are the addresses that it was told with --peer and has no link to.
-    `model_id` and `model_failure` answer for the model that was asked about.
+    `model_id` and `model_failure` answer for the model that was asked about. `disk_free_bytes` is
+    that of the disk where weights are kept.
     """
 
     cluster: Name
@@ -183,7 +184,7 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     peers: Annotated[list[PeerView], Meta(max_length=MAX_VIEWS)]
     unreached: Annotated[list[AddressView], Meta(max_length=MAX_VIEWS)]
     refused: Annotated[list[RefusedHost], Meta(max_length=MAX_VIEWS)]
-    disk_free_bytes: Count
+    disk_free_bytes: Count | None
     n_requests: Count = 0
     stage: StageState | None = None
     model_id: Digest = ""

@@ -174,7 +174,7 @@ def test_two_machines_with_one_id_are_told() -> None:
     ("seen", "topic", "words"),
     [
         (["refused"], "port", ["nothing listens there", "start `shardnet node` there"]),
-        (["dropped"], "port", ["no answer at all", "firewall"]),
+        (["dropped"], "port", ["though mDNS shows it", "no answer at all", "firewall"]),
         (["hangs"], "port", ["accepted and then nothing", "frozen"]),
         (["unreachable"], "port", ["cannot be reached", "routes"]),
         (["failed"], "port", ["as it was", "see whether a node"]),
@@ -244,6 +244,24 @@ def test_a_clock_that_is_wrong_is_information(ahead_s: float, words: str) -> Non
     bert = replace(reply("bert", view("anna")), clock_ahead_s=ahead_s)
     finding = the_one(facts(reply("anna", view("bert")), bert), "clock", Severity.INFO)
     assert words in finding.what
+
+
+def test_where_a_node_is_announced_and_why_not_at_its_other_addresses() -> None:
+    bridge = interface(
+        "172.17.0.1",
+        interface="docker0",
+        is_told=False,
+        verdict="bridge of containers or virtual machines: other hosts may have the same address",
+    )
+    lo = interface("127.0.0.1", interface="lo", is_told=False, verdict="loopback")
+    many = [interface("10.0.0.1"), bridge, lo]
+    said = diagnose(facts(reply("anna", interfaces=many)))
+    [finding] = [f for f in said if f.topic == "address"]
+    assert finding.severity is Severity.OK
+    assert "announced at 10.0.0.1 (eth0); not 172.17.0.1 (docker0): bridge" in finding.what
+    assert "127.0.0.1" not in finding.what
+    alone = reply("anna", interfaces=[lo])
+    assert ("info", "address", "anna") in findings(facts(alone))
 
 
 # --- multicast
@@ -403,4 +421,4 @@ def test_whatever_nodes_tell_there_are_lines_and_no_failure(
     replies: list[ReportReply], model: bool
 ) -> None:
     said = diagnose(facts(*replies, model=asked() if model else None))
-    assert all("\n" not in finding.line for finding in said)
+    assert all(finding.line.isprintable() for finding in said)

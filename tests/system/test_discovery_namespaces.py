@@ -130,7 +130,7 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
         meet(anna, bert, cleo)
         said = site.machines[0].run("doctor").stdout
         assert "not 10.1.0.1:7433: another node answers there" in said
-        assert "172.17.0.1" not in said
+        assert "172.17.0.1:7433" not in said
         assert "problem" not in said
         for number, others in enumerate((("bert", "cleo"), ("anna", "cleo"), ("anna", "bert"))):
             assert set(others) < site.nodes(number).keys()
