@@ -110,7 +110,7 @@ def _print(findings: list[Finding]) -> None:
 
     console = Console(highlight=False)
     for word, line in lines:
-        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(line))
+        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(line), soft_wrap=True)
 
 
 def _as_json(finding: Finding) -> dict[str, str]:

@@ -23,8 +23,7 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
     if asked.shape is None:
         yield problem("model", asked.model, asked.failure)
         return
-    if facts.infos:
-        yield _memory(facts, asked, asked.shape)
+    yield _memory(facts, asked, asked.shape)
     for reply in facts.replies:
         yield from _checkpoint(facts, asked, asked.shape, reply)
 
@@ -39,6 +38,8 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     needs = (
         f"needs {size(shape.memory_bytes(shape.whole))} with a context of {shape.context}{dtype}"
     )
+    if not candidates:
+        return Finding(topic="model", where=asked.model, what=f"{needs}; no node was there to ask")
     alone = [
         c.name
         for c, room in zip(candidates, rooms, strict=True)

@@ -381,7 +381,7 @@ def with_memory(*gib: int, model: ModelAsked | None = None, **report: object) ->
         )
         for name, size in zip(("anna", "bert", "cleo"), gib, strict=False)
     ]
-    return facts(*replies, model=model or asked())
+    return replace_field(facts(), replies=tuple(replies), model=model or asked())
 
 
 @pytest.mark.parametrize(
@@ -390,6 +390,7 @@ def with_memory(*gib: int, model: ModelAsked | None = None, **report: object) ->
         ([4, 16], Severity.OK, "fits alone on bert"),
         ([8, 6], Severity.OK, "fits on no node alone, together on anna (8.00 GiB), bert (6.00"),
         ([4, 4], Severity.PROBLEM, "does not fit: anna has 4.00 GiB"),
+        ([], Severity.OK, "no node was there to ask"),
     ],
 )
 def test_whether_a_model_fits_and_where(gib: list[int], severity: Severity, words: str) -> None:
