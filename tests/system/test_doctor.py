@@ -227,8 +227,8 @@ def test_lines_are_plain_and_one_per_finding(troubled: Troubled) -> None:
 
 def test_a_frozen_peer_holds_neither_the_doctor_nor_the_list(machine: Machine) -> None:
     """It is still linked, and so it is listed: nobody has given it up yet. 2 s are allowed."""
-    [anna] = machine.start_nodes("anna")
-    [bert] = machine.start_nodes("bert", arguments=["--peer", anna.address])
+    [bert] = machine.start_nodes("bert")
+    [anna] = machine.start_nodes("anna", arguments=["--peer", bert.address])
     anna.stderr.wait_for("node bert (")
     before = machine.call("nodes", "--json", "--nodes", anna.address).json
     assert {node["name"] for node in before} == {"anna", "bert"}
