@@ -30,6 +30,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    WireDTypeName,
     check_sendable,
     model_choice,
 )
@@ -51,6 +52,7 @@ def generate(
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
+    wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -120,7 +122,13 @@ def generate(
     message = Generate(
         request=0,
         choice=model_choice(
-            model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
+            model=model,
+            nodes=nodes,
+            layers=layers,
+            context=context,
+            dtype=dtype,
+            wire_dtype=wire_dtype,
+            threads=threads,
         ),
         sampling=_checked(sampling),
         prompt=_prompt_text(prompt, token_ids),

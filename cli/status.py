@@ -133,7 +133,7 @@ def _as_text(info: NodeInfo, report: NodeReport) -> str:
     return "\n".join(
         [
             *lines,
-            f"weights  {size(stage.weight_bytes)}, {stage.kernel}, {stage.dtype} on the wire",
+            f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
             f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
             f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
             f"running  {_running(report, stage)}",

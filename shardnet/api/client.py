@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -109,8 +109,13 @@ class Client:
                     return
                 yield answer
 
-    async def plan(self, choice: ModelChoice) -> PlanReply:
+    async def plan(
+        self, choice: ModelChoice, on_progress: Callable[[NodeProgress], None] | None = None
+    ) -> PlanReply:
         """Ask for the plan that `choice` would get.
+
+        `on_progress` is called while a narrower wire is measured, which takes as long as the head
+        needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
@@ -119,6 +124,8 @@ class Client:
             async for answer in answers:
                 if isinstance(answer, PlanReply):
                     return answer
+                if isinstance(answer, NodeProgress) and on_progress is not None:
+                    on_progress(answer)
         raise _no_answer(self.address)
 
     async def unload(self) -> None:

@@ -12,24 +12,25 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
-    DType,
     MicroBatch,
     SamplingParams,
     SequenceId,
     SlotId,
     StepId,
     TokenLogprobs,
+    WireDType,
 )
+from shardnet.wire.messages import StageTiming
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The hidden states of a micro-batch: `rows x width` of `dtype`, row-major, little-endian."""
+    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`."""
 
     payload: Buffer
-    dtype: DType
+    dtype: WireDType
     width: int
 
 
@@ -46,6 +47,9 @@ class StageCompute(Protocol):
 
     Calls come in data order: what a step sees is what the calls before it left.
     """
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
 
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
@@ -69,15 +73,6 @@ class StageCompute(Protocol):
     @property
     def used_blocks(self) -> int:
         """KV blocks that slots hold now. Any thread may look."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTiming:
-    """Where one step's time went in one stage, read from that stage's clock."""
-
-    rank: int
-    compute_us: int
-    queue_us: int
 
 
 # What travels through a stage, decoded. A stage forwards what it does not consume.

@@ -20,12 +20,12 @@ from shardnet.runtime.compute import (
     SequenceOpened,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
 )
 from shardnet.types import Epoch, MicroBatch, StepId, TokenLogprobs
+from shardnet.wire.messages import StageTiming
 
 STUCK_FACTOR = 10
 STUCK_AT_LEAST_S = 60.0

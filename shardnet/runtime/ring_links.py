@@ -15,7 +15,6 @@ from shardnet.runtime.compute import (
     SequenceOpened,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
@@ -23,7 +22,6 @@ from shardnet.runtime.compute import (
 from shardnet.runtime.pipeline import StepAnswer
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, SlotId, StepId, TokenLogprobs
-from shardnet.wire import messages
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import (
@@ -33,6 +31,7 @@ from shardnet.wire.messages import (
     RowLogprobs,
     Sampling,
     SlotOperation,
+    StageTiming,
     TopLogprob,
     error_frame,
     extras_frame,
@@ -75,7 +74,7 @@ class LinkSource:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
-            timings=_timings(extras),
+            timings=tuple(extras.timings),
             arrived_ns=self._link.arrived_ns,
         )
 
@@ -139,13 +138,7 @@ class LinkSink:
         self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
     ) -> Frame:
         logprobs = _logprob_rows(result) if isinstance(result, Samples) else []
-        extras = Extras(
-            timings=[
-                messages.StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-                for t in timings
-            ],
-            logprobs=logprobs,
-        )
+        extras = Extras(timings=list(timings), logprobs=logprobs)
         return extras_frame(extras, epoch=self._epoch, step=step)
 
 
@@ -192,7 +185,7 @@ def _answer(frame: Frame, extras: Extras) -> StepAnswer:
         step=StepId(frame.step),
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
-        timings=_timings(extras),
+        timings=tuple(extras.timings),
     )
 
 
@@ -239,13 +232,6 @@ def _slot_message(operation: SequenceOpened | SequenceClosed) -> SlotOperation:
 def _step_failed(frame: Frame) -> StepFailed:
     report = read_error(frame)
     return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
-
-
-def _timings(extras: Extras) -> tuple[StageTiming, ...]:
-    return tuple(
-        StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-        for t in extras.timings
-    )
 
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:

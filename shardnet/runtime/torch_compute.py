@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.codec import from_bytes, to_bytes, torch_dtype
+from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import StageModel
 from shardnet.runtime.compute import Activations, Samples
-from shardnet.types import DType, MicroBatch, SamplingParams, SequenceId, SlotId
+from shardnet.types import MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,11 @@ class _Owner:
 class TorchCompute:
     """StageCompute over a loaded StageModel. `sampler` is None but on the tail.
 
-    Activations travel in `wire_dtype`; a stage that computes in another dtype rounds at its border.
+    Activations travel in the wire dtype, and are rounded to it at the stage's border where it is
+    not the one that the stage computes in.
     """
 
-    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: DType) -> None:
+    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
         self._model = model
         self._sampler = sampler
         self._wire_dtype = wire_dtype
@@ -41,6 +42,10 @@ class TorchCompute:
     def used_blocks(self) -> int:
         """KV blocks that slots hold now; see StageCompute."""
         return self._model.kv.blocks_used
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
+        self._wire_dtype = dtype
 
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
@@ -68,10 +73,8 @@ class TorchCompute:
         output = self._model.forward(batch, self._hidden(batch, activations))
         if self._sampler is not None:
             return self._sample(self._sampler, batch, output)
-        wire = output.to(torch_dtype(self._wire_dtype))
-        return Activations(
-            payload=to_bytes(wire), dtype=self._wire_dtype, width=int(output.shape[-1])
-        )
+        payload = pack_rows(output, self._wire_dtype)
+        return Activations(payload=payload, dtype=self._wire_dtype, width=self._model.width)
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
@@ -86,7 +89,12 @@ class TorchCompute:
             raise RemoteProtocolError(
                 f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
             )
-        hidden = from_bytes(
+        if activations.dtype is not self._wire_dtype:
+            raise RemoteProtocolError(
+                f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
+                f"{self._wire_dtype.value}"
+            )
+        hidden = unpack_rows(
             activations.payload,
             activations.dtype,
             batch.n_rows,

@@ -54,6 +54,7 @@ class Lab:
             threads=1,
             peers=peers,
             local_nodes=LocalNodes(self._folder),
+            cache=self._folder,
             log=lambda line: None,
         )
         node = await self._stack.enter_async_context(listening(settings, "127.0.0.1", 0))

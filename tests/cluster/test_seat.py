@@ -14,12 +14,24 @@ from shardnet.runtime.compute import Activations, Samples
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, RowGroup, SamplingParams, SequenceId, SlotId, StepId
+from shardnet.types import (
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
 from shardnet.wire.messages import Hello, Purpose, Role
 
 
 class BrokenCompute:
     """A compute with a bug."""
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Nothing."""
 
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams

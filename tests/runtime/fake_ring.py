@@ -30,7 +30,7 @@ from shardnet.runtime.stage import StageSink, StageSource, StageWorker
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import DType, Epoch, MicroBatch, SamplingParams, SequenceId, SlotId
+from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
 from shardnet.wire.messages import Hello, Purpose, Role
 
 VOCAB = 50
@@ -62,6 +62,9 @@ class FakeCompute:
     owners: dict[SlotId, SequenceId] = field(default_factory=dict)
     history: dict[SlotId, list[int]] = field(default_factory=dict)
 
+    def use_wire(self, dtype: WireDType) -> None:
+        assert dtype is WireDType.FLOAT32
+
     def open_sequence(
         self, sequence_id: SequenceId, slot: SlotId, sampling: SamplingParams
     ) -> None:
@@ -80,7 +83,7 @@ class FakeCompute:
             raise ShardnetError(f"rank {self.rank} met token {self.fail_at}")
         passed = 0.0
         if activations is not None:
-            assert (activations.dtype, activations.width) == (DType.FLOAT32, WIDTH)
+            assert (activations.dtype, activations.width) == (WireDType.FLOAT32, WIDTH)
             rows = struct.unpack(f"<{batch.n_rows * WIDTH}f", activations.payload)
             assert len(set(rows)) == 1
             passed = rows[0]
@@ -96,7 +99,7 @@ class FakeCompute:
         if self.rank == self.n_stages - 1:
             return Samples(token_ids=ids, logprobs=[None] * len(ids))
         payload = struct.pack("<f", passed + 1) * (batch.n_rows * WIDTH)
-        return Activations(payload=payload, dtype=DType.FLOAT32, width=WIDTH)
+        return Activations(payload=payload, dtype=WireDType.FLOAT32, width=WIDTH)
 
 
 @dataclass
@@ -138,9 +141,14 @@ class NoText:
 
 @asynccontextmanager
 async def fake_ring(
-    n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8
+    n_stages: int,
+    *,
+    over: str,
+    chunk_rows: int = 4,
+    max_slots: int = 8,
+    options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[FakeRing]:
-    """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
+    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     epoch = Epoch(1)
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
@@ -163,7 +171,7 @@ async def fake_ring(
         clock_ns=time.perf_counter_ns,
     )
     pipeline = engine.pipeline
-    pairs = [await _pair(over) for _ in range(n_stages if n_stages > 1 else 0)]
+    pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
     executors = [Executor(f"fake-{rank}") for rank in range(n_stages)]
     async with asyncio.TaskGroup() as tasks:
         running = []
@@ -215,7 +223,7 @@ async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
         return
 
 
-async def _pair(over: str) -> tuple[Link, Link]:
+async def _pair(over: str, options: LinkOptions) -> tuple[Link, Link]:
     hello = Hello(
         purpose=Purpose.DATA,
         role=Role.NODE,
@@ -226,14 +234,14 @@ async def _pair(over: str) -> tuple[Link, Link]:
         epoch=1,
     )
     if over == "memory":
-        return await memory_pair(hello, hello, options=SMALLEST)
+        return await memory_pair(hello, hello, options=options)
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
 
     async def accept(link: Link) -> None:
         accepted.set_result(link)
 
-    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=SMALLEST)
-    near = await tcp.connect("127.0.0.1", listener.port, hello, options=SMALLEST)
+    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=options)
+    near = await tcp.connect("127.0.0.1", listener.port, hello, options=options)
     far = await accepted
     await listener.close()
     return near, far
