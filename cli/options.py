@@ -37,6 +37,15 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+ModelToCheck = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="Say also whether the nodes have this checkpoint, and memory and disk for it.",
+        show_default=False,
+    ),
+]
 Nodes = Annotated[
     str,
     typer.Option(
@@ -200,7 +209,7 @@ def model_choice(
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
     return ModelChoice(
-        model=_absolute(model),
+        model=absolute_model(model),
         nodes=split_nodes(nodes),
         layers=[(part.start, part.end) for part in ranges],
         context=context,
@@ -219,6 +228,6 @@ def check_sendable(message: Generate | PlanRequest) -> None:
         raise typer.BadParameter(str(error)) from error
 
 
-def _absolute(model: str) -> str:
+def absolute_model(model: str) -> str:
     """Make a relative path absolute here; the nodes open it there."""
     return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())

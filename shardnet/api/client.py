@@ -31,6 +31,8 @@ from shardnet.wire.control import (
     PlanReply,
     PlanRequest,
     Redirect,
+    ReportReply,
+    ReportRequest,
     Status,
     StatusReply,
     TextPiece,
@@ -44,13 +46,17 @@ if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
 MAX_REDIRECTS = 3
+HANDSHAKE_S = 5.0
+"""How long a node may take to say its hello."""
 
 GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
 Ask = PlanRequest | LastRunRequest | Generate | Unload
 
 
-async def dial(address: str, identity: Identity | None = None) -> Link:
-    """Open a client's control link to the node at `address` (host:port).
+async def dial(
+    address: str, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+) -> Link:
+    """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
 
     Raises UsageError for an address that is none, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key that `identity` is made of.
@@ -63,7 +69,8 @@ async def dial(address: str, identity: Identity | None = None) -> Link:
         name="client",
         version=__version__,
     )
-    return await tcp.connect(host, port, hello, options=LinkOptions(identity=identity))
+    options = LinkOptions(identity=identity, handshake_s=handshake_s)
+    return await tcp.connect(host, port, hello, options=options)
 
 
 class Client:
@@ -85,6 +92,24 @@ class Client:
         """Ask the node who it is and, with `with_peers`, whom it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
+
+    async def report(
+        self, *, probe: bool = False, with_peers: bool = False, model: str = ""
+    ) -> AsyncGenerator[ReportReply, None]:
+        """Ask the node what it knows and, with `with_peers`, what those know that it is linked to.
+
+        With `probe` each first knocks at the addresses of all that it knows. `model` is a path to
+        look for. Yields the reports as they come. Raises AuthenticationError where the node tells
+        only members, LinkError when the link ends.
+        """
+        message = ReportRequest(
+            request=self._control.next_request(), probe=probe, with_peers=with_peers, model=model
+        )
+        async with self._control.conversation(message) as answers:
+            async for answer in answers:
+                if not isinstance(answer, ReportReply):
+                    return
+                yield answer
 
     async def plan(
         self,

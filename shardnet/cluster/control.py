@@ -33,6 +33,7 @@ from shardnet.wire.control import (
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     Status,
     Unload,
@@ -51,6 +52,7 @@ REPLY_SILENCE_S = 30.0
 Request = (
     Status
     | Ping
+    | ReportRequest
     | IdentifyModel
     | MeasureStage
     | MeasureLinks

@@ -99,6 +99,11 @@ class Head:
         """The model of the ring that stands, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
+    @property
+    def n_requests(self) -> int:
+        """Requests that wait or run on the ring that stands."""
+        return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
+
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
         if self._lead is not None and self._lead.ring.is_busy:

@@ -6,9 +6,11 @@ Knows who answers which message. Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from dataclasses import replace as replace_field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -25,7 +27,10 @@ from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
+from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.refusals import Refusals
+from shardnet.cluster.reporter import Holding, Reporter
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
@@ -59,6 +64,7 @@ from shardnet.wire.control import (
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     StageInfo,
     StageReady,
@@ -143,7 +149,20 @@ class Node:
             reader=self._reader,
             control_to=self._control,
         )
+        self._refusals = Refusals()
         self._head = Head(self)
+        self._reporter = Reporter(
+            own_info=self.info,
+            holding=self._holding,
+            cluster=self.cluster,
+            presence=self._presence,
+            peers=self._peers,
+            discovery=settings.discovery,
+            refusals=self._refusals,
+            knock=self._probe,
+            reader=self._reader,
+            disk=settings.cache,
+        )
         self._wire_errors = WireErrors(
             cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
         )
@@ -201,6 +220,10 @@ class Node:
             self._peers.adopt(link)
         else:
             self._tasks.create_task(self._serve_client(link))
+
+    def refused(self, host: str, error: ShardnetError) -> None:
+        """Take note of a handshake of `host` that failed."""
+        self._refusals.note(host, error, time.monotonic())
 
     async def keep_peers(self) -> None:
         """Keep links to the peers that were named and to all that are found."""
@@ -302,6 +325,9 @@ class Node:
             stage=stage,
         )
 
+    def _holding(self) -> Holding:
+        return Holding(stage=self._host.state(), n_requests=self._head.n_requests)
+
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
@@ -319,7 +345,7 @@ class Node:
     async def _handle(self, control: ControlLink, message: Incoming) -> None:
         match message:
             case Status(request=request, with_peers=with_peers):
-                peers = await self._neighbours.peers() if with_peers else []
+                peers = await self._neighbours.listed() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
             case Ping(request=request, payload=payload, as_step=as_step):
                 if payload or as_step:
@@ -329,6 +355,8 @@ class Node:
                 control.send(Done(request=request))
             case MeasureStage() | MeasureLinks():
                 await self._survey.answer(control, message)
+            case ReportRequest():
+                await self._reporter.answer(control, message)
             case PeersKnown():
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
@@ -386,6 +414,12 @@ class Node:
         hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
         return await tcp.connect(host, port, hello, options=self.options)
 
+    async def _probe(self, address: str) -> Link:
+        host, port = split_address(address)
+        hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
+        options = replace_field(self.options, handshake_s=PROBE_S)
+        return await tcp.connect(host, port, hello, options=options)
+
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
 
@@ -422,6 +456,7 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             node.hello,
             node.accept,
             on_failure=lambda error: settings.log(f"refused a link: {error}"),
+            on_refused=node.refused,
             options=node.options,
         )
         node.listening_at(listener.address)

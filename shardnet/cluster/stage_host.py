@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from shardnet.cluster.seat import DialData, RingSeat
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.executor import Executor
@@ -26,6 +28,7 @@ from shardnet.transport.link import Link
 from shardnet.types import Epoch, WireDType
 from shardnet.wire.control import LoadStage
 from shardnet.wire.messages import Hello
+from shardnet.wire.reports import StageState
 
 T = TypeVar("T")
 
@@ -40,6 +43,31 @@ class StageHost:
         self._changing = asyncio.Lock()
         self.loaded: LoadedStage | None = None
         self.seat: RingSeat | None = None
+
+    def state(self) -> StageState | None:
+        """Describe the loaded stage and its place in a ring, for people."""
+        if self.loaded is None:
+            return None
+        loaded, seat = self.loaded, self.seat
+        state = StageState(
+            model=loaded.order.model,
+            layers=(loaded.order.layers.start, loaded.order.layers.end),
+            dtype=loaded.order.dtype.value,
+            kernel=loaded.kernel,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            used_blocks=loaded.compute.used_blocks,
+        )
+        if seat is None or seat.is_over:
+            return state
+        return replace(
+            state,
+            n_open=seat.n_open,
+            rank=seat.rank,
+            n_stages=len(seat.addresses),
+            epoch=seat.epoch,
+            head=seat.owner,
+        )
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from shardnet.wire.measured import (
 )
 from shardnet.wire.messages import ErrorReport, Sampling
 from shardnet.wire.narrow import NarrowWire
+from shardnet.wire.reports import NodeReport
 from shardnet.wire.schema import (
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
@@ -118,6 +119,34 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
     """
 
     peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
+
+
+class ReportRequest(Tagged, frozen=True, kw_only=True):
+    """Ask a node what it knows. Answered by one ReportReply, and Done.
+
+    With `probe` it first knocks at the addresses of all peers, with `with_peers` a ReportReply
+    follows for each that it is linked to. `model` is one to look for, "" for none.
+    """
+
+    request: RequestId
+    probe: bool = False
+    with_peers: bool = False
+    model: PathText = ""
+
+
+class ReportReply(Tagged, frozen=True, kw_only=True):
+    """What a node knows, or `failure`: why it could not be asked.
+
+    `clock_ahead_s` is how far its clock is ahead of the clock of the node that asked it.
+    """
+
+    request: RequestId
+    node: Name
+    name: Name
+    info: NodeInfo | None = None
+    report: NodeReport | None = None
+    failure: Explanation = ""
+    clock_ahead_s: float | None = None
 
 
 class IdentifyModel(Tagged, frozen=True, kw_only=True):
@@ -423,6 +452,8 @@ ControlMessage = (
     | StatusReply
     | Ping
     | PeersKnown
+    | ReportRequest
+    | ReportReply
     | IdentifyModel
     | ModelIdentity
     | MeasureStage

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire_strategies import encoded, hello, values
+from msgspec_strategies import values
+from wire_strategies import encoded, hello
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.types import SamplingParams
