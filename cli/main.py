@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
+from .cache import cache_app
 from .config import config_path, read_config
 from .generate import generate
 from .key import key_app
@@ -32,6 +33,7 @@ app = typer.Typer(
 for command in (node, nodes, plan, generate, unload):
     app.command()(command)
 app.add_typer(key_app)
+app.add_typer(cache_app)
 
 
 def _version(wanted: bool) -> None:

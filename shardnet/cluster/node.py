@@ -6,6 +6,7 @@ Knows who answers which message. Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.holders import Holder
 from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.seat import RingSeat
+from shardnet.cluster.send_rate import SendRate
+from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
@@ -36,7 +41,7 @@ from shardnet.errors import (
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, identify
+from shardnet.runtime.loading import ModelFacts
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
@@ -48,7 +53,6 @@ from shardnet.wire.control import (
     Generate,
     IdentifyModel,
     LoadStage,
-    ModelIdentity,
     NodeInfo,
     PeersKnown,
     Ping,
@@ -66,11 +70,16 @@ from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
 """With these a node that is frozen is given up 8 to 9 s later."""
+BULK_FRAMES = 8
+"""Pieces of weights that may wait to be written, per link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
+
+    `cache` keeps weights that come from other nodes; `share_rate` bounds the bytes per second that
+    this one gives to others, None does not.
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
     nodes and makes this one found; without it there are only `peers`, and whom they know.
@@ -82,7 +91,9 @@ class NodeSettings:
     threads: int
     peers: tuple[str, ...]
     local_nodes: LocalNodes
+    cache: ModelCache
     log: Callable[[str], None]
+    share_rate: float | None = None
     identity: Identity | None = None
     discovery: Discovery | None = None
 
@@ -115,8 +126,18 @@ class Node:
         self._neighbours = Neighbours(
             own_info=self.info, peers=self._peers, presence=self._presence
         )
+        self._sharing = Sharing(
+            node=settings.node,
+            name=settings.name,
+            cache=settings.cache,
+            peers=self._peers,
+            dial=self._dial_bulk,
+            rate=SendRate(settings.share_rate),
+            log=settings.log,
+        )
         self._orders = StageOrders(
             host=self._host,
+            sharing=self._sharing,
             budget=settings.budget,
             asked_threads=settings.threads,
             local_nodes=settings.local_nodes,
@@ -162,15 +183,21 @@ class Node:
         )
 
     def hello(self, peer: Hello) -> Hello:
-        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
+        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node, and
+        what Sharing.check_hello raises for a bulk link.
+        """
         if peer.purpose is Purpose.DATA:
             self._host.check_hello(peer)
+        elif peer.purpose is Purpose.BULK:
+            self._sharing.check_hello(peer)
         return replace(self._hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
     async def accept(self, link: Link) -> None:
         """Take a link that is up."""
         if link.peer.purpose is Purpose.DATA:
             self._host.accept(link)
+        elif link.peer.purpose is Purpose.BULK:
+            self._tasks.create_task(self._sharing.serve(link))
         elif link.peer.role is Role.NODE:
             self._peers.adopt(link)
         else:
@@ -197,6 +224,7 @@ class Node:
         await self._head.close()
         await self._host.close()
         await self._peers.close()
+        await self._sharing.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
         self._reader.close()
 
@@ -207,8 +235,14 @@ class Node:
         return await self._neighbours.candidates(addresses)
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at a checkpoint on this node."""
-        return await self._reader.run(lambda: identify(model))
+        """Look at the model that a path means, on this node or else on its peers."""
+        return await self._sharing.identify(model)
+
+    async def holders(
+        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan, and others if need be, what they have of a model."""
+        return await self._sharing.holders(facts, model, plan)
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -220,13 +254,10 @@ class Node:
             return LocalPort(
                 self._host,
                 self._settings.name,
-                self._identify_own,
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
-        control = self._peers.link_of(NodeId(node.node))
-        if control is None:
-            control = await self._peers.link_to(node.address)
+        control = await self._sharing.control(node)
         return RemotePort(control, self._peers.watch, self._peers.latest)
 
     def head_elsewhere(self) -> Elsewhere | None:
@@ -293,9 +324,8 @@ class Node:
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
                 self._peers.heard(control, message)
-            case IdentifyModel(request=request, model=model):
-                model_id = await self._identify_own(model)
-                control.send(ModelIdentity(request=request, model_id=model_id))
+            case IdentifyModel():
+                control.send(await self._sharing.answer(message))
             case LoadStage():
                 self._head.check_idle()
                 await self._orders.load_for(control, message)
@@ -321,9 +351,6 @@ class Node:
 
         return await self._orders.load(message, self.node, progress, broken)
 
-    async def _identify_own(self, model: str) -> str:
-        return (await self.identify(model)).model_id
-
     # --- links
 
     def _hello(self, purpose: Purpose) -> Hello:
@@ -343,6 +370,16 @@ class Node:
         host, port = split_address(address)
         hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
         return await tcp.connect(host, port, hello, options=self.options)
+
+    async def _dial_bulk(self, address: str) -> Link:
+        hello = self._hello(Purpose.BULK)
+        options = dataclasses.replace(self.options, receive_frames=BULK_FRAMES)
+
+        async def dial(address: str) -> Link:
+            host, port = split_address(address)
+            return await tcp.connect(host, port, hello, options=options)
+
+        return await self._peers.dial_by(address, dial)
 
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
