@@ -22,6 +22,7 @@ class FetchPlan:
         """Those that have not been given up."""
         self._waiting: dict[str, deque[Part]] = {}
         self._asked: dict[Part, str] = {}
+        self._begun: set[Part] = set()
         self._barred: dict[Part, set[str]] = {}
         self._is_closed = False
 
@@ -43,34 +44,49 @@ class FetchPlan:
         """Whether a part waits for a source."""
         return bool(self._waiting)
 
-    def take(self, source: str) -> Part | None:
-        """Return a part to ask `source` for now, None when there is none for it."""
+    def take(self, source: str, n_asked: int) -> Part | None:
+        """Return a part to ask `source` for now, None when there is none for it.
+
+        A source of which nothing is asked takes over what another one has not begun to send.
+        """
         for tensor, parts in self._waiting.items():
             for _ in range(len(parts)):
                 part = parts.popleft()
-                if source not in self._barred.get(part, ()):
+                if self._may_give(source, part):
                     if not parts:
                         del self._waiting[tensor]
                     self._asked[part] = source
                     return part
                 parts.append(part)
+        if n_asked:
+            return None
+        for part in self._asked:
+            if part not in self._begun and self._may_give(source, part):
+                self._asked[part] = source
+                return part
         return None
+
+    def begin(self, part: Part, source: str) -> bool:
+        """Take note that a source begins to send a part. False when it is not wanted of it now."""
+        if self._asked.get(part) != source:
+            return False
+        self._begun.add(part)
+        return True
 
     def settled(self, part: Part) -> None:
         """Take note that a part has come and is right."""
-        del self._asked[part]
+        self._forget(part)
 
     def bar(self, part: Part) -> None:
         """Let a part wait again, but not for the source that was asked for it."""
-        source = self._asked.pop(part)
-        self._barred.setdefault(part, set()).add(source)
+        self._barred.setdefault(part, set()).add(self._forget(part))
         self.want(part)
 
     def lost(self, source: str) -> None:
         """Let everything that a source was asked for wait again, for anyone."""
         back = [part for part, asked in self._asked.items() if asked == source]
         for part in back:
-            del self._asked[part]
+            self._forget(part)
             self.want(part)
 
     def leave(self, source: str) -> None:
@@ -85,3 +101,10 @@ class FetchPlan:
                 if self.sources <= self._barred.get(part, set()):
                     return part
         return None
+
+    def _may_give(self, source: str, part: Part) -> bool:
+        return source not in self._barred.get(part, ())
+
+    def _forget(self, part: Part) -> str:
+        self._begun.discard(part)
+        return self._asked.pop(part)

@@ -30,7 +30,7 @@ from shardnet.runtime.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.wire.bulk import MAX_DIGESTS
 
-WINDOW: Final = 4
+WINDOW: Final = 2
 """Parts asked from one source at a time."""
 DIGEST_BYTES: Final = 64 << 20
 """Bytes whose digests are asked at a time."""
@@ -43,12 +43,11 @@ class FetchTimes:
     """How long things take, in seconds.
 
     `answer_s`: how long a source may send nothing. `redial_s`: from losing a source to dialling it
-    again, once more each time. `report_s`: between reports of progress.
+    again.
     """
 
     answer_s: float = ANSWER_S
     redial_s: float = 0.5
-    report_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Fetched:
 class Fetch:
     """Brings tensors into `replica`. `sources` are addresses for `dial`; the first settles digests.
 
-    `on_progress` takes (bytes come, bytes to come in all), at least every `times.report_s`.
+    `on_progress` takes (bytes come, bytes to come in all), as they come.
     """
 
     def __init__(
@@ -102,20 +101,18 @@ class Fetch:
         disagree or what comes is wrong, CapacityError when the disk is full. What has come by then
         stays, and so it does when this is cancelled.
         """
-        wrong = await self._writer.run(lambda: self._replica.recheck(tensors))
-        if wrong:
-            self._log(f"{len(wrong)} parts of the copy on this disk are damaged: fetched again")
         parts = self._replica.parts(tensors)
-        missing = [part for part in parts if self._replica.digest(part) is None]
-        self._total_bytes = sum(part.size_bytes for part in missing)
         try:
             async with asyncio.TaskGroup() as tasks:
-                reporting = tasks.create_task(self._report())
-                async with asyncio.TaskGroup() as working:
-                    working.create_task(self._settle_digests(parts))
-                    for source in self._sources:
-                        working.create_task(self._fetch_from(source))
-                reporting.cancel()
+                await self._check_what_is_here(tensors)
+                self._total_bytes = self._replica.lacking_bytes(tensors)
+                self._report()
+                fetching = [tasks.create_task(self._fetch_from(s)) for s in self._sources]
+                await self._settle_digests(parts)
+                while not self._plan.finished:
+                    await self._news.wait()
+                for task in fetching:
+                    task.cancel()
         except* ShardnetError as group:
             raise first_error(group) from None
         if self._came:
@@ -125,6 +122,17 @@ class Fetch:
             n_bytes=sum(self._came.values()),
             sources=tuple(self._names[source] for source in self._came),
         )
+
+    async def _check_what_is_here(self, tensors: Sequence[str]) -> None:
+        """Compare what is here with its digests, unless it is known to be as it was left."""
+        doubtful = await self._writer.run(lambda: self._replica.doubtful(tensors))
+        n_wrong = 0
+        for part in doubtful:
+            n_wrong += not await self._writer.run(partial(self._replica.check, part))
+        if n_wrong:
+            self._log(f"{n_wrong} parts in {self._replica.folder} are damaged: fetched again")
+        if doubtful:
+            await self._writer.run(lambda: self._replica.seal({part.file for part in doubtful}))
 
     # --- digests
 
@@ -204,9 +212,9 @@ class Fetch:
     # --- parts
 
     async def _fetch_from(self, source: str) -> None:
-        """Take parts from one source until none is left to fetch, or it is given up."""
+        """Take parts from one source until it is given up, or this is cancelled."""
         left = TRIES
-        while source in self._plan.sources and not self._plan.finished:
+        while source in self._plan.sources:
             if not self._plan.has_waiting:
                 await self._news.wait()
                 continue
@@ -226,19 +234,21 @@ class Fetch:
     async def _pull(self, source: str, client: BulkClient) -> None:
         asked: deque[tuple[int, Part]] = deque()
         while source in self._plan.sources:
-            while len(asked) < WINDOW and (part := self._plan.take(source)) is not None:
+            while len(asked) < WINDOW and (part := self._plan.take(source, len(asked))):
                 asked.append((client.ask_part(part), part))
             if asked:
                 await self._receive(source, client, *asked[0])
                 asked.popleft()
-            elif self._plan.finished:
-                return
             else:
                 await self._news.wait()
 
     async def _receive(self, source: str, client: BulkClient, request: int, part: Part) -> None:
-        """Take in one part, and hold it if it is right."""
+        """Take in one part and hold it if it is right; leave what another source has taken over."""
+        is_ours = self._plan.begin(part, source)
         try:
+            if not is_ours:
+                await self._take_pieces(client, request, part, keep=False)
+                return
             sha256 = await self._take_pieces(client, request, part)
             if sha256 != self._digests[part][0]:
                 self._came_wrong(part, source, client)
@@ -246,25 +256,31 @@ class Fetch:
             await self._writer.run(partial(self._replica.hold, part, sha256))
         except SourceRefused as refusal:
             self._failures[source] = str(refusal)
-            self._plan.bar(part)
-            self._tell()
-            self._check_obtainable()
+            if is_ours:
+                self._plan.bar(part)
+                self._tell()
+                self._check_obtainable()
             return
         finally:
-            self._under_way.pop(part, None)
+            if is_ours:
+                self._under_way.pop(part, None)
         self._came[source] = self._came.get(source, 0) + part.size_bytes
         self._plan.settled(part)
         self._tell()
 
-    async def _take_pieces(self, client: BulkClient, request: int, part: Part) -> str:
-        """Write a part as it comes; return its SHA-256 in hex."""
+    async def _take_pieces(
+        self, client: BulkClient, request: int, part: Part, *, keep: bool = True
+    ) -> str:
+        """Write a part as it comes, if it is to be kept; return its SHA-256 in hex."""
         digest = hashlib.sha256()
         at = 0
         while at < part.size_bytes:
             piece = await client.piece(request, part.size_bytes - at)
-            await self._writer.run(partial(self._write, part, at, piece, digest))
+            if keep:
+                await self._writer.run(partial(self._write, part, at, piece, digest))
+                self._under_way[part] = at + len(piece)
+                self._report()
             at += len(piece)
-            self._under_way[part] = at
         return digest.hexdigest()
 
     def _write(self, part: Part, at: int, piece: memoryview, digest: hashlib._Hash) -> None:
@@ -346,10 +362,8 @@ class Fetch:
     def _done_bytes(self) -> int:
         return sum(self._came.values()) + sum(self._under_way.values())
 
-    async def _report(self) -> None:
-        while True:
-            self._on_progress(self._done_bytes, self._total_bytes)
-            await asyncio.sleep(self._times.report_s)
+    def _report(self) -> None:
+        self._on_progress(self._done_bytes, self._total_bytes)
 
 
 def _batches(parts: Sequence[Part]) -> list[list[Part]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,10 @@ from shardnet.wire.messages import Hello, Role
 
 PEER_ANSWER_S = 3.0
 """How long a node that need not be in the ring may take to say which model it has."""
+CLOSE_S = 3.0
+"""How long a node that leaves waits for what is being put away."""
+REPORT_S = 0.5
+"""How often a node tells how far a fetch is, whether it moves or not."""
 MAX_BULK_LINKS = 32
 """Bulk links that this node serves at one time."""
 
@@ -75,6 +79,8 @@ class Sharing:
         self._holdings = Holdings(cache)
         self._server = BulkServer(self._holdings, self._disk, rate, time.monotonic)
         self._links: set[Link] = set()
+        self._n_at_work = 0
+        self._idle = asyncio.Event()
         self._in_use: ModelUse | None = None
 
     # --- what others ask
@@ -101,7 +107,8 @@ class Sharing:
         """Give weights on a bulk link until it ends."""
         self._links.add(link)
         try:
-            await self._server.serve(link)
+            with self._at_work():
+                await self._server.serve(link)
         except ShardnetError as error:
             if not link.closed:
                 self._log(f"stopped giving weights: {error}")
@@ -110,8 +117,13 @@ class Sharing:
             self._links.discard(link)
 
     async def close(self) -> None:
-        """End what is given, and the thread."""
+        """End what is given and, when what was fetched has been put away, the thread."""
         await asyncio.gather(*(link.close() for link in [*self._links]))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._n_at_work:
+                    await self._idle.wait()
+                await self._disk.run(lambda: None)
         self.release()
         self._disk.close()
 
@@ -135,8 +147,8 @@ class Sharing:
         model_id = holders[0].model_id
         if own is not None and own.model_id == model_id:
             return own
-        folder = await self._have_replica(model_id, [holder.address for holder in holders])
-        self._cache.remember(model, model_id)
+        sources = [holder.address for holder in holders]
+        folder = await self._have_replica(model, model_id, sources)
         return await self._disk.run(partial(self._holdings.look_at, folder))
 
     async def holders(
@@ -179,11 +191,32 @@ class Sharing:
                 )
             self.release()
             return facts.path
+        latest = (0, 0)
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal latest
+            latest = (done_bytes, total_bytes)
+
+        async def repeat() -> None:
+            while True:
+                on_progress(*latest)
+                await asyncio.sleep(REPORT_S)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                repeating = tasks.create_task(repeat())
+                folder = await self._bring(order, report)
+                repeating.cancel()
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        return folder
+
+    async def _bring(self, order: LoadStage, on_progress: FetchProgress) -> Path:
+        """Have the replica of a model with the tensors of a stage, in use from now on."""
         with contextlib.ExitStack() as unless_it_is_kept:
             use = await self._disk.run(partial(self._cache.use, order.model_id))
             unless_it_is_kept.callback(use.close)
-            folder = await self._have_replica(order.model_id, order.sources)
-            self._cache.remember(order.model, order.model_id)
+            folder = await self._have_replica(order.model, order.model_id, order.sources)
             await self._fetch(folder, order, on_progress)
             self.release()
             self._in_use = use
@@ -240,11 +273,18 @@ class Sharing:
 
     # --- fetching
 
-    async def _have_replica(self, model_id: str, sources: Sequence[str]) -> Path:
-        """Return the replica of a model, begun with what one of the sources tells if need be."""
-        folder = self._cache.find(model_id)
-        if folder is not None:
-            return folder
+    async def _have_replica(self, model: str, model_id: str, sources: Sequence[str]) -> Path:
+        """Return the replica of a model, begun with what one of the sources tells if need be.
+
+        The path `model` means it from now on.
+        """
+        folder = await self._disk.run(partial(self._cache.find, model_id))
+        if folder is None:
+            folder = await self._begin_replica(model_id, sources)
+        await self._disk.run(partial(self._cache.remember, model, model_id))
+        return folder
+
+    async def _begin_replica(self, model_id: str, sources: Sequence[str]) -> Path:
         failures = []
         for source in sources:
             try:
@@ -253,7 +293,7 @@ class Sharing:
                     return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
                 finally:
                     await link.close()
-            except (LinkError, SourceRefused, CheckpointError) as error:
+            except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
                 failures.append(str(error))
         raise PeerFailedError(
             f"no node tells what model {model_id[:12]} is: {'; '.join(failures) or 'nobody to ask'}"
@@ -263,7 +303,7 @@ class Sharing:
         """Fetch the files of a model without their tensors, as a replica that has none yet."""
         heads = await client.skeleton()
         check_heads(heads, client.name)
-        with self._cache.staging() as staged:
+        with self._at_work(), self._cache.staging() as staged:
             files = await self._disk.run(partial(lay_out, staged, heads))
             try:
                 for head in heads:
@@ -278,31 +318,46 @@ class Sharing:
             return self._cache.install(staged, model_id)
 
     async def _fetch(self, folder: Path, order: LoadStage, on_progress: FetchProgress) -> None:
-        replica = await self._disk.run(partial(Replica, folder))
-        try:
-            tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
-            lacking = replica.lacking_bytes(tensors)
-            for model in await self._disk.run(
-                partial(self._cache.make_room, lacking, order.model_id)
-            ):
-                self._log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
-            began = time.monotonic()
-            fetched = await Fetch(
-                model_id=order.model_id,
-                replica=replica,
-                sources=order.sources,
-                dial=self._dial,
-                writer=self._disk,
-                on_progress=on_progress,
-                log=self._log,
-            ).run(tensors)
-        finally:
-            self._disk.submit(replica.close)
+        began = time.monotonic()
+        with self._at_work():
+            replica = await self._disk.run(partial(Replica, folder))
+            try:
+                tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
+                await self._make_room(replica.lacking_bytes(tensors), order.model_id)
+                fetched = await Fetch(
+                    model_id=order.model_id,
+                    replica=replica,
+                    sources=order.sources,
+                    dial=self._dial,
+                    writer=self._disk,
+                    on_progress=on_progress,
+                    log=self._log,
+                ).run(tensors)
+            finally:
+                self._disk.submit(replica.close)
         if fetched.n_bytes:
             self._log(
                 f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.model} from "
                 f"{', '.join(fetched.sources)} in {time.monotonic() - began:.1f} s"
             )
+
+    async def _make_room(self, n_bytes: int, model_id: str) -> None:
+        if n_bytes:
+            room = partial(self._cache.make_room, n_bytes, keep=model_id)
+            for model in await self._disk.run(room):
+                self._log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Have `close` wait for what is done meanwhile."""
+        self._n_at_work += 1
+        try:
+            yield
+        finally:
+            self._n_at_work -= 1
+            if not self._n_at_work:
+                self._idle.set()
+                self._idle = asyncio.Event()
 
 
 def _nobody_has(model: str, name: str, answers: Mapping[str, Holder | str]) -> CheckpointError:

@@ -150,6 +150,7 @@ class Replica:
 
     def __init__(self, folder: Path) -> None:
         """Open the replica in `folder`. Raises CheckpointError when it is damaged."""
+        self.folder = folder
         self.checkpoint = Checkpoint.open(folder)
         journal = self.checkpoint.journal
         if journal is None:
@@ -183,27 +184,29 @@ class Replica:
         with self._disk_errors():
             self._journal.drop(part.tensor, part.number)
 
-    def recheck(self, tensors: Iterable[str]) -> list[Part]:
-        """Compare held parts with their digests where their file was not left sealed.
+    def doubtful(self, tensors: Iterable[str]) -> list[Part]:
+        """List the held parts in files of these tensors that were not left sealed.
 
-        That is after a crash, and when somebody else has written to the file. Returns the parts
-        that were wrong; they are held no longer.
+        That is after a crash, and when somebody else has written to a file.
         """
         files = {self.checkpoint.tensors[name].file for name in tensors}
-        doubtful = {f for f in files if self._journal.seals.get(f) != self._files.stamp(f)}
-        held = [
+        open_files = {f for f in files if self._journal.seals.get(f) != self._files.stamp(f)}
+        held = self._journal.digests.keys() & self.checkpoint.tensors.keys()
+        infos = [self.checkpoint.tensors[name] for name in sorted(held)]
+        return [
             part
-            for name in self._journal.digests.keys() & self.checkpoint.tensors.keys()
-            if self.checkpoint.tensors[name].file in doubtful
-            for part in parts_of(self.checkpoint.tensors[name])
+            for info in infos
+            if info.file in open_files
+            for part in parts_of(info)
             if self.digest(part) is not None
         ]
-        wrong = [part for part in held if self._files.digest(part) != self.digest(part)]
-        for part in wrong:
+
+    def check(self, part: Part) -> bool:
+        """Compare a held part with its digest; one that is wrong is held no longer."""
+        is_right = self._files.digest(part) == self.digest(part)
+        if not is_right:
             self.drop(part)
-        if held:
-            self.seal(doubtful)
-        return wrong
+        return is_right
 
     def seal(self, files: Iterable[str]) -> None:
         """Bring what was written to the disk, and take note of it."""

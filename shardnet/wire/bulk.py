@@ -1,6 +1,6 @@
 """Bulk messages: what a node asks of another's checkpoint, and the pieces that answer it.
 
-Knows the fields, their types and their bounds (docs/protocol.md section 12). Knows nothing of files
+Knows the fields, their types and their bounds (docs/protocol.md section 15). Knows nothing of files
 or of what is done with a message.
 """
 
