@@ -29,7 +29,7 @@ from shardnet.wire.bulk import (
     bulk_frame,
     read_bulk,
 )
-from shardnet.wire.messages import explanation
+from shardnet.wire.messages import error_frame, explanation
 
 PIECE_BYTES = 256 << 10
 """Sent at one time: small, so that encrypting it does not hold up the loop for long."""
@@ -50,7 +50,10 @@ class BulkServer:
         self._clock = clock
 
     async def serve(self, link: Link) -> None:
-        """Answer until the link ends, which is raised as its LinkError."""
+        """Answer until the link ends, which is raised as its LinkError.
+
+        A peer that breaks the protocol is told so.
+        """
         models: dict[str, OpenModel] = {}
         try:
             while True:
@@ -61,6 +64,11 @@ class BulkServer:
                         "without being asked"
                     )
                 await self._answer(link, message, models)
+        except RemoteProtocolError as error:
+            if not link.closed:
+                link.send(error_frame(error))
+                await link.close()
+            raise
         finally:
             for model in models.values():
                 self._reader.submit(model.close)

@@ -86,7 +86,7 @@ class Fetch:
         self._times = times or FetchTimes()
         self._plan = FetchPlan(self._sources)
         self._digests: dict[Part, tuple[str, str]] = {}
-        self._wrong: dict[Part, str] = {}
+        self._has_come_wrong = False
         self._names: dict[str, str] = {}
         self._failures: dict[str, str] = {}
         self._came: dict[str, int] = {}
@@ -288,21 +288,11 @@ class Fetch:
         digest.update(piece)
 
     def _came_wrong(self, part: Part, source: str, client: BulkClient) -> None:
-        """Give up a source that sends something else than was promised.
-
-        Raises CheckpointError when the same part was wrong before.
-        """
-        teller = self._name(self._digests[part][1])
-        what = f"{part} of model {self._model_id[:12]}"
-        if part in self._wrong:
-            raise CheckpointError(
-                f"{what} came from {self._wrong[part]} and from {self._name(source)}, and is not "
-                f"what {teller} holds: the checkpoints differ, or one is damaged; copy one "
-                "checkpoint to all who have it"
-            )
-        self._wrong[part] = self._name(source)
+        """Give up a source that sends something else than was promised; others may do better."""
+        self._has_come_wrong = True
         self._failures[source] = (
-            f"{what} is not what {teller} holds: the checkpoints differ, or one is damaged"
+            f"its {part} is not what {self._name(self._digests[part][1])} holds: the checkpoints "
+            "differ, or one is damaged"
         )
         client.link.abort("it sends wrong weights")
         self._give_up(source)
@@ -323,9 +313,11 @@ class Fetch:
             f"{self._name(source)}: {self._failures.get(source, 'does not hold it')}"
             for source in self._sources
         )
-        return PeerFailedError(
+        kind = CheckpointError if self._has_come_wrong else PeerFailedError
+        return kind(
             f"no node gives tensor {part.tensor} of model {self._model_id[:12]} "
-            f"({asked or 'nobody to ask'}); start a node that has the whole checkpoint"
+            f"({asked or 'nobody to ask'}); start a node that has the whole checkpoint, or copy "
+            "one to those who differ"
         )
 
     # --- links and news

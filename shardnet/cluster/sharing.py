@@ -195,7 +195,10 @@ class Sharing:
 
         def report(done_bytes: int, total_bytes: int) -> None:
             nonlocal latest
+            is_news = total_bytes != latest[1]
             latest = (done_bytes, total_bytes)
+            if is_news:
+                on_progress(*latest)
 
         async def repeat() -> None:
             while True:

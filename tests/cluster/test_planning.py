@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from shardnet.cluster.planning import (
     model_shape,
     settle_dtype,
 )
-from shardnet.errors import CheckpointError, PlanError, UsageError
+from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId

@@ -1,14 +1,32 @@
-"""Weights that go from node to node: one copy of a checkpoint among three machines."""
+"""Weights that go from node to node: one copy of a checkpoint among several machines.
+
+The machines have homes, and so caches, of their own. That only some of them have the checkpoint is
+arranged with a path that means the working folder of each node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from nodes import Machine, NodeProcess
-from parrot import Parrots
-import contextlib
+from parrot import Parrots, make_parrot
+from test_discovery_namespaces import address, meet, open_site
+
+from shardnet.errors import UsageError
+from shardnet.transport import tcp
+from shardnet.wire.messages import Hello, Purpose, Role
+
+MODEL = "/proc/self/cwd/model"
+
+pytestmark = pytest.mark.skipif(
+    not Path(MODEL).parent.exists(), reason="this system has no /proc/self/cwd"
+)
 
 
 @pytest.fixture
@@ -16,7 +34,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     """Three machines, each with a home of its own."""
     with contextlib.ExitStack() as stack:
         made = []
-        for name in ("anna", "bert", "cleo"):
+        for name in ("a", "b", "c"):
             (tmp_path / name).mkdir()
             machine = Machine(tmp_path / name)
             stack.callback(machine.close)
@@ -24,36 +42,155 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
         yield made
 
 
-def test_smoke(machines: list[Machine], parrots: Parrots, tmp_path: Path) -> None:
-    copy = machines[0].folder / "model"
-    copy.symlink_to(parrots.alphabet)
-    [anna] = machines[0].start_nodes("anna", cwd=machines[0].folder)
-    [bert] = machines[1].start_nodes(
-        "bert", arguments=["--peer", anna.address], cwd=machines[1].folder
-    )
-    [cleo] = machines[2].start_nodes(
-        "cleo", arguments=["--peer", anna.address], cwd=machines[2].folder
-    )
-    nodes = ",".join(n.address for n in (bert, anna, cleo))
-    path = "/proc/self/cwd/model"
-    result = machines[1].call(
-        "generate", "a", "--model", path, "--nodes", nodes, "--max-tokens", "3"
-    )
-    print(result)
-    result = machines[1].call(
-        "generate",
-        "a",
-        "--model",
-        path,
-        "--nodes",
-        nodes,
-        "--max-tokens",
-        "3",
-        "--layers",
-        "0-2,2-3,3-4",
-    )
-    print(result)
-    print(machines[1].call("cache", "ls"), machines[2].call("cache", "ls", "--json"))
-    print(machines[1].call("cache", "rm", "--all"))
-    print(anna.log, bert.log, cleo.log)
-    assert 0
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 16 MB."""
+    folder = tmp_path_factory.mktemp("large") / "parrot"
+    return make_parrot(folder, "abcdefgh", ends=False, intermediate=1 << 11)
+
+
+def copy(checkpoint: Path, machine: Machine) -> None:
+    """Let the nodes of a machine find a checkpoint at MODEL."""
+    (machine.folder / "model").symlink_to(checkpoint)
+
+
+def start(machine: Machine, name: str, *arguments: str) -> NodeProcess:
+    """Start a node whose working folder is its machine's."""
+    [node] = machine.start_nodes(name, arguments=arguments, cwd=machine.folder)
+    return node
+
+
+def start_all(
+    machines: Sequence[Machine], names: Sequence[str], *arguments: str
+) -> list[NodeProcess]:
+    """Start a node on each machine, all at once."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda m, name: start(m, name, *arguments), machines, names))
+
+
+def ask(*nodes: NodeProcess) -> tuple[str, ...]:
+    """A command line that has these nodes say three tokens of MODEL."""
+    addresses = ",".join(node.address for node in nodes)
+    return ("generate", "a", "--model", MODEL, "--nodes", addresses, "--max-tokens", "3")
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+def test_one_copy_is_enough(kind: str, parrots: Parrots, tmp_path: Path) -> None:
+    """Asked is a node without the copy. Nobody names an address; each stage fetches its range.
+
+    Then all nodes restart: what they fetched is still there, and no weights move.
+    """
+    with open_site(kind, 3, tmp_path) as site:
+        copy(parrots.alphabet, site.machines[0])
+        names = ("anna", "bert", "cleo")
+        texts = []
+        for _ in range(2):
+            nodes = start_all(site.machines, names)
+            meet(*nodes)
+            command = ("generate", "a", "--model", MODEL, "--max-tokens", "30", "--json")
+            ring = ",".join(address(site, n, nodes[n]) for n in (1, 0, 2))
+            result = site.machines[1].run(*command, "--nodes", ring, "--layers", "0-2,2-3,3-4")
+            assert len({stage["node"] for stage in result.json["stages"]}) == 3
+            texts.append((result.json["text"], result.stderr.count("fetching")))
+            logs = [node.log for node in nodes]
+            for node in nodes:
+                node.tell_to_leave()
+            for node in nodes:
+                node.stop()
+        assert texts == [("bcdefghijklmnopqrstuvwxyzabcde", 2), (texts[0][0], 0)]
+        assert [log.count("fetched") for log in logs] == [0, 0, 0]
+        [cached] = site.machines[2].call("cache", "ls", "--json").json
+        assert (cached["name"], cached["in_use"]) == (MODEL, False)
+        assert 0 < cached["bytes"] < cached["whole_bytes"] / 2
+        assert site.machines[0].call("cache", "ls", "--json").json == []
+
+
+def test_a_source_that_is_killed_is_left_and_the_rest_comes_from_another(
+    machines: list[Machine], large: Path
+) -> None:
+    """Two of three have the copy; one of them is killed while the third one fetches from both."""
+    for machine in machines[:2]:
+        copy(large, machine)
+    slowly = ("--share-rate", "2MiB")
+    anna, bert = start_all(machines[:2], ("anna", "bert"), *slowly)
+    cleo = start(machines[2], "cleo", "--peer", anna.address, "--peer", bert.address)
+    cleo.stderr.wait_for("node anna (")
+    cleo.stderr.wait_for("node bert (")
+    running = machines[2].begin(*ask(cleo))
+    running.stderr.wait_for("fetching")
+    bert.kill()
+    result = running.wait()
+    assert (result.code, result.stdout) == (0, "bcd\n"), result.stderr
+    assert "fetched" in cleo.log
+
+
+def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path) -> None:
+    """First by Ctrl-C, then by the death of the only source."""
+    copy(large, machines[0])
+    anna = start(machines[0], "anna", "--share-rate", "8MiB")
+    cleo = start(machines[2], "cleo", "--peer", anna.address)
+    cleo.stderr.wait_for("node anna (")
+    running = machines[2].begin(*ask(cleo))
+    running.stderr.wait_for("fetching")
+    running.signal(signal.SIGINT)
+    assert running.wait().code == 130
+
+    running = machines[2].begin(*ask(cleo))
+    running.stderr.wait_for("fetching")
+    anna.kill()
+    error = running.wait().error
+    assert "no node gives tensor" in error
+    assert "anna" in error
+
+    assert "no node gives tensor" in machines[2].call(*ask(cleo)).error
+    after = len(cleo.log)
+    _, _, port = anna.address.rpartition(":")
+    start(machines[0], "anna", "--port", port)
+    cleo.stderr.wait_for("node anna (", after=after)
+    assert machines[2].call(*ask(cleo)).stdout == "bcd\n"
+    assert "fetched" in cleo.log
+
+
+def test_two_nodes_of_one_machine_share_what_they_fetch(
+    machines: list[Machine], parrots: Parrots
+) -> None:
+    """And what they use cannot be deleted before it is unloaded."""
+    copy(parrots.alphabet, machines[0])
+    anna = start(machines[0], "anna")
+    bert, cleo = start_all([machines[1]] * 2, ("bert", "cleo"), "--peer", anna.address)
+    for node in (bert, cleo):
+        node.stderr.wait_for("node anna (")
+    assert machines[1].call(*ask(bert, cleo)).stdout == "bcd\n"
+    assert machines[1].call(*ask(cleo, bert)).stdout == "bcd\n"
+    moved = [node.log.count("fetched") for node in (bert, cleo)]
+    assert machines[1].call(*ask(bert, cleo)).stdout == "bcd\n"
+    assert [node.log.count("fetched") for node in (bert, cleo)] == moved
+    [cached] = machines[1].call("cache", "ls", "--json").json
+    assert cached["in_use"]
+    assert "in use by a node" in machines[1].call("cache", "rm", cached["model_id"][:8]).error
+    assert machines[1].call("unload", "--nodes", bert.address).code == 0
+    assert machines[1].call("cache", "rm", "--all").code == 0
+    assert machines[1].call("cache", "ls", "--json").json == []
+    assert "begin the id of one model" in machines[1].call("cache", "rm", "abc").error
+    assert machines[1].call("cache", "rm").code == 2
+    assert machines[1].call(*ask(bert, cleo)).stdout == "bcd\n"
+
+
+def test_a_cache_limit_is_kept_and_named(machines: list[Machine], parrots: Parrots) -> None:
+    copy(parrots.alphabet, machines[0])
+    anna = start(machines[0], "anna")
+    cleo = start(machines[2], "cleo", "--peer", anna.address, "--cache-limit", "1MiB")
+    cleo.stderr.wait_for("node anna (")
+    error = machines[2].call(*ask(cleo)).error
+    assert "above the limit of 1048576: raise --cache-limit" in error
+
+
+def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
+    anna = start(machines[0], "anna")
+    hello = Hello(purpose=Purpose.BULK, role=Role.CLIENT, node="x", name="x", version="0")
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match="weights go from node to node"):
+            await tcp.connect("127.0.0.1", anna.ready["port"], hello)
+
+    asyncio.run(main())
