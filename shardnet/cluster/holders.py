@@ -5,7 +5,7 @@ Pure: judges what nodes said of themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardnet.errors import PlanError
@@ -16,7 +16,8 @@ from shardnet.types import NodeId
 class Holder:
     """What a node has for a path or of a model: `model_id` "" for nothing.
 
-    `is_complete`: a checkpoint folder of its own, not parts that came from other nodes.
+    `is_complete`: a checkpoint folder of its own, not parts that came from other nodes. `sample`
+    tells its weights from others under the same id.
     """
 
     node: NodeId
@@ -24,6 +25,7 @@ class Holder:
     address: str
     model_id: str
     is_complete: bool
+    sample: str = ""
 
 
 def check_same_model(holders: Sequence[Holder]) -> None:
@@ -33,8 +35,13 @@ def check_same_model(holders: Sequence[Holder]) -> None:
     """
     complete = [holder for holder in holders if holder.is_complete]
     for holder in complete:
-        if holder.model_id != complete[0].model_id:
-            first = complete[0]
+        first = complete[0]
+        if holder.model_id == first.model_id and holder.sample != first.sample:
+            raise PlanError(
+                f"{first.name} and {holder.name} hold different weights under one model id "
+                f"({first.model_id[:12]}); copy one checkpoint to both"
+            )
+        if holder.model_id != first.model_id:
             raise PlanError(
                 f"the nodes hold different models: {first.name} has {first.model_id[:12]}, "
                 f"{holder.name} has {holder.model_id[:12]}; copy one checkpoint to both"
@@ -67,12 +74,3 @@ def choose_sources(model_id: str, holders: Sequence[Holder], limit: int) -> list
     having = [holder for holder in holders if holder.model_id == model_id and holder.address]
     having.sort(key=lambda holder: not holder.is_complete)
     return list(dict.fromkeys(holder.address for holder in having))[:limit]
-
-
-def lacking(model_id: str, holders: Sequence[Holder], nodes: Collection[str]) -> list[Holder]:
-    """Of the `nodes`, return those without a checkpoint folder of the model."""
-    return [
-        holder
-        for holder in holders
-        if holder.node in nodes and not (holder.is_complete and holder.model_id == model_id)
-    ]

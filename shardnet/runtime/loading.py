@@ -53,7 +53,7 @@ class ModelFacts:
     """What a node knows of a checkpoint without loading it.
 
     `stamp` changes when a file of the folder does. `is_complete`: it holds every tensor, and is no
-    replica.
+    replica. `sample` is that of its weights then, else "".
     """
 
     model_id: str
@@ -61,6 +61,7 @@ class ModelFacts:
     config: ModelConfig
     stamp: Stamp
     is_complete: bool
+    sample: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def identify(path: Path) -> ModelFacts:
             config=checkpoint.config,
             stamp=stamped,
             is_complete=checkpoint.journal is None,
+            sample=checkpoint.sample if checkpoint.journal is None else "",
         )
 
 

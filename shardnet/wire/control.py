@@ -118,12 +118,14 @@ class IdentifyModel(Tagged, frozen=True, kw_only=True):
 class ModelIdentity(Tagged, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
-    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
+    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes;
+    `sample` tells its weights from others under the same id.
     """
 
     request: RequestId
     model_id: Digest
     complete: bool
+    sample: Digest = ""
 
 
 class LoadStage(Tagged, frozen=True, kw_only=True):
