@@ -28,7 +28,10 @@ cache_app = typer.Typer(
 def list_models(as_json: Json = False) -> None:
     """List the models in the cache, the one used last first."""
     cache = ModelCache(cache_dir(os.environ))
-    models = cache.models()
+    try:
+        models = cache.models()
+    except ShardnetError as error:
+        fail(str(error))
     if as_json:
         print(json.dumps([_as_json(model) for model in models]))
         return

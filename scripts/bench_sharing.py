@@ -131,13 +131,17 @@ def _open_site(
         machines[0].run("key", "new")
     (machines[0].folder / "model").symlink_to(checkpoint)
 
-    def start(machine: Machine, name: str) -> NodeProcess:
-        [node] = machine.start_nodes(name, arguments=arguments, cwd=machine.folder)
+    def start(machine: Machine, name: str, *more: str) -> NodeProcess:
+        [node] = machine.start_nodes(name, arguments=[*arguments, *more], cwd=machine.folder)
         return node
 
+    site = Site(machines=machines, hosts=hosts, nodes=[start(machines[0], NAMES[0])])
     with ThreadPoolExecutor() as pool:
-        nodes = list(pool.map(start, machines, NAMES))
-    return Site(machines=machines, hosts=hosts, nodes=nodes)
+        peer = ("--peer", site.address(0))
+        site.nodes.extend(pool.map(lambda m, name: start(m, name, *peer), machines[1:], NAMES[1:]))
+    for node in site.nodes[1:]:
+        node.stderr.wait_for(f"node {NAMES[0]} (")
+    return site
 
 
 def _limit(host: Host, mbit: float) -> None:
@@ -192,7 +196,7 @@ def _begin_fetch(site: Site) -> Command:
     """Have cleo fetch the whole checkpoint, and wait until bytes come."""
     running = site.machines[2].begin(
         *("generate", "Once", "--model", MODEL, "--nodes", site.address(2)),
-        *("--peer", site.address(0), "--max-tokens", "1", "--context", "1024"),
+        *("--max-tokens", "1", "--context", "1024"),
     )
     running.stderr.wait_for("fetching", deadline_s=60)
     return running

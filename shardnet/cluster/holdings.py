@@ -6,6 +6,8 @@ that, always the same one. Must not know other nodes.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 from shardnet.cluster.digest_book import DigestBook
@@ -38,7 +40,7 @@ class Holdings:
     def by_id(self, model_id: str) -> ModelFacts | None:
         """Find a model by its id: a checkpoint folder that was looked at before, else a replica."""
         for facts in [*self._facts.values()]:
-            if facts.model_id == model_id and facts.is_complete and facts.path.is_dir():
+            if facts.model_id == model_id and facts.is_complete and os.path.isdir(facts.path):
                 now = self.look_at(facts.path)
                 if now.model_id == model_id:
                     return now
@@ -53,7 +55,12 @@ class Holdings:
         if facts.is_complete:
             book = DigestBook.for_checkpoint(self._cache.folder, facts.path)
             return OpenModel(facts.path, book=book)
-        return OpenModel(facts.path, use=self._cache.use(model_id))
+        with contextlib.ExitStack() as unless_it_opens:
+            use = self._cache.use(model_id)
+            unless_it_opens.callback(use.close)
+            opened = OpenModel(facts.path, use=use)
+            unless_it_opens.pop_all()
+        return opened
 
     def look_at(self, folder: Path) -> ModelFacts:
         """Look at a folder, again only when it has changed."""

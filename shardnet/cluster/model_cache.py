@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from shardnet.model.replica import disk_error
 
 DEFAULT_SHARE_OF_DISK = 0.5
 """Without a limit replicas take at most this share of what the disk has left beside them."""
+LEFTOVER_S = 86400.0
+"""What is half made for longer than this is nobody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class ModelCache:
     def find(self, model_id: str) -> Path | None:
         """Return the folder of a replica, None where there is none."""
         folder = self._models / model_id
-        return folder if _is_id(model_id) and folder.is_dir() else None
+        return folder if _is_id(model_id) and os.path.isdir(folder) else None
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -103,13 +106,19 @@ class ModelCache:
             raise disk_error(error, self._models) from error
 
     def models(self) -> list[CachedModel]:
-        """Return all replicas, the one used last first."""
-        names = {model_id: path for path, model_id in self._hints()}
-        found = [
-            self._describe(folder, names.get(folder.name, ""))
-            for folder in self._models.glob("*")
-            if _is_id(folder.name) and folder.is_dir()
-        ]
+        """Return all replicas, the one used last first.
+
+        Raises CheckpointError when the folder cannot be looked at.
+        """
+        try:
+            names = {model_id: path for path, model_id in self._hints()}
+            found = [
+                self._describe(folder, names.get(folder.name, ""))
+                for folder in self._models.glob("*")
+                if _is_id(folder.name) and folder.is_dir()
+            ]
+        except OSError as error:
+            raise disk_error(error, self._models) from error
         return sorted(found, key=lambda model: -model.used_s)
 
     def remove(self, model_id: str) -> int:
@@ -141,6 +150,7 @@ class ModelCache:
 
         Models in use and `keep` stay. Raises CapacityError when that is not enough.
         """
+        self._sweep()
         models = self.models()
         used = sum(model.size_bytes for model in models)
         try:
@@ -170,6 +180,13 @@ class ModelCache:
                 "room there, or name another place with SHARDNET_CACHE_DIR"
             )
         return deleted
+
+    def _sweep(self) -> None:
+        """Delete what processes that were killed have left half made or half deleted."""
+        for folder in [*self._models.glob(".new-*"), *self._models.glob(".old-*")]:
+            with contextlib.suppress(OSError):
+                if folder.stat().st_mtime < time.time() - LEFTOVER_S:
+                    shutil.rmtree(folder)
 
     def _lock_path(self, model_id: str) -> Path:
         return self._models / f"{model_id}.lock"

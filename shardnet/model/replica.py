@@ -30,6 +30,10 @@ from shardnet.types import WEIGHT_PART_BYTES, LayerRange
 
 MAX_FILE_BYTES: Final = 1 << 44
 """Cap on a file's size before it is laid out."""
+MAX_HEADS_BYTES: Final = 1 << 30
+"""Cap on all that is no tensor, before any of it is fetched."""
+SYNC_BYTES: Final = 64 << 20
+"""Written to a replica before it is brought to the disk, so that the end of a fetch is short."""
 _HASH_BYTES: Final = 1 << 20
 
 
@@ -156,6 +160,7 @@ class Replica:
         if journal is None:
             raise CheckpointError(f"{folder}: this is no replica, {JOURNAL_FILE} is missing")
         self._journal = journal
+        self._unsynced_bytes = 0
         self._files = TensorFiles(folder, writable=True)
 
     def parts(self, tensors: Iterable[str]) -> list[Part]:
@@ -172,8 +177,12 @@ class Replica:
 
     def hold(self, part: Part, sha256: str) -> None:
         """Take note that a part has been written whole and has this digest."""
+        self._unsynced_bytes += part.size_bytes
         with self._disk_errors():
             self._journal.hold(part.tensor, part.number, sha256)
+            if self._unsynced_bytes >= SYNC_BYTES:
+                self._files.sync(part.file)
+                self._unsynced_bytes = 0
 
     def lacking_bytes(self, tensors: Iterable[str]) -> int:
         """Count the bytes of these tensors that are not held."""
@@ -244,6 +253,8 @@ def check_heads(heads: Sequence[FileHead], peer: str) -> None:
             raise CheckpointError(f"{peer} offers a file that no model has: {head!r}")
         if whole and head.head_bytes != head.size_bytes:
             raise CheckpointError(f"{peer} offers only a part of {head.name}")
+    if sum(head.head_bytes for head in heads) > MAX_HEADS_BYTES:
+        raise CheckpointError(f"{peer} offers more than {MAX_HEADS_BYTES} bytes beside tensors")
     if len({head.name for head in heads}) != len(heads):
         raise CheckpointError(f"{peer} offers a file twice")
 

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, Self
 
+from shardnet.errors import CheckpointError
 from shardnet.types import WEIGHT_PART_BYTES
 
 JOURNAL_FILE: Final = "replica.jsonl"
@@ -42,11 +43,16 @@ class Journal:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Read the journal of a replica, None where `folder` is no replica."""
+        """Read the journal of a replica, None where `folder` is no replica.
+
+        Raises CheckpointError when there is one that cannot be read.
+        """
         try:
             return cls(folder / JOURNAL_FILE)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise CheckpointError(f"{folder / JOURNAL_FILE}: {error.strerror}") from error
 
     def hold(self, tensor: str, part: int, sha256: str) -> None:
         """Note that a part is held. Raises OSError when that cannot be written."""

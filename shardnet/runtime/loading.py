@@ -109,12 +109,17 @@ def stamp(path: Path) -> Stamp:
 
     That is name, size and time of change (ns) of every file. A replica changes only when tensors
     that it held are superseded: what comes to it changes nothing that was loaded before.
+
+    Raises CheckpointError when the folder cannot be looked at.
     """
     journal = Journal.find(path)
     if journal is not None:
         return (("replica", journal.n_dropped, 0),)
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    try:
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
 
 
 def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], None]) -> LoadedStage:

@@ -101,6 +101,17 @@ def test_room_is_made_by_deleting_what_was_used_longest_ago(tmp_path: Path) -> N
     use.close()
 
 
+def test_what_a_killed_process_left_is_swept_away(cache: ModelCache) -> None:
+    put(cache, A)
+    old, new = (cache.folder / "models" / name for name in (".new-old", ".new-just-now"))
+    for folder in (old, new):
+        (folder / "x").mkdir(parents=True)
+    os.utime(old, (1, 1))
+    cache.make_room(1, keep=A)
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_more_than_the_disk_has_is_refused_with_what_to_do(cache: ModelCache) -> None:
     put(cache, A)
     with pytest.raises(CapacityError, match="cache"):

@@ -251,6 +251,7 @@ def head(name: str, size: int = 10, head_bytes: int = 10) -> FileHead:
         [head("config.json", size=20)],
         [head("model.safetensors", size=5)],
         [head("model.safetensors", size=1 << 50)],
+        [head(f"{n}.safetensors", size=1 << 30, head_bytes=10**8) for n in range(11)],
         [head("tokenizer.json", size=1 << 40, head_bytes=1 << 40)],
     ],
     ids=lambda heads: repr(heads[0].name),

@@ -68,9 +68,9 @@ def start_all(
         return list(pool.map(lambda m, name: start(m, name, *arguments), machines, names))
 
 
-def ask(*nodes: NodeProcess) -> tuple[str, ...]:
-    """A command line that has these nodes say three tokens of MODEL."""
-    addresses = ",".join(node.address for node in nodes)
+def ask(*nodes: NodeProcess | str) -> tuple[str, ...]:
+    """A command line that has these nodes, or addresses, say three tokens of MODEL."""
+    addresses = ",".join(node if isinstance(node, str) else node.address for node in nodes)
     return ("generate", "a", "--model", MODEL, "--nodes", addresses, "--max-tokens", "3")
 
 
@@ -121,23 +121,28 @@ def test_after_a_restart_no_weights_move(parrots: Parrots, tmp_path: Path) -> No
         assert site.machines[0].call("cache", "ls", "--json").json == []
 
 
-def test_a_source_that_is_killed_is_left_and_the_rest_comes_from_another(
-    machines: list[Machine], large: Path
+@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+def test_a_source_that_goes_in_the_middle_is_left_and_the_others_finish(
+    kind: str, large: Path, tmp_path: Path
 ) -> None:
-    """Two of three have the copy; one of them is killed while the third one fetches from both."""
-    for machine in machines[:2]:
-        copy(large, machine)
-    slowly = ("--share-rate", "2MiB")
-    anna, bert = start_all(machines[:2], ("anna", "bert"), *slowly)
-    cleo = start(machines[2], "cleo", "--peer", anna.address, "--peer", bert.address)
-    cleo.stderr.wait_for("node anna (")
-    cleo.stderr.wait_for("node bert (")
-    running = machines[2].begin(*ask(cleo))
-    running.stderr.wait_for("fetching")
-    bert.kill()
-    result = running.wait()
-    assert (result.code, result.stdout) == (0, "bcd\n"), result.stderr
-    assert "fetched" in cleo.log
+    """Two of three have the copy. While the third one fetches from both, one has its cable pulled,
+    or is killed where there is no cable.
+    """
+    with open_site(kind, 3, tmp_path) as site:
+        for machine in site.machines[:2]:
+            copy(large, machine)
+        nodes = start_all(site.machines, NAMES, "--share-rate", "2MiB")
+        meet(*nodes)
+        cleo = address(site, 2, nodes[2])
+        running = site.machines[2].begin(*ask(cleo))
+        running.stderr.wait_for("fetching")
+        if site.hosts:
+            site.hosts[1].unplug()
+        else:
+            nodes[1].kill()
+        result = running.wait()
+        assert (result.code, result.stdout) == (0, "bcd\n"), result.stderr
+        assert "fetched" in nodes[2].log
 
 
 def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path) -> None:
