@@ -184,6 +184,8 @@ class Sharing:
         this node has another model at that path, and what fetching raises.
         """
         facts = await self._disk.run(partial(self._holdings.at, order.model))
+        if facts is None or not facts.is_complete:
+            facts = await self._disk.run(partial(self._holdings.by_id, order.model_id))
         if facts is not None and facts.is_complete:
             if facts.model_id != order.model_id:
                 raise CheckpointError(

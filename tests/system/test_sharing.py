@@ -215,3 +215,16 @@ def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
             await tcp.connect("127.0.0.1", anna.ready["port"], hello)
 
     asyncio.run(main())
+
+
+def test_a_copy_at_another_path_is_as_good(machines: list[Machine], parrots: Parrots) -> None:
+    """A node that was asked for it there once knows its id, uses it, and gives it to others."""
+    copy(parrots.alphabet, machines[0])
+    (machines[1].folder / "elsewhere").symlink_to(parrots.alphabet)
+    anna = start(machines[0], "anna")
+    bert = start(machines[1], "bert", "--peer", anna.address)
+    bert.stderr.wait_for("node anna (")
+    there = ("generate", "a", "--model", "/proc/self/cwd/elsewhere", "--max-tokens", "3")
+    assert machines[1].call(*there, "--nodes", bert.address).stdout == "bcd\n"
+    assert machines[0].call(*ask(anna, bert)).stdout == "bcd\n"
+    assert "fetched" not in bert.log
