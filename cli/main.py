@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
+from .cache import cache_app
 from .config import config_path, read_config
 from .doctor import doctor
 from .generate import generate
@@ -34,6 +35,7 @@ app = typer.Typer(
 for command in (node, nodes, status, plan, generate, unload, doctor):
     app.command()(command)
 app.add_typer(key_app)
+app.add_typer(cache_app)
 
 
 def _version(wanted: bool) -> None:

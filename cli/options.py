@@ -32,7 +32,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="PATH",
-        help="Checkpoint folder, opened by every node at this path. Default: the bundled model.",
+        help="Checkpoint folder; nodes that lack it fetch from one that has it at this path. "
+        "Default: the bundled model.",
         envvar="SHARDNET_MODEL",
         show_default=False,
     ),

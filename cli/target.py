@@ -126,6 +126,7 @@ async def _nearest(
 @asynccontextmanager
 async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
     """Run a node inside this process, without a socket."""
+    from shardnet.cluster.model_cache import ModelCache
     from shardnet.cluster.node import NodeSettings, running
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
@@ -137,6 +138,7 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
         cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ)),
         log=lambda line: None,
         identity=identity,
     )

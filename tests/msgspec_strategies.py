@@ -25,6 +25,8 @@ def _values(info: mi.Type) -> st.SearchStrategy[Any]:
             return st.floats(low, high, allow_nan=False)
         case mi.StrType(max_length=int(longest)):
             return st.text(st.characters(codec="utf-8"), max_size=min(longest, 20))
+        case mi.BytesType(max_length=int(longest)):
+            return st.binary(max_size=min(longest, 20))
         case mi.LiteralType(values=literals):
             return st.sampled_from(literals)
         case mi.NoneType():

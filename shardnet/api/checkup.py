@@ -21,7 +21,7 @@ from shardnet.cluster.planning import model_shape, settle_dtype
 from shardnet.cluster.probes import HANDSHAKE_S, look
 from shardnet.cluster.soundings import Sounding
 from shardnet.errors import ShardnetError
-from shardnet.runtime.loading import ModelFacts, identify
+from shardnet.runtime.loading import ModelFacts, identify_at
 from shardnet.wire.control import NodeInfo, ReportReply
 from shardnet.wire.frames import PROTOCOL_VERSION
 from shardnet.wire.reports import AddressView, RecordSeen
@@ -148,7 +148,7 @@ async def _look_at(model: str) -> _Looked | None:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
-            return _Looked(model=model, facts=await asyncio.to_thread(identify, model))
+            return _Looked(model=model, facts=await asyncio.to_thread(identify_at, model))
     except ShardnetError as error:
         return _Looked(model=model, failure=str(error))
     except TimeoutError:

@@ -107,8 +107,14 @@ class Clients:
         async with self._head.lead(
             message.choice,
             on_plan=lambda plan: control.send(plan.reply(message.request)),
-            on_progress=lambda rank, done, total: control.send(
-                NodeProgress(request=message.request, rank=rank, done_bytes=done, total_bytes=total)
+            on_progress=lambda rank, phase, done, total: control.send(
+                NodeProgress(
+                    request=message.request,
+                    rank=rank,
+                    done_bytes=done,
+                    total_bytes=total,
+                    phase=phase,
+                )
             ),
         ) as lead:
             if isinstance(lead, Elsewhere):

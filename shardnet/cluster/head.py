@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.planning import (
-    Plan,
-    check_same_model,
-    make_plan,
-    settle_dtype,
-    settle_wire_dtype,
-)
+from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
 from shardnet.cluster.survey import Survey
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
-from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
+from shardnet.runtime.loading import ModelFacts
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.control import ModelChoice, NodeInfo
+from shardnet.wire.schema import MAX_STAGES
 
 CLOSE_S = 3.0
 """How long a leaving head waits for its stages to be freed."""
@@ -52,7 +48,12 @@ class Neighbourhood(Protocol):
         """Return the nodes at `addresses`, or without any this node and all it knows."""
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at a checkpoint on this node."""
+        """Look at the model that a path means, on this node or else on its peers."""
+
+    async def holders(
+        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan, this one first, and others if need be, what they have of it."""
 
     @property
     def survey(self) -> Survey:
@@ -198,7 +199,7 @@ class Head:
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
     ) -> Lead | Elsewhere:
-        standing = self._standing(choice)
+        standing = await self._standing(choice)
         if standing is not None:
             on_plan(standing.plan)
             return standing
@@ -212,7 +213,7 @@ class Head:
         on_plan(plan)
         return await self._build(plan, on_progress)
 
-    def _standing(self, choice: ModelChoice) -> Lead | None:
+    async def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
 
         A client that names no nodes takes any ring with its model; settings it leaves open match,
@@ -230,24 +231,24 @@ class Head:
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
-            and spec.stamp == stamp(resolve_model(choice.model))
         )
-        return lead if matches else None
+        if not matches:
+            return None
+        facts = await self._neighbourhood.identify(choice.model)
+        is_same = (facts.model_id, facts.stamp) == (spec.model_id, spec.stamp)
+        return lead if is_same and lead.ring.broken is None else None
 
     async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
         """Free the old ring, check that all nodes hold one model, and build the new ring."""
         ports = [await self._neighbourhood.port(node) for node in plan.nodes]
-        own, *others = ports
-        await check_same_model(
-            plan.facts.model_id,
-            own.name,
-            [(port.name, _identifying(port, plan.choice.model)) for port in others],
-        )
+        holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
+        check_same_model(holders[: len(plan.nodes)])
+        sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
         if self._lead is not None:
             await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
-        ring = Ring(_spec(plan), ports, Epoch(self._epoch))
+        ring = Ring(_spec(plan), ports, Epoch(self._epoch), sources)
         load_s = await ring.build(on_progress)
         tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
         self._lead = Lead(
@@ -273,7 +274,3 @@ def _spec(plan: Plan) -> RingSpec:
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
     )
-
-
-def _identifying(port: StagePort, model: str) -> Callable[[], Awaitable[str]]:
-    return lambda: port.identify(model)

@@ -6,11 +6,11 @@ Knows who answers which message. Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from dataclasses import replace as replace_field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,8 +21,10 @@ from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.figure_cache import FigureCache
 from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.holders import Holder
 from shardnet.cluster.link_figures import LinkFigures
 from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
@@ -32,6 +34,8 @@ from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.refusals import Refusals
 from shardnet.cluster.reporter import Holding, Reporter
 from shardnet.cluster.seat import RingSeat
+from shardnet.cluster.send_rate import SendRate
+from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
@@ -46,7 +50,7 @@ from shardnet.errors import (
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, identify
+from shardnet.runtime.loading import ModelFacts
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
@@ -59,7 +63,6 @@ from shardnet.wire.control import (
     IdentifyModel,
     LastRunRequest,
     LoadStage,
-    ModelIdentity,
     NodeInfo,
     PeersKnown,
     Ping,
@@ -79,11 +82,16 @@ from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
 """With these a node that is frozen is given up 8 to 9 s later."""
+BULK_FRAMES = 8
+"""Pieces of weights that may wait to be written, per link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
+
+    `models` keeps weights that come from other nodes; `share_rate` bounds the bytes per second that
+    this one gives to others, None does not.
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
     nodes and makes this one found; without it there are only `peers`, and whom they know. `cache`
@@ -97,7 +105,9 @@ class NodeSettings:
     peers: tuple[str, ...]
     local_nodes: LocalNodes
     cache: Path
+    models: ModelCache
     log: Callable[[str], None]
+    share_rate: float | None = None
     identity: Identity | None = None
     discovery: Discovery | None = None
 
@@ -130,8 +140,18 @@ class Node:
         self._neighbours = Neighbours(
             own_info=self.info, peers=self._peers, presence=self._presence
         )
+        self._sharing = Sharing(
+            node=settings.node,
+            name=settings.name,
+            cache=settings.models,
+            peers=self._peers,
+            dial=self._dial_bulk,
+            rate=SendRate(settings.share_rate),
+            log=settings.log,
+        )
         self._orders = StageOrders(
             host=self._host,
+            sharing=self._sharing,
             budget=settings.budget,
             asked_threads=settings.threads,
             local_nodes=settings.local_nodes,
@@ -147,7 +167,7 @@ class Node:
             ),
             links=LinkFigures(link_of=self._peers.link_of, turn=self._host.turn),
             reader=self._reader,
-            control_to=self._control,
+            control_to=self._sharing.control,
         )
         self._refusals = Refusals()
         self._head = Head(self)
@@ -207,15 +227,21 @@ class Node:
         )
 
     def hello(self, peer: Hello) -> Hello:
-        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
+        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node, and
+        what Sharing.check_hello raises for a bulk link.
+        """
         if peer.purpose is Purpose.DATA:
             self._host.check_hello(peer)
+        elif peer.purpose is Purpose.BULK:
+            self._sharing.check_hello(peer)
         return replace(self._hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
     async def accept(self, link: Link) -> None:
         """Take a link that is up."""
         if link.peer.purpose is Purpose.DATA:
             self._host.accept(link)
+        elif link.peer.purpose is Purpose.BULK:
+            self._tasks.create_task(self._sharing.serve(link))
         elif link.peer.role is Role.NODE:
             self._peers.adopt(link)
         else:
@@ -246,6 +272,7 @@ class Node:
         await self._head.close()
         await self._host.close()
         await self._peers.close()
+        await self._sharing.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
         self._reader.close()
         self._wire_errors.close()
@@ -257,8 +284,14 @@ class Node:
         return await self._neighbours.candidates(addresses)
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at a checkpoint on this node."""
-        return await self._reader.run(lambda: identify(model))
+        """Look at the model that a path means, on this node or else on its peers."""
+        return await self._sharing.identify(model)
+
+    async def holders(
+        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan, and others if need be, what they have of a model."""
+        return await self._sharing.holders(facts, model, plan)
 
     @property
     def survey(self) -> Survey:
@@ -275,16 +308,10 @@ class Node:
             return LocalPort(
                 self._host,
                 self._settings.name,
-                self._identify_own,
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
-        return RemotePort(await self._control(node), self._peers.watch, self._peers.latest)
-
-    async def _control(self, node: NodeInfo) -> ControlLink:
-        """Return the control link to another node."""
-        control = self._peers.link_of(NodeId(node.node))
-        return await self._peers.link_to(node.address) if control is None else control
+        return RemotePort(await self._sharing.control(node), self._peers.watch, self._peers.latest)
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -361,9 +388,8 @@ class Node:
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
                 self._peers.heard(control, message)
-            case IdentifyModel(request=request, model=model):
-                model_id = await self._identify_own(model)
-                control.send(ModelIdentity(request=request, model_id=model_id))
+            case IdentifyModel():
+                control.send(await self._sharing.answer(message))
             case LoadStage():
                 self._head.check_idle()
                 await self._orders.load_for(control, message)
@@ -391,9 +417,6 @@ class Node:
 
         return await self._orders.load(message, self.node, progress, broken)
 
-    async def _identify_own(self, model: str) -> str:
-        return (await self.identify(model)).model_id
-
     # --- links
 
     def _hello(self, purpose: Purpose) -> Hello:
@@ -417,8 +440,18 @@ class Node:
     async def _probe(self, address: str) -> Link:
         host, port = split_address(address)
         hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
-        options = replace_field(self.options, handshake_s=PROBE_S)
+        options = dataclasses.replace(self.options, handshake_s=PROBE_S)
         return await tcp.connect(host, port, hello, options=options)
+
+    async def _dial_bulk(self, address: str) -> Link:
+        hello = self._hello(Purpose.BULK)
+        options = dataclasses.replace(self.options, receive_frames=BULK_FRAMES)
+
+        async def dial(address: str) -> Link:
+            host, port = split_address(address)
+            return await tcp.connect(host, port, hello, options=options)
+
+        return await self._peers.dial_by(address, dial)
 
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)

@@ -13,11 +13,10 @@ from shardnet.cluster.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.profile import available_cores, make_host_id
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
-from shardnet.cluster.stage_port import Progress
-from shardnet.errors import CheckpointError, UsageError
+from shardnet.errors import UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import resolve_model
+from shardnet.runtime.loading import find_folder
 from shardnet.runtime.measuring import (
     StageFigures,
     measure_disk,
@@ -41,7 +40,7 @@ class OwnFigures:
         self._disks: dict[int, float | None] = {}
 
     async def measure(
-        self, message: MeasureStage, asker: str, on_progress: Progress
+        self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None]
     ) -> StageMeasured:
         """Answer with what is known or, where nothing is, with what is measured now.
 
@@ -96,12 +95,12 @@ class OwnFigures:
 
     async def _disk(self, message: MeasureStage) -> float | None:
         """Return the bytes per second of the disk with the checkpoint, None where there is none."""
-        if not message.model:
+        path = find_folder(message.model) if message.model else None
+        if path is None:
             return None
         try:
-            path = resolve_model(message.model)
             number = path.stat().st_dev
-        except (CheckpointError, OSError):
+        except OSError:
             return None
         if number not in self._disks or message.again:
             self._disks[number] = await self._reader.run(lambda: measure_disk(path))

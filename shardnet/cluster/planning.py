@@ -6,8 +6,7 @@ Must not load anything or start a ring.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ from shardnet.cluster.placement_figures import (
     Objective,
     Placement,
 )
-from shardnet.errors import PlanError, ShardnetError, UsageError, first_error
+from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     activation_peak_bytes,
@@ -170,31 +169,6 @@ def make_plan(
         measured=measured,
         objective=objective,
     )
-
-
-async def check_same_model(
-    model_id: str, own_name: str, others: Sequence[tuple[str, Callable[[], Awaitable[str]]]]
-) -> None:
-    """Make sure that every other stage's node holds the same model.
-
-    `others` has a node's name and how to ask it. Raises PlanError that names both nodes and ids,
-    or what a node reported, such as that it has no checkpoint there.
-    """
-
-    async def compare(name: str, ask: Callable[[], Awaitable[str]]) -> None:
-        other = await ask()
-        if other != model_id:
-            raise PlanError(
-                f"the nodes hold different models: {own_name} has {model_id[:12]}, {name} has "
-                f"{other[:12]}; copy one checkpoint to both"
-            )
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for name, ask in others:
-                tasks.create_task(compare(name, ask))
-    except* ShardnetError as group:
-        raise first_error(group) from None
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:

@@ -25,7 +25,7 @@ from shardnet.cluster.refusals import Refusals
 from shardnet.cluster.soundings import Knock
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import identify
+from shardnet.runtime.loading import identify_at
 from shardnet.types import NodeId
 from shardnet.wire.control import Done, NodeInfo, ReportReply, ReportRequest
 from shardnet.wire.frames import PROTOCOL_VERSION
@@ -200,7 +200,7 @@ class Reporter:
             return "", ""
         try:
             async with asyncio.timeout(IDENTIFY_S):
-                facts = await self._reader.run(lambda: identify(model))
+                facts = await self._reader.run(lambda: identify_at(model))
                 return facts.model_id, ""
         except ShardnetError as error:
             return "", explanation(error)

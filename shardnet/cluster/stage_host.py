@@ -94,7 +94,7 @@ class StageHost:
         """
         wire_dtype = WireDType.named(message.wire_dtype)
         async with self._changing:
-            self._refuse_if_busy(owner)
+            self.refuse_if_busy(owner)
             if self.seat is not None and self.seat.ring != message.ring:
                 self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
             await self._leave()
@@ -171,7 +171,7 @@ class StageHost:
         Raises BusyError while sequences of another head than `owner` are open.
         """
         async with self._changing:
-            self._refuse_if_busy(owner)
+            self.refuse_if_busy(owner)
             await self._leave()
             await self._free()
 
@@ -204,7 +204,8 @@ class StageHost:
             )
         return self.seat
 
-    def _refuse_if_busy(self, owner: str) -> None:
+    def refuse_if_busy(self, owner: str) -> None:
+        """Raise BusyError while sequences of another head than `owner` are open."""
         if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
             raise _busy(self.seat)
 

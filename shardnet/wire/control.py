@@ -36,6 +36,7 @@ from shardnet.wire.schema import (
     Moment,
     Name,
     PathText,
+    Phase,
     PingPayload,
     Rank,
     RequestId,
@@ -150,23 +151,35 @@ class ReportReply(Tagged, frozen=True, kw_only=True):
 
 
 class IdentifyModel(Tagged, frozen=True, kw_only=True):
-    """Ask a node which model it finds at a path."""
+    """Ask a node which model it has for a path, or else whether it has parts of `model_id`.
+
+    It answers from what it has itself, and asks nobody.
+    """
 
     request: RequestId
     model: PathText
+    model_id: Digest = ""
 
 
 class ModelIdentity(Tagged, frozen=True, kw_only=True):
-    """Answers IdentifyModel. `model_id` is hexadecimal SHA-256 (design decision 9)."""
+    """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
+
+    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes;
+    `sample` tells its weights from others under the same id.
+    """
 
     request: RequestId
     model_id: Digest
+    complete: bool
+    sample: Digest = ""
 
 
 class LoadStage(Tagged, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
+    A node that lacks weights fetches them from `sources`, and holds their digests against the
+    first.
     """
 
     request: RequestId
@@ -182,6 +195,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     context: U32
     threads: U32
     addresses: Addresses
+    sources: Addresses = msgspec.field(default_factory=list)
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -190,6 +204,7 @@ class LoadProgress(Tagged, frozen=True, kw_only=True):
     request: RequestId
     done_bytes: Count
     total_bytes: Count
+    phase: Phase = "loading"
 
 
 class StageReady(Tagged, frozen=True, kw_only=True):
@@ -337,6 +352,7 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
     rank: Rank
     done_bytes: Count
     total_bytes: Count
+    phase: Phase = "loading"
 
 
 class Generate(Tagged, frozen=True, kw_only=True):

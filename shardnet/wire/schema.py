@@ -6,7 +6,7 @@ peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,8 @@ Address = Annotated[str, Meta(max_length=300)]
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 PathText = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[str, Meta(max_length=128)]
+Phase = Literal["fetching", "loading"]
+"""What a node does before its stage is ready: weights come from peers, or from its own disk."""
 Text = Annotated[str, Meta(max_length=1 << 20)]
 MAX_PING_BYTES: Final = 2 * 2**20
 PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]

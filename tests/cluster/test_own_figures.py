@@ -16,6 +16,7 @@ from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.profile import Device, MemoryBudget
 from shardnet.cluster.seat import RingSeat
+from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.errors import BusyError, CapacityError, CheckpointError, UsageError
@@ -63,6 +64,7 @@ def measuring(
         device = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
         orders = StageOrders(
             host=host,
+            sharing=cast(Sharing, None),  # measuring fetches nothing
             budget=MemoryBudget(device=device, asked_bytes=memory_bytes),
             asked_threads=1,
             local_nodes=LocalNodes(folder / "run"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,12 @@ import pytest
 from shardnet.cluster.measurement import Measured
 from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import (
-    check_same_model,
     make_plan,
     model_shape,
     settle_dtype,
     settle_wire_dtype,
 )
-from shardnet.errors import CheckpointError, PlanError, UsageError
+from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId, WireDType
@@ -40,7 +38,9 @@ def facts(dtype: str = "bfloat16") -> ModelFacts:
         "torch_dtype": dtype,
     }
     config = parse_config(raw, "config.json")
-    return ModelFacts(model_id="ab" * 32, path=Path("/m"), config=config, stamp=())
+    return ModelFacts(
+        model_id="ab" * 32, path=Path("/m"), config=config, stamp=(), is_complete=True, sample=""
+    )
 
 
 def node(name: str, *dtypes: str, memory: int = GIB) -> NodeInfo:
@@ -143,23 +143,6 @@ def test_what_the_model_does_not_have_is_refused() -> None:
         make_plan(ModelChoice(model="/m", dtype="int3"), facts(), [node("a")])
     with pytest.raises(PlanError, match="does not fit"):
         make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1000)])
-
-
-def test_nodes_with_different_models_are_both_named_with_both_ids() -> None:
-    async def same() -> str:
-        return "a" * 64
-
-    async def other() -> str:
-        return "b" * 64
-
-    async def missing() -> str:
-        raise CheckpointError("far: there is no checkpoint folder at /m")
-
-    asyncio.run(check_same_model("a" * 64, "near", [("far", same)]))
-    with pytest.raises(PlanError, match="near has aaaaaaaaaaaa, far has bbbbbbbbbbbb"):
-        asyncio.run(check_same_model("a" * 64, "near", [("good", same), ("far", other)]))
-    with pytest.raises(CheckpointError, match="far: there is no checkpoint"):
-        asyncio.run(check_same_model("a" * 64, "near", [("far", missing)]))
 
 
 @pytest.mark.parametrize(

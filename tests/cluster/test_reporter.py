@@ -19,6 +19,7 @@ from shardnet.api.client import Client, connect
 from shardnet.cluster import neighbours, reporter
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.node import Node, NodeSettings, listening
 from shardnet.cluster.profile import Device, MemoryBudget
 from shardnet.cluster.reporter import clock_ahead_s, free_bytes
@@ -55,6 +56,7 @@ class Lab:
             peers=peers,
             local_nodes=LocalNodes(self._folder),
             cache=self._folder,
+            models=ModelCache(self._folder),
             log=lambda line: None,
         )
         node = await self._stack.enter_async_context(listening(settings, "127.0.0.1", 0))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec_strategies import values
 
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
+from shardnet.wire.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.control import ControlMessage, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind, Limits
@@ -71,6 +72,13 @@ def steps(draw: st.DrawFn) -> Step:
 
 def control_frames() -> st.SearchStrategy[Frame]:
     return values(ControlMessage).map(control_frame)
+
+
+def bulk_frames() -> st.SearchStrategy[Frame]:
+    def frame(message: BulkMessage, payload: bytes) -> Frame:
+        return bulk_frame(message, payload if isinstance(message, Piece) else b"")
+
+    return st.builds(frame, values(BulkMessage), st.binary(max_size=100))
 
 
 def data_link_frames() -> st.SearchStrategy[Frame]:
