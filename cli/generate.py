@@ -28,6 +28,7 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Optimise,
     Peer,
     Threads,
     WireDTypeName,
@@ -54,6 +55,7 @@ def generate(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
+    optimise: Optimise = "",
     key_file: KeyFile = "",
     insecure: Insecure = False,
     token_ids: Annotated[
@@ -129,6 +131,7 @@ def generate(
             dtype=dtype,
             wire_dtype=wire_dtype,
             threads=threads,
+            optimise=optimise,
         ),
         sampling=_checked(sampling),
         prompt=_prompt_text(prompt, token_ids),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
@@ -132,7 +133,6 @@ def node(
 
 
 async def _run(flags: _Flags) -> None:
-    from shardnet.cluster.cache_dir import cache_dir
     from shardnet.cluster.discovery import Discovery
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id

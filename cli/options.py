@@ -118,6 +118,16 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Optimise = Annotated[
+    str,
+    typer.Option(
+        "--optimise",
+        metavar="latency|throughput",
+        help="Plan for the speed of one sequence (default), or of many at once.",
+        envvar="SHARDNET_OPTIMISE",
+        show_default=False,
+    ),
+]
 Peer = Annotated[
     list[str] | None,
     typer.Option(
@@ -179,8 +189,13 @@ def model_choice(
     dtype: str,
     wire_dtype: str,
     threads: int,
+    optimise: str,
 ) -> ModelChoice:
     """Put the shared options together. Raises typer.BadParameter for a value that is none."""
+    if optimise not in ("", "latency", "throughput"):
+        raise typer.BadParameter(
+            f"'{optimise}': choose latency or throughput", param_hint="--optimise"
+        )
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise typer.BadParameter(
             f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
@@ -201,6 +216,7 @@ def model_choice(
         dtype=dtype,
         wire_dtype=wire_dtype,
         threads=threads,
+        optimise=optimise,  # type: ignore[arg-type]  # checked above
     )
 
 

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     settings = Settings(
-        checkpoint=_random_1b() if arguments.random_1b else arguments.checkpoint.absolute(),
+        checkpoint=random_1b() if arguments.random_1b else arguments.checkpoint.absolute(),
         stages=arguments.stages,
         layers=arguments.layers,
         threads=arguments.threads,
@@ -314,7 +314,7 @@ def _hop_us(timing: Timing) -> float:
     return 1000 * sum(stage.wire_ms + stage.queue_ms for stage in stages) / len(stages)
 
 
-def _random_1b() -> Path:
+def random_1b() -> Path:
     """Make the random checkpoint once, beside the system's other temporary files."""
     folder = Path(tempfile.gettempdir()) / "shardnet-bench-tinyllama-1.1b"
     if not (folder / "config.json").exists():

@@ -21,8 +21,8 @@ def _values(info: mi.Type) -> st.SearchStrategy[Any]:
         case mi.IntType(ge=low, le=high, lt=below):
             top = high if high is not None else 2**64 - 1 if below is None else below - 1
             return st.integers(low, top)
-        case mi.FloatType(ge=low):
-            return st.floats(low, allow_nan=False)
+        case mi.FloatType(ge=low, le=high):
+            return st.floats(low, high, allow_nan=False)
         case mi.StrType(max_length=int(longest)):
             return st.text(st.characters(codec="utf-8"), max_size=min(longest, 20))
         case mi.LiteralType(values=literals):

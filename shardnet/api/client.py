@@ -24,6 +24,8 @@ from shardnet.wire.control import (
     Done,
     Finished,
     Generate,
+    LastRun,
+    LastRunRequest,
     ModelChoice,
     NodeProgress,
     PlanReply,
@@ -48,7 +50,7 @@ HANDSHAKE_S = 5.0
 """How long a node may take to say its hello."""
 
 GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
-Ask = PlanRequest | Generate | Unload
+Ask = PlanRequest | LastRunRequest | Generate | Unload
 
 
 async def dial(
@@ -110,22 +112,38 @@ class Client:
                 yield answer
 
     async def plan(
-        self, choice: ModelChoice, on_progress: Callable[[NodeProgress], None] | None = None
+        self,
+        choice: ModelChoice,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        *,
+        again: bool = False,
     ) -> PlanReply:
-        """Ask for the plan that `choice` would get.
+        """Ask for the plan that `choice` would get; with `again` everything is measured anew.
 
         `on_progress` is called while a narrower wire is measured, which takes as long as the head
         needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
-        message = PlanRequest(request=0, choice=choice)
+        message = PlanRequest(request=0, choice=choice, again=again)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
                 if isinstance(answer, PlanReply):
                     return answer
                 if isinstance(answer, NodeProgress) and on_progress is not None:
                     on_progress(answer)
+        raise _no_answer(self.address)
+
+    async def last_run(self) -> LastRun:
+        """Ask for the last generation that the node, or the head of its ring, has led.
+
+        Raises UsageError when there was none.
+        """
+        message = LastRunRequest(request=0)
+        async with contextlib.aclosing(self._follow(message)) as answers:
+            async for answer in answers:
+                if isinstance(answer, LastRun):
+                    return answer
         raise _no_answer(self.address)
 
     async def unload(self) -> None:

@@ -27,6 +27,7 @@ from shardnet.wire.control import (
     Failed,
     Generate,
     IdentifyModel,
+    LastRunRequest,
     LoadProgress,
     LoadStage,
     PeersKnown,
@@ -42,6 +43,7 @@ from shardnet.wire.control import (
     reported_error,
 )
 from shardnet.wire.frames import FrameKind
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import error_frame, explanation
 
 REPLY_SILENCE_S = 30.0
@@ -52,10 +54,13 @@ Request = (
     | Ping
     | ReportRequest
     | IdentifyModel
+    | MeasureStage
+    | MeasureLinks
     | LoadStage
     | ConnectRing
     | UnloadStage
     | PlanRequest
+    | LastRunRequest
     | Generate
     | Unload
 )

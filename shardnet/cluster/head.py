@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.planning import Plan, check_same_model, make_plan, settle_wire_dtype
+from shardnet.cluster.planning import (
+    Plan,
+    check_same_model,
+    make_plan,
+    settle_dtype,
+    settle_wire_dtype,
+)
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
@@ -46,6 +53,10 @@ class Neighbourhood(Protocol):
 
     async def identify(self, model: str) -> ModelFacts:
         """Look at a checkpoint on this node."""
+
+    @property
+    def survey(self) -> Survey:
+        """What measures the nodes of a plan and the links between them."""
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -101,8 +112,14 @@ class Head:
                 "ends, or stop it"
             )
 
-    async def plan(self, choice: ModelChoice) -> Plan | Elsewhere:
+    async def plan(
+        self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False
+    ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
+
+        Where there is more than one node to choose from, all are measured first. A single one tells
+        what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
+        does not do.
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
@@ -110,7 +127,12 @@ class Head:
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
-        plan = make_plan(choice, facts, nodes)
+        dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
+        if len(nodes) > 1 or measure_one:
+            measured = await survey.measured(nodes, choice, facts, dtype, again=again)
+        else:
+            measured = await survey.known(nodes[0], choice, facts, dtype)
+        plan = make_plan(choice, facts, nodes, measured)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -134,16 +156,21 @@ class Head:
                     stack.enter_context(lead.ring.in_use())
             yield lead
 
+    def elsewhere(self) -> Elsewhere | None:
+        """Return the head of the ring that this node is in, None if that is itself or no ring."""
+        if self._lead is not None and self._lead.ring.broken is None:
+            return None
+        return self._neighbourhood.head_elsewhere()
+
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
 
         Raises BusyError while requests run.
         """
         async with self._changing:
-            if self._lead is None or self._lead.ring.broken is not None:
-                elsewhere = self._neighbourhood.head_elsewhere()
-                if elsewhere is not None:
-                    return elsewhere
+            elsewhere = self.elsewhere()
+            if elsewhere is not None:
+                return elsewhere
             if self._lead is None:
                 await self._neighbourhood.free_stage()
                 return None
@@ -202,6 +229,7 @@ class Head:
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
+            and (not choice.optimise or choice.optimise == lead.plan.objective.value)
             and spec.stamp == stamp(resolve_model(choice.model))
         )
         return lead if matches else None

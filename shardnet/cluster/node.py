@@ -19,9 +19,12 @@ from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.figure_cache import FigureCache
 from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.link_figures import LinkFigures
 from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.neighbours import Neighbours
+from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
@@ -32,6 +35,7 @@ from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import (
     PeerFailedError,
@@ -53,6 +57,7 @@ from shardnet.wire.control import (
     Done,
     Generate,
     IdentifyModel,
+    LastRunRequest,
     LoadStage,
     ModelIdentity,
     NodeInfo,
@@ -68,6 +73,7 @@ from shardnet.wire.control import (
     Unload,
     UnloadStage,
 )
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 
 HEARTBEAT_S = 1.0
@@ -81,7 +87,7 @@ class NodeSettings:
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
     nodes and makes this one found; without it there are only `peers`, and whom they know. `cache`
-    is the folder for what can be made again.
+    is the folder for what can be made again, figures and the last run among it.
     """
 
     node: NodeId
@@ -131,6 +137,18 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
+        self._survey = Survey(
+            node=settings.node,
+            own=OwnFigures(
+                host=self._host,
+                orders=self._orders,
+                reader=self._reader,
+                cache=FigureCache(settings.cache, settings.log),
+            ),
+            links=LinkFigures(link_of=self._peers.link_of, turn=self._host.turn),
+            reader=self._reader,
+            control_to=self._control,
+        )
         self._refusals = Refusals()
         self._head = Head(self)
         self._reporter = Reporter(
@@ -148,7 +166,9 @@ class Node:
         self._wire_errors = WireErrors(
             cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
         )
-        self._clients = Clients(self._head, self._reader, self._wire_errors)
+        self._clients = Clients(
+            self._head, self._reader, self._wire_errors, settings.cache, settings.log
+        )
 
     @property
     def node(self) -> NodeId:
@@ -240,6 +260,11 @@ class Node:
         """Look at a checkpoint on this node."""
         return await self._reader.run(lambda: identify(model))
 
+    @property
+    def survey(self) -> Survey:
+        """What measures nodes and links."""
+        return self._survey
+
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
         return await self._reader.run(lambda: Tokenizer.load_optional(folder))
@@ -254,10 +279,12 @@ class Node:
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
+        return RemotePort(await self._control(node), self._peers.watch, self._peers.latest)
+
+    async def _control(self, node: NodeInfo) -> ControlLink:
+        """Return the control link to another node."""
         control = self._peers.link_of(NodeId(node.node))
-        if control is None:
-            control = await self._peers.link_to(node.address)
-        return RemotePort(control, self._peers.watch, self._peers.latest)
+        return await self._peers.link_to(node.address) if control is None else control
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -320,8 +347,14 @@ class Node:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._neighbours.listed() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
-            case Ping(request=request):
+            case Ping(request=request, payload=payload, as_step=as_step):
+                if payload or as_step:
+                    self._host.check_idle()
+                if as_step:
+                    await self._host.turn()
                 control.send(Done(request=request))
+            case MeasureStage() | MeasureLinks():
+                await self._survey.answer(control, message)
             case ReportRequest():
                 await self._reporter.answer(control, message)
             case PeersKnown():
@@ -345,6 +378,8 @@ class Node:
                 self._head.ring_broken(ring, cause)
             case PlanRequest():
                 await self._clients.plan(control, message)
+            case LastRunRequest():
+                await self._clients.last_run(control, message)
             case Generate():
                 await self._clients.generate(control, message)
             case Unload():

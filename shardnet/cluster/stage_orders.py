@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
-from shardnet.cluster.profile import MemoryBudget, available_cores
+from shardnet.cluster.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import Progress
 from shardnet.errors import ShardnetError
@@ -39,6 +39,11 @@ class StageOrders:
         self._log = log
 
     @property
+    def device(self) -> Device:
+        """What computes here."""
+        return self._budget.device
+
+    @property
     def threads(self) -> int:
         """Threads a stage computes with: as told, or the share among this machine's nodes."""
         if self._asked_threads:
@@ -52,6 +57,12 @@ class StageOrders:
             used_bytes=loaded.weight_bytes if loaded else 0,
             n_nodes_here=len(self._local_nodes.list()),
         )
+
+    def free_bytes(self) -> int:
+        """What is left beside the loaded stage, and really there."""
+        loaded = self._host.loaded
+        left = self.memory_bytes() - (loaded.weight_bytes if loaded else 0)
+        return max(0, min(left, self._budget.available_bytes()))
 
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
         """Carry out a peer's order, and tell it of progress, of the end, and when the ring breaks.

@@ -33,6 +33,9 @@ MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
 
 
+MAX_CONFIG_TEXT = 1 << 20
+"""Characters of a config.json that one node sends another."""
+
 Stamp = tuple[tuple[str, int, int], ...]
 """Name, size and time of change (ns) of every file of a checkpoint folder."""
 
@@ -100,6 +103,21 @@ def identify(model: str) -> ModelFacts:
         return ModelFacts(
             model_id=checkpoint.model_id, path=path, config=checkpoint.config, stamp=stamp(path)
         )
+
+
+def config_text(path: Path) -> str:
+    """Return the text of a checkpoint's config.json, for a node that has no checkpoint.
+
+    Raises CheckpointError when it cannot be read, or is larger than 1 MiB.
+    """
+    file = path / "config.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}; fetch it again") from error
+    if len(text) > MAX_CONFIG_TEXT:
+        raise CheckpointError(f"{file} is {len(text)} characters long, at most 1 MiB can be sent")
+    return text
 
 
 def stamp(path: Path) -> Stamp:

@@ -13,6 +13,14 @@ from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
 from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.measured import (
+    LinksMeasured,
+    MeasureLinks,
+    MeasureStage,
+    NodeMeasured,
+    StageMeasured,
+    WayMeasured,
+)
 from shardnet.wire.messages import ErrorReport, Sampling
 from shardnet.wire.narrow import NarrowWire
 from shardnet.wire.reports import NodeReport
@@ -25,8 +33,10 @@ from shardnet.wire.schema import (
     Count,
     Digest,
     Explanation,
+    Moment,
     Name,
     PathText,
+    PingPayload,
     Rank,
     RequestId,
     Row,
@@ -83,9 +93,15 @@ class StatusReply(Tagged, frozen=True, kw_only=True):
 
 
 class Ping(Tagged, frozen=True, kw_only=True):
-    """Ask for an answer at once, to measure the round trip. Answered by Done."""
+    """Ask for an answer at once, to measure the round trip. Answered by Done.
+
+    `payload` only takes its time. With `as_step` the answer waits for a turn of the compute thread,
+    as a step does. A node that computes for somebody refuses both.
+    """
 
     request: RequestId
+    payload: PingPayload = b""
+    as_step: bool = False
 
 
 class KnownPeer(Strict, frozen=True, kw_only=True):
@@ -169,7 +185,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
-    """How far a LoadStage is. Sent at least every few seconds: it is not silence."""
+    """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
 
     request: RequestId
     done_bytes: Count
@@ -243,17 +259,28 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     dtype: Name = "auto"
     threads: U32 = 0
     wire_dtype: Name = ""
+    optimise: Literal["", "latency", "throughput"] = ""
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
-    """Ask for the plan that would be used. Answered by PlanReply or Redirect."""
+    """Ask for the plan that would be used. Answered by PlanReply or Redirect.
+
+    With `again` everything is measured anew.
+    """
 
     request: RequestId
     choice: ModelChoice
+    again: bool = False
+
+
+class LastRunRequest(Tagged, frozen=True, kw_only=True):
+    """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
+
+    request: RequestId
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):
-    """One stage of a plan, its memory as predicted."""
+    """One stage of a plan: its memory, compute and way to the next stage as predicted."""
 
     rank: Rank
     node: Name
@@ -263,6 +290,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
     kv_bytes: Count
     compute_ms: Seconds | None = None
+    hop_ms: Seconds | None = None
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
@@ -289,6 +317,13 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
     predicted_tok_s: Seconds | None = None
     why: Explanation
+    optimise: Literal["latency", "throughput"] = "latency"
+    nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = msgspec.field(
+        default_factory=list
+    )
+    links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
     wire: NarrowWire | None = None
 
 
@@ -400,6 +435,18 @@ class Finished(Tagged, frozen=True, kw_only=True):
     timing: Timing
 
 
+class LastRun(Tagged, frozen=True, kw_only=True):
+    """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
+    counted from 1970.
+    """
+
+    request: RequestId
+    plan: PlanReply
+    timing: Timing
+    n_tokens: U32
+    ended_at_s: Moment
+
+
 ControlMessage = (
     Status
     | StatusReply
@@ -409,6 +456,10 @@ ControlMessage = (
     | ReportReply
     | IdentifyModel
     | ModelIdentity
+    | MeasureStage
+    | StageMeasured
+    | MeasureLinks
+    | LinksMeasured
     | LoadStage
     | LoadProgress
     | StageReady
@@ -419,6 +470,8 @@ ControlMessage = (
     | Failed
     | PlanRequest
     | PlanReply
+    | LastRunRequest
+    | LastRun
     | NodeProgress
     | Generate
     | Cancel

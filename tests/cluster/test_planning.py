@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardnet.cluster.placement_figures import LinkSpeed, Objective, StageSpeed
+from shardnet.cluster.measurement import Measured
+from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import (
-    Measured,
     check_same_model,
     make_plan,
     model_shape,
@@ -106,9 +106,8 @@ def test_measured_figures_decide_and_are_told() -> None:
     reply = make_plan(ModelChoice(model="/m"), facts(), nodes, measured).reply(1)
     assert [(stage.name, stage.compute_ms) for stage in reply.stages] == [("b", pytest.approx(8))]
     assert reply.predicted_tok_s == pytest.approx(125)
-    throughput = make_plan(
-        ModelChoice(model="/m"), facts(), nodes, measured, Objective.THROUGHPUT
-    ).reply(1)
+    choice = ModelChoice(model="/m", optimise="throughput")
+    throughput = make_plan(choice, facts(), nodes, measured).reply(1)
     assert {s.name: s.layers[1] - s.layers[0] for s in throughput.stages} == {"a": 1, "b": 5}
     named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured).reply(1)
     assert [stage.layers for stage in named.stages] == [(0, 2), (2, 6)]

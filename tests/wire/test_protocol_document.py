@@ -15,7 +15,7 @@ from wire_strategies import feed, hello, pair
 from shardnet import errors
 from shardnet.cluster.cluster_key import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
-from shardnet.wire import control, messages, narrow, reports, schema
+from shardnet.wire import control, measured, messages, narrow, reports, schema
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.machine import (
@@ -36,7 +36,7 @@ HEX = {
 STEPS = {"data": STEP, "data-int8": INT8_STEP}
 STRUCTS = {
     name: kind
-    for module in (messages, control, narrow, reports)
+    for module in (messages, control, measured, narrow, reports)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }
