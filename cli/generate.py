@@ -28,10 +28,11 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Optimise,
     Peer,
     Threads,
     WireDTypeName,
-    absolute_path,
+    absolute_model,
     check_sendable,
     model_choice,
 )
@@ -55,6 +56,7 @@ def generate(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
+    optimise: Optimise = "",
     key_file: KeyFile = "",
     insecure: Insecure = False,
     token_ids: Annotated[
@@ -157,6 +159,7 @@ def generate(
             dtype=dtype,
             wire_dtype=wire_dtype,
             threads=threads,
+            optimise=optimise,
         ),
         sampling=_checked(sampling),
         prompt=_prompt_text(prompt, token_ids),
@@ -167,7 +170,7 @@ def generate(
         ignore_eos=ignore_eos,
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
-        speculate=speculate if speculate in ("off", "ngram") else absolute_path(speculate),
+        speculate=speculate if speculate in ("off", "ngram") else absolute_model(speculate),
         draft_tokens=draft_tokens,
         deterministic=deterministic,
     )

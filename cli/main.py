@@ -11,13 +11,16 @@ from typer.core import TyperGroup
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
+from .cache import cache_app
 from .config import config_path, read_config
+from .doctor import doctor
 from .generate import generate
 from .key import key_app
 from .node import node
 from .nodes import nodes
 from .plan import plan
 from .run import fail
+from .status import status
 from .unload import unload
 
 app = typer.Typer(
@@ -29,9 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (node, nodes, plan, generate, unload):
+for command in (node, nodes, status, plan, generate, unload, doctor):
     app.command()(command)
 app.add_typer(key_app)
+app.add_typer(cache_app)
 
 
 def _version(wanted: bool) -> None:

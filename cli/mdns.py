@@ -34,7 +34,6 @@ LONGEST_S: Final = 1.5
 QUIET_S: Final = 0.4
 """How long a command looks for nodes, and after which silence it has seen them all."""
 
-
 ANSWER_S: Final = 2.0
 """How long a node that was found may take to answer."""
 
@@ -51,24 +50,35 @@ async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[C
     Without a key only this machine is looked at, unless `insecure`: a prompt must not go to
     whoever answers first.
     """
+    found = await _browse(beyond=identity is not None or insecure)
+    fingerprint = identity.fingerprint if identity else ""
+    return [candidate for candidate in found if candidate.fingerprint == fingerprint]
+
+
+async def browse_all() -> list[Candidate]:
+    """Return every node that shows itself within a second or so, of whatever cluster."""
+    return await _browse(beyond=True)
+
+
+async def _browse(*, beyond: bool) -> list[Candidate]:
+    """Look on this machine, and `beyond` it where it has a network."""
     from shardnet.cluster.discovery import browse
     from shardnet.cluster.profile import make_host_id
 
     local = rank(read_interfaces())
-    beyond = identity is not None or insecure
     hosts = (*(address.host for address in usable(local) if beyond), LOOPBACK_HOST)
-    found = await browse(
+    return await browse(
         told_interfaces(os.environ) or multicast_hosts(hosts, local),
         own_host_id=make_host_id(),
         longest_s=LONGEST_S,
         quiet_s=QUIET_S,
     )
-    fingerprint = identity.fingerprint if identity else ""
-    return [candidate for candidate in found if candidate.fingerprint == fingerprint]
 
 
-async def find_nearest(identity: Identity | None, *, insecure: bool) -> list[Sounding]:
-    """Look for nodes and return those that answer, the nearest first."""
+async def find_nearest(
+    identity: Identity | None, *, insecure: bool, answer_s: float = ANSWER_S
+) -> list[Sounding]:
+    """Look for nodes and return those that answer within `answer_s`, the nearest first."""
     from shardnet.api.client import dial
     from shardnet.cluster.soundings import compare
 
@@ -78,7 +88,7 @@ async def find_nearest(identity: Identity | None, *, insecure: bool) -> list[Sou
     async def ask(candidate: Candidate) -> Sounding | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(answer_s):
                 return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
         return None
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
 from .access import Access
@@ -38,6 +40,8 @@ class _Flags:
     device: str
     memory_bytes: int | None
     threads: int
+    cache_limit_bytes: int | None
+    share_rate: int | None
     peers: tuple[str, ...]
     no_mdns: bool
     access: Access
@@ -104,6 +108,26 @@ def node(
             show_default=False,
         ),
     ] = 0,
+    cache_limit: Annotated[
+        str,
+        typer.Option(
+            "--cache-limit",
+            metavar="50GiB",
+            help="Disk for weights that come from other nodes. Default: half of what is free.",
+            envvar="SHARDNET_CACHE_LIMIT",
+            show_default=False,
+        ),
+    ] = "",
+    share_rate: Annotated[
+        str,
+        typer.Option(
+            "--share-rate",
+            metavar="50MiB",
+            help="Bytes of weights per second given to other nodes at most. Default: no limit.",
+            envvar="SHARDNET_SHARE_RATE",
+            show_default=False,
+        ),
+    ] = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
     key_file: KeyFile = "",
@@ -122,6 +146,8 @@ def node(
         device=device,
         memory_bytes=parse_size(memory, "--memory") if memory else None,
         threads=threads,
+        cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
+        share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
         peers=tuple(peer or ()),
         no_mdns=no_mdns,
         access=Access(key_file=key_file, insecure=insecure),
@@ -132,7 +158,6 @@ def node(
 
 
 async def _run(flags: _Flags) -> None:
-    from shardnet.cluster.cache_dir import cache_dir
     from shardnet.cluster.discovery import Discovery
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
@@ -148,6 +173,8 @@ async def _run(flags: _Flags) -> None:
         peers=flags.peers,
         local_nodes=local_nodes,
         cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
+        share_rate=flags.share_rate,
         log=say,
         identity=identity,
         discovery=None

@@ -26,8 +26,10 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from shardnet.transport.identity import Identity
 
 REFRESH_S = 1.0
-ANSWER_S = 3.0
-"""How long a node may take to tell who it is."""
+ANSWER_S = 1.2
+"""How long a node may take to tell who it is, and whom it knows."""
+FOUND_S = 0.5
+"""How long one that was found may take before others are asked."""
 
 
 def nodes(
@@ -76,15 +78,14 @@ async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[Node
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
     addresses = list(dict.fromkeys([*named, *here]))
     if not addresses and mdns:
-        addresses = [
-            sounding.address for sounding in await find_nearest(identity, insecure=access.insecure)
-        ]
+        found = await find_nearest(identity, insecure=access.insecure, answer_s=FOUND_S)
+        addresses = [sounding.address for sounding in found]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
-    found: dict[str, NodeInfo] = {}
+    known: dict[str, NodeInfo] = {}
     for infos in answers:
         for info in infos:
-            found.setdefault(info.node, info)
-    return sorted(found.values(), key=lambda info: (info.name, info.address))
+            known.setdefault(info.node, info)
+    return sorted(known.values(), key=lambda info: (info.name, info.address))
 
 
 async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
@@ -96,7 +97,7 @@ async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
     except ShardnetError as error:
         say(f"warning: {error}")
     except TimeoutError:
-        say(f"warning: {address} did not answer within {ANSWER_S:.0f} s")
+        say(f"warning: {address} did not answer within {ANSWER_S:g} s; it may be frozen")
     return []
 
 

@@ -32,8 +32,18 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="PATH",
-        help="Checkpoint folder, opened by every node at this path. Default: the bundled model.",
+        help="Checkpoint folder; nodes that lack it fetch from one that has it at this path. "
+        "Default: the bundled model.",
         envvar="SHARDNET_MODEL",
+        show_default=False,
+    ),
+]
+ModelToCheck = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="Say also whether the nodes have this checkpoint, and memory and disk for it.",
         show_default=False,
     ),
 ]
@@ -109,6 +119,16 @@ Threads = Annotated[
         show_default=False,
     ),
 ]
+Optimise = Annotated[
+    str,
+    typer.Option(
+        "--optimise",
+        metavar="latency|throughput",
+        help="Plan for the speed of one sequence (default), or of many at once.",
+        envvar="SHARDNET_OPTIMISE",
+        show_default=False,
+    ),
+]
 Peer = Annotated[
     list[str] | None,
     typer.Option(
@@ -170,8 +190,13 @@ def model_choice(
     dtype: str,
     wire_dtype: str,
     threads: int,
+    optimise: str,
 ) -> ModelChoice:
     """Put the shared options together. Raises typer.BadParameter for a value that is none."""
+    if optimise not in ("", "latency", "throughput"):
+        raise typer.BadParameter(
+            f"'{optimise}': choose latency or throughput", param_hint="--optimise"
+        )
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise typer.BadParameter(
             f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
@@ -185,13 +210,14 @@ def model_choice(
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
     return ModelChoice(
-        model=absolute_path(model),
+        model=absolute_model(model),
         nodes=split_nodes(nodes),
         layers=[(part.start, part.end) for part in ranges],
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
         threads=threads,
+        optimise=optimise,  # type: ignore[arg-type]  # checked above
     )
 
 
@@ -203,6 +229,6 @@ def check_sendable(message: Generate | PlanRequest) -> None:
         raise typer.BadParameter(str(error)) from error
 
 
-def absolute_path(model: str) -> str:
+def absolute_model(model: str) -> str:
     """Make a relative path absolute here; the nodes open it there."""
     return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())

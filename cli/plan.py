@@ -1,16 +1,23 @@
-"""`shardnet plan`: the plan that would be used, and why."""
+"""`shardnet plan`: the plan that would be used and why, or what became of the last one."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+from typing import Annotated
 
 import msgspec
+import typer
 
+from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.control import ModelChoice, PlannedStage, PlanReply, PlanRequest
+from shardnet.cluster.cache_dir import cache_dir
+from shardnet.cluster.last_run import read_last_run
+from shardnet.errors import UsageError
+from shardnet.wire.control import LastRun, ModelChoice, PlanRequest
 
 from .access import Access
-from .narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
+from .narrow_wire import WireBar
 from .options import (
     Context,
     DTypeName,
@@ -22,14 +29,16 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Optimise,
     Peer,
     Threads,
     WireDTypeName,
     check_sendable,
     model_choice,
 )
+from .plan_text import plan_json, plan_text, run_json, run_text
 from .run import run_command
-from .target import open_target
+from .target import connect_here, open_target
 
 
 def plan(
@@ -43,11 +52,19 @@ def plan(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
+    optimise: Optimise = "",
     key_file: KeyFile = "",
     insecure: Insecure = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure nodes and links anew, whatever they remember.")
+    ] = False,
+    last: Annotated[
+        bool,
+        typer.Option("--last", help="Show what was predicted of the last run beside what it was."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the plan that would be used, why, and which nodes were left out."""
+    """Show the plan that would be used, why, what was measured, and which nodes were left out."""
     choice = model_choice(
         model=model,
         nodes=nodes,
@@ -56,62 +73,51 @@ def plan(
         dtype=dtype,
         wire_dtype=wire_dtype,
         threads=threads,
+        optimise=optimise,
     )
     check_sendable(PlanRequest(request=0, choice=choice))
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(choice, local, peer or [], access, not no_mdns, as_json))
+    if last:
+        run_command(_show_last(choice, peer or [], access, as_json))
+    else:
+        run_command(_show(choice, local, peer or [], access, not no_mdns, again, as_json))
 
 
-async def _run(
-    choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
+async def _show(
+    choice: ModelChoice,
+    local: int,
+    peers: list[str],
+    access: Access,
+    mdns: bool,
+    again: bool,
+    as_json: bool,
 ) -> None:
     async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
         with WireBar(choice.wire_dtype) as bar:
-            reply = await target.client.plan(target.choice, bar.update)
-    print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
+            reply = await target.client.plan(target.choice, bar.update, again=again)
+    print(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
 
 
-def _as_json(plan: PlanReply) -> dict[str, Any]:
-    return {
-        "model": plan.model,
-        "model_id": plan.model_id,
-        "dtype": plan.dtype,
-        "wire_dtype": plan.wire_dtype,
-        "context": plan.context,
-        "stages": [
-            {
-                "rank": stage.rank,
-                "node": stage.node,
-                "name": stage.name,
-                "address": stage.address,
-                "layers": list(stage.layers),
-                "weight_bytes": stage.weight_bytes,
-                "kv_bytes": stage.kv_bytes,
-                "compute_ms": stage.compute_ms,
-            }
-            for stage in plan.stages
-        ],
-        "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
-        "predicted_tok_s": plan.predicted_tok_s,
-        "why": plan.why,
-        **narrow_wire_json(plan.wire),
-    }
+async def _show_last(choice: ModelChoice, peers: list[str], access: Access, as_json: bool) -> None:
+    run = await _last_run(choice.nodes[:1] or peers[:1], access)
+    print(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
 
 
-def _as_text(plan: PlanReply) -> str:
-    lines = [f"{plan.model} in {plan.dtype}, context {plan.context}: {plan.why}"]
-    lines += [
-        f"  rank {stage.rank}: {stage.name}{_where(stage)}, layers "
-        f"{stage.layers[0]}-{stage.layers[1]}, weights {stage.weight_bytes / 2**20:.1f} MiB, "
-        f"KV cache {stage.kv_bytes / 2**20:.1f} MiB"
-        for stage in plan.stages
-    ]
-    lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
-    if plan.wire is not None:
-        lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
-    return "\n".join(lines)
+async def _last_run(addresses: list[str], access: Access) -> LastRun:
+    """Ask the node that is named; else take the later run of this machine's node and its file.
 
-
-def _where(stage: PlannedStage) -> str:
-    """The node's address, if it has one: the node inside this process has none."""
-    return f" ({stage.address})" if stage.address else ""
+    Raises UsageError when there was none.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        if addresses:
+            client = await stack.enter_async_context(connect(addresses[0], access.identity()))
+            return await client.last_run()
+        runs = [read_last_run(cache_dir(os.environ))]
+        here = await connect_here(stack, access.identity())
+        if here is not None:
+            with contextlib.suppress(UsageError):  # it has led none
+                runs.append(await here.last_run())
+    found = [run for run in runs if run is not None]
+    if not found:
+        raise UsageError("no run is known on this machine: run `shardnet generate` first")
+    return max(found, key=lambda run: run.ended_at_s)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardnet.wire.control import NodeProgress, PlanReply
+from shardnet.wire.schema import Phase
 
 from .run import say
 
@@ -30,7 +31,7 @@ class LoadBars:
             disable=not self._console.is_terminal,
         )
         self._names: dict[int, str] = {}
-        self._bars: dict[int, TaskID] = {}
+        self._bars: dict[tuple[int, Phase], TaskID] = {}
 
     def __enter__(self) -> LoadBars:
         return self
@@ -52,13 +53,19 @@ class LoadBars:
         say(f"ring: {ring} ({plan.dtype}{wire}, context {plan.context}): {plan.why}")
 
     def update(self, report: NodeProgress) -> None:
-        """Move the bar of one node."""
-        if report.rank not in self._bars:
+        """Move the bar of one node: one to fetch weights, if there are any, and one to load."""
+        if not report.total_bytes:
+            return
+        bar = (report.rank, report.phase)
+        if bar not in self._bars:
+            name = self._names.get(report.rank, f"stage {report.rank}")
             self._progress.start()
-            self._bars[report.rank] = self._progress.add_task(
-                self._names.get(report.rank, f"stage {report.rank}"), total=report.total_bytes
-            )
-        self._progress.update(self._bars[report.rank], completed=report.done_bytes)
+            self._bars[bar] = self._progress.add_task(f"{name} {report.phase}", total=None)
+            if report.phase == "fetching":
+                say(f"{name}: fetching {report.total_bytes / 2**20:.1f} MiB from other nodes")
+        self._progress.update(
+            self._bars[bar], completed=report.done_bytes, total=report.total_bytes
+        )
 
     def stop(self) -> None:
         """Take the bars away; text follows."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect, open_client
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.control import ModelChoice
@@ -125,7 +126,7 @@ async def _nearest(
 @asynccontextmanager
 async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
     """Run a node inside this process, without a socket."""
-    from shardnet.cluster.cache_dir import cache_dir
+    from shardnet.cluster.model_cache import ModelCache
     from shardnet.cluster.node import NodeSettings, running
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
@@ -137,6 +138,7 @@ async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[C
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
         cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ)),
         log=lambda line: None,
         identity=identity,
     )

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _measure(settings: Settings) -> dict[str, dict[str, object]]:
-    facts = identify(str(settings.checkpoint))
+    facts = identify(settings.checkpoint)
     dtype = facts.config.checkpoint_dtype or DType.FLOAT32
     wires = [WireDType.own(dtype)]
     wires += [w for w in (WireDType.FLOAT16, WireDType.BFLOAT16, WireDType.INT8) if w not in wires]

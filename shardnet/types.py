@@ -29,6 +29,9 @@ def blocks_for(n_positions: int) -> int:
     return -(-n_positions // BLOCK_POSITIONS)
 
 
+WEIGHT_PART_BYTES = 16 << 20
+"""Tensors travel, and are checked and kept, in parts of so many bytes; the last is smaller."""
+
 PREFILL_CHUNK_ROWS = 256
 """Rows of one prefill chunk: fixed, counted from position 0, so any split gives the same bits."""
 

@@ -44,6 +44,8 @@ def is_pure(path: str) -> bool:
             "shardnet/runtime/slot_book.py",
             "shardnet/runtime/drafting.py",
             "shardnet/cluster/placement",
+            "shardnet/cluster/diagnosis",
+            "shardnet/cluster/refusals.py",
         )
     )
 

@@ -24,11 +24,15 @@ from shardnet.wire.control import (
     Done,
     Finished,
     Generate,
+    LastRun,
+    LastRunRequest,
     ModelChoice,
     NodeProgress,
     PlanReply,
     PlanRequest,
     Redirect,
+    ReportReply,
+    ReportRequest,
     Status,
     StatusReply,
     TextPiece,
@@ -42,13 +46,17 @@ if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
 MAX_REDIRECTS = 3
+HANDSHAKE_S = 5.0
+"""How long a node may take to say its hello."""
 
 GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
-Ask = PlanRequest | Generate | Unload
+Ask = PlanRequest | LastRunRequest | Generate | Unload
 
 
-async def dial(address: str, identity: Identity | None = None) -> Link:
-    """Open a client's control link to the node at `address` (host:port).
+async def dial(
+    address: str, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+) -> Link:
+    """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
 
     Raises UsageError for an address that is none, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key that `identity` is made of.
@@ -61,7 +69,8 @@ async def dial(address: str, identity: Identity | None = None) -> Link:
         name="client",
         version=__version__,
     )
-    return await tcp.connect(host, port, hello, options=LinkOptions(identity=identity))
+    options = LinkOptions(identity=identity, handshake_s=handshake_s)
+    return await tcp.connect(host, port, hello, options=options)
 
 
 class Client:
@@ -84,23 +93,57 @@ class Client:
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
+    async def report(
+        self, *, probe: bool = False, with_peers: bool = False, model: str = ""
+    ) -> AsyncGenerator[ReportReply, None]:
+        """Ask the node what it knows and, with `with_peers`, what those know that it is linked to.
+
+        With `probe` each first knocks at the addresses of all that it knows. `model` is a path to
+        look for. Yields the reports as they come. Raises AuthenticationError where the node tells
+        only members, LinkError when the link ends.
+        """
+        message = ReportRequest(
+            request=self._control.next_request(), probe=probe, with_peers=with_peers, model=model
+        )
+        async with self._control.conversation(message) as answers:
+            async for answer in answers:
+                if not isinstance(answer, ReportReply):
+                    return
+                yield answer
+
     async def plan(
-        self, choice: ModelChoice, on_progress: Callable[[NodeProgress], None] | None = None
+        self,
+        choice: ModelChoice,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        *,
+        again: bool = False,
     ) -> PlanReply:
-        """Ask for the plan that `choice` would get.
+        """Ask for the plan that `choice` would get; with `again` everything is measured anew.
 
         `on_progress` is called while a narrower wire is measured, which takes as long as the head
         needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
-        message = PlanRequest(request=0, choice=choice)
+        message = PlanRequest(request=0, choice=choice, again=again)
         async with contextlib.aclosing(self._follow(message)) as answers:
             async for answer in answers:
                 if isinstance(answer, PlanReply):
                     return answer
                 if isinstance(answer, NodeProgress) and on_progress is not None:
                     on_progress(answer)
+        raise _no_answer(self.address)
+
+    async def last_run(self) -> LastRun:
+        """Ask for the last generation that the node, or the head of its ring, has led.
+
+        Raises UsageError when there was none.
+        """
+        message = LastRunRequest(request=0)
+        async with contextlib.aclosing(self._follow(message)) as answers:
+            async for answer in answers:
+                if isinstance(answer, LastRun):
+                    return answer
         raise _no_answer(self.address)
 
     async def unload(self) -> None:

@@ -56,13 +56,14 @@ _ORDER: Final = {verdict: place for place, verdict in enumerate(Verdict)}
 class Interface:
     """A network interface as the system describes it. Addresses are written `address/prefix`.
 
-    `speed_mbit` is 0 where the system does not know it.
+    `speed_mbit` and `mtu` are 0 where the system does not know them.
     """
 
     name: str
     is_up: bool
     is_point_to_point: bool = False
     speed_mbit: int = 0
+    mtu: int = 0
     addresses: tuple[str, ...]
 
 
@@ -75,6 +76,7 @@ class LocalAddress:
     net: IPv4Interface | IPv6Interface
     verdict: Verdict
     speed_mbit: int
+    mtu: int = 0
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -90,6 +92,7 @@ def read_interfaces() -> tuple[Interface, ...]:
                 is_up=state is not None and state.isup,
                 is_point_to_point="pointopoint" in flags,
                 speed_mbit=state.speed if state is not None else 0,
+                mtu=state.mtu if state is not None else 0,
                 addresses=tuple(filter(None, (_written(e.address, e.netmask) for e in entries))),
             )
         )
@@ -105,6 +108,7 @@ def rank(interfaces: Iterable[Interface]) -> tuple[LocalAddress, ...]:
             net=(net := ip_interface(written)),
             verdict=_judge(interface, net),
             speed_mbit=interface.speed_mbit,
+            mtu=interface.mtu,
         )
         for interface in interfaces
         for written in interface.addresses

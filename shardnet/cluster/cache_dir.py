@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+CACHE_DIR_VARIABLE = "SHARDNET_CACHE_DIR"
+
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
     """Return the folder: $SHARDNET_CACHE_DIR, else shardnet's place in $XDG_CACHE_HOME or ~/.cache.
 
     It may not exist. A relative $XDG_CACHE_HOME does not count, as the XDG specification asks.
     """
-    if environment.get("SHARDNET_CACHE_DIR"):
-        return Path(environment["SHARDNET_CACHE_DIR"])
+    if environment.get(CACHE_DIR_VARIABLE):
+        return Path(environment[CACHE_DIR_VARIABLE])
     base = environment.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "shardnet"

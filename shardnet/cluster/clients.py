@@ -5,12 +5,17 @@ Knows the client messages and turns the engine's events into them. Must not plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.drafts import Drafts
 from shardnet.cluster.head import Elsewhere, Head, Lead
+from shardnet.cluster.last_run import write_last_run
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import UsageError
 from shardnet.model.text import TextStream
@@ -27,6 +32,8 @@ from shardnet.wire.control import (
     Done,
     Finished,
     Generate,
+    LastRun,
+    LastRunRequest,
     NodeProgress,
     PlanRequest,
     Redirect,
@@ -43,19 +50,30 @@ class Clients:
     """Serves the client messages of all control links of a node."""
 
     def __init__(
-        self, head: Head, reader: Executor, drafts: Drafts, wire_errors: WireErrors
+        self,
+        head: Head,
+        reader: Executor,
+        drafts: Drafts,
+        wire_errors: WireErrors,
+        cache: Path,
+        log: Callable[[str], None],
     ) -> None:
         """Take the head that makes rings, the thread that turns prompts into token ids, what
         guesses tokens ahead, and what measures narrower wires.
+
+        The last run is kept in the folder `cache` too.
         """
         self._head = head
         self._reader = reader
         self._drafts = drafts
         self._wire_errors = wire_errors
+        self._cache = cache
+        self._log = log
+        self._last_run: LastRun | None = None
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Answer with the plan, or with where to ask. A wire that is asked for is measured."""
-        plan = await self._head.plan(message.choice)
+        plan = await self._head.plan(message.choice, measure_one=True, again=message.again)
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
         elif not plan.choice.wire_dtype:
@@ -65,6 +83,19 @@ class Clients:
                 plan, lambda done, total: _report(control, message.request, done, total)
             )
             control.send(plan.reply(message.request, wire))
+
+    async def last_run(self, control: ControlLink, message: LastRunRequest) -> None:
+        """Tell the last generation led from here, or who leads the ring that this node is in.
+
+        Raises UsageError when there is neither.
+        """
+        elsewhere = self._head.elsewhere()
+        if elsewhere is not None:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+        elif self._last_run is not None:
+            control.send(replace(self._last_run, request=message.request))
+        else:
+            raise UsageError("this node has led no generation yet: run `shardnet generate` first")
 
     async def unload(self, control: ControlLink, message: Unload) -> None:
         """Free the model of the ring this node leads, or tell where to ask."""
@@ -80,8 +111,14 @@ class Clients:
         async with self._head.lead(
             message.choice,
             on_plan=lambda plan: control.send(plan.reply(message.request)),
-            on_progress=lambda rank, done, total: control.send(
-                NodeProgress(request=message.request, rank=rank, done_bytes=done, total_bytes=total)
+            on_progress=lambda rank, phase, done, total: control.send(
+                NodeProgress(
+                    request=message.request,
+                    rank=rank,
+                    done_bytes=done,
+                    total_bytes=total,
+                    phase=phase,
+                )
             ),
         ) as lead:
             if isinstance(lead, Elsewhere):
@@ -108,13 +145,32 @@ class Clients:
             speculation=speculation,
             deterministic=message.deterministic,
         )
+        n_tokens = 0
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 if isinstance(event, TokenGenerated):
+                    n_tokens += 1
                     control.send(_piece(message, event, lead.tokenizer))
                     await control.link.drain()
                 else:
+                    await self._keep(lead, event, n_tokens)
                     control.send(_finished(message, event, prompt, lead.load_s))
+
+    async def _keep(self, lead: Lead, event: GenerationFinished, n_tokens: int) -> None:
+        """Remember a generation of more than one token, which has something to compare."""
+        if not event.timing.per_stage:
+            return
+        run = self._last_run = LastRun(
+            request=0,
+            plan=lead.plan.reply(0),
+            timing=_timing(event.timing, lead.load_s),
+            n_tokens=n_tokens,
+            ended_at_s=time.time(),
+        )
+        try:
+            await self._reader.run(lambda: write_last_run(self._cache, run))
+        except OSError as error:
+            self._log(f"the last run is not kept in {self._cache}: {error}")
 
 
 def _report(control: ControlLink, request: int, done_bytes: int, total_bytes: int) -> None:

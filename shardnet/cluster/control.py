@@ -27,11 +27,13 @@ from shardnet.wire.control import (
     Failed,
     Generate,
     IdentifyModel,
+    LastRunRequest,
     LoadProgress,
     LoadStage,
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     Status,
     Unload,
@@ -41,6 +43,7 @@ from shardnet.wire.control import (
     reported_error,
 )
 from shardnet.wire.frames import FrameKind
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import error_frame, explanation
 
 REPLY_SILENCE_S = 30.0
@@ -49,11 +52,15 @@ REPLY_SILENCE_S = 30.0
 Request = (
     Status
     | Ping
+    | ReportRequest
     | IdentifyModel
+    | MeasureStage
+    | MeasureLinks
     | LoadStage
     | ConnectRing
     | UnloadStage
     | PlanRequest
+    | LastRunRequest
     | Generate
     | Unload
 )

@@ -28,6 +28,8 @@ from shardnet.cluster.addresses import (
     rank,
     read_interfaces,
 )
+from shardnet.cluster.multicast_ear import MulticastEar
+from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 
 SERVICE_TYPE: Final = "_shardnet._tcp.local."
@@ -112,7 +114,13 @@ class Discovery:
         self._fixed_interfaces = tuple(interfaces)
         self._log = log
         self._reannounce_s = reannounce_s
-        self._warned = ""
+        self.hosts: tuple[str, ...] = ()
+        """Addresses of the interfaces on which it speaks now."""
+        self.failure = ""
+        """Why it speaks nowhere."""
+        self.records: dict[NodeId, Candidate] = {}
+        """Of other nodes, as they are now."""
+        self.ear = MulticastEar(SERVICE_TYPE)
 
     async def run(self, own: Callable[[], Candidate], on_event: OnEvent) -> None:
         """Announce what `own` gives and report others, until cancelled; then say goodbye.
@@ -120,14 +128,25 @@ class Discovery:
         Where multicast is not possible this is said once, and tried again at every announcement.
         """
         complaints = _Complaints(self._log)
+
+        def note(event: Candidate | Goodbye) -> None:
+            if isinstance(event, Candidate):
+                self.records[event.node] = event
+            else:
+                self.records.pop(event.node, None)
+            on_event(event)
+
         while True:
             interfaces = self._interfaces(own())
             try:
-                async with _open(interfaces) as zeroconf:
-                    self._warned = ""
-                    await self._keep(zeroconf, interfaces, own, on_event, complaints)
+                async with (
+                    _open(interfaces) as zeroconf,
+                    self.ear.listening(interfaces, rank(read_interfaces())),
+                ):
+                    self.hosts, self.failure = interfaces, ""
+                    await self._keep(zeroconf, interfaces, own, note, complaints)
             except* (OSError, ZeroconfError) as group:
-                self._warn(_first(group))
+                self._fail(_first(group))
                 await asyncio.sleep(self._reannounce_s)
 
     async def _keep(
@@ -157,14 +176,14 @@ class Discovery:
     def _interfaces(self, record: Candidate) -> tuple[str, ...]:
         return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))
 
-    def _warn(self, error: Exception) -> None:
-        line = (
-            f"warning: this node is not found by itself, mDNS does not work here ({error}): name "
-            "other nodes with --peer, or give --no-mdns to hide this warning"
-        )
-        if line != self._warned:
-            self._warned = line
-            self._log(line)
+    def _fail(self, error: Exception) -> None:
+        before, self.hosts, self.failure = self.failure, (), str(error)
+        self.records.clear()
+        if before != self.failure:
+            self._log(
+                "warning: this node is not found by itself, mDNS does not work here "
+                f"({error}): name other nodes with --peer, or give --no-mdns to hide this warning"
+            )
 
 
 async def browse(
@@ -308,6 +327,7 @@ async def _open(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
     except RuntimeError as error:  # an interface went away just now
         raise OSError(str(error)) from error
     try:
+        await finish(zeroconf.zeroconf.async_wait_for_start())
         yield zeroconf
     finally:
         with contextlib.suppress(TimeoutError):

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shardnet.errors import UsageError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, NgramGuesser
 from shardnet.runtime.engine import Speculation
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import resolve_model, stamp
+from shardnet.runtime.loading import find_folder, stamp
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.draft_model import DraftModel
@@ -71,7 +71,12 @@ class Drafts:
         from shardnet.runtime.draft_model import load_draft_model
 
         async with self._changing:
-            path = resolve_model(name)
+            path = find_folder(name)
+            if path is None:
+                raise CheckpointError(
+                    f"--speculate {name}: there is no checkpoint folder on the head; name one that "
+                    "is there"
+                )
             key = (path, stamp(path), vocab_size, context)
             if self._model is None or self._key != key:
                 self.close()

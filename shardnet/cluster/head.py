@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.planning import Plan, check_same_model, make_plan, settle_wire_dtype
+from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
-from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
+from shardnet.runtime.loading import ModelFacts
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.control import ModelChoice, NodeInfo
+from shardnet.wire.schema import MAX_STAGES
 
 CLOSE_S = 3.0
 """How long a leaving head waits for its stages to be freed."""
@@ -45,7 +48,16 @@ class Neighbourhood(Protocol):
         """Return the nodes at `addresses`, or without any this node and all it knows."""
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at a checkpoint on this node."""
+        """Look at the model that a path means, on this node or else on its peers."""
+
+    async def holders(
+        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan, this one first, and others if need be, what they have of it."""
+
+    @property
+    def survey(self) -> Survey:
+        """What measures the nodes of a plan and the links between them."""
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -88,6 +100,11 @@ class Head:
         """The model of the ring that stands, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
+    @property
+    def n_requests(self) -> int:
+        """Requests that wait or run on the ring that stands."""
+        return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
+
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
         if self._lead is not None and self._lead.ring.is_busy:
@@ -96,8 +113,14 @@ class Head:
                 "ends, or stop it"
             )
 
-    async def plan(self, choice: ModelChoice) -> Plan | Elsewhere:
+    async def plan(
+        self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False
+    ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
+
+        Where there is more than one node to choose from, all are measured first. A single one tells
+        what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
+        does not do.
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
@@ -105,7 +128,12 @@ class Head:
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
-        plan = make_plan(choice, facts, nodes)
+        dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
+        if len(nodes) > 1 or measure_one:
+            measured = await survey.measured(nodes, choice, facts, dtype, again=again)
+        else:
+            measured = await survey.known(nodes[0], choice, facts, dtype)
+        plan = make_plan(choice, facts, nodes, measured)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -129,16 +157,21 @@ class Head:
                     stack.enter_context(lead.ring.in_use())
             yield lead
 
+    def elsewhere(self) -> Elsewhere | None:
+        """Return the head of the ring that this node is in, None if that is itself or no ring."""
+        if self._lead is not None and self._lead.ring.broken is None:
+            return None
+        return self._neighbourhood.head_elsewhere()
+
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
 
         Raises BusyError while requests run.
         """
         async with self._changing:
-            if self._lead is None or self._lead.ring.broken is not None:
-                elsewhere = self._neighbourhood.head_elsewhere()
-                if elsewhere is not None:
-                    return elsewhere
+            elsewhere = self.elsewhere()
+            if elsewhere is not None:
+                return elsewhere
             if self._lead is None:
                 await self._neighbourhood.free_stage()
                 return None
@@ -166,7 +199,7 @@ class Head:
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
     ) -> Lead | Elsewhere:
-        standing = self._standing(choice)
+        standing = await self._standing(choice)
         if standing is not None:
             on_plan(standing.plan)
             return standing
@@ -180,7 +213,7 @@ class Head:
         on_plan(plan)
         return await self._build(plan, on_progress)
 
-    def _standing(self, choice: ModelChoice) -> Lead | None:
+    async def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
 
         A client that names no nodes takes any ring with its model; settings it leaves open match,
@@ -197,24 +230,25 @@ class Head:
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
-            and spec.stamp == stamp(resolve_model(choice.model))
+            and (not choice.optimise or choice.optimise == lead.plan.objective.value)
         )
-        return lead if matches else None
+        if not matches:
+            return None
+        facts = await self._neighbourhood.identify(choice.model)
+        is_same = (facts.model_id, facts.stamp) == (spec.model_id, spec.stamp)
+        return lead if is_same and lead.ring.broken is None else None
 
     async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
         """Free the old ring, check that all nodes hold one model, and build the new ring."""
         ports = [await self._neighbourhood.port(node) for node in plan.nodes]
-        own, *others = ports
-        await check_same_model(
-            plan.facts.model_id,
-            own.name,
-            [(port.name, _identifying(port, plan.choice.model)) for port in others],
-        )
+        holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
+        check_same_model(holders[: len(plan.nodes)])
+        sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
         if self._lead is not None:
             await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
-        ring = Ring(_spec(plan), ports, Epoch(self._epoch))
+        ring = Ring(_spec(plan), ports, Epoch(self._epoch), sources)
         load_s = await ring.build(on_progress)
         tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
         self._lead = Lead(
@@ -240,7 +274,3 @@ def _spec(plan: Plan) -> RingSpec:
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
     )
-
-
-def _identifying(port: StagePort, model: str) -> Callable[[], Awaitable[str]]:
-    return lambda: port.identify(model)

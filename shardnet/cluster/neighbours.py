@@ -18,7 +18,9 @@ from shardnet.types import NodeId
 from shardnet.wire.control import NodeInfo, Status, StatusReply
 
 PEER_STATUS_S = 1.5
-"""How long a node waits for a peer's status before it tells of its peers without that one."""
+"""How long a node waits for a peer's status before it plans without that one."""
+LISTED_S = 0.7
+"""How long it waits before it tells what it last knew of that peer: lists are to come at once."""
 
 
 class Neighbours:
@@ -30,6 +32,7 @@ class Neighbours:
         self._own_info = own_info
         self._peers = peers
         self._presence = presence
+        self._latest: dict[str, NodeInfo] = {}
 
     async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
         """Return the nodes at `addresses`, or without any this node and its peers.
@@ -51,20 +54,34 @@ class Neighbours:
 
     async def peers(self) -> list[NodeInfo]:
         """Ask every linked peer; one that does not answer in time is left out."""
+        return await self._ask_all(PEER_STATUS_S)
 
+    async def listed(self) -> list[NodeInfo]:
+        """Ask every linked peer; of one that does not answer at once tell what was known last.
+
+        That it is here is known from its link.
+        """
+        answers = {info.node: info for info in await self._ask_all(LISTED_S)}
+        linked = [control.link.peer.node for control in self._peers.linked()]
+        self._latest = {node: self._latest[node] for node in linked if node in self._latest}
+        return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
+
+    async def _ask_all(self, patience_s: float) -> list[NodeInfo]:
         async def ask(control: ControlLink) -> NodeInfo | None:
             try:
-                async with asyncio.timeout(PEER_STATUS_S):
+                async with asyncio.timeout(patience_s):
                     return await _ask(control)
             except (ShardnetError, TimeoutError):
                 return None
 
-        infos = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
-        return [
+        answers = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
+        infos = [
             replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
-            for info in infos
+            for info in answers
             if info is not None
         ]
+        self._latest |= {info.node: info for info in infos}
+        return infos
 
     async def _at(self, address: str) -> NodeInfo:
         """Ask the node at `address`, which may be this one, who it is."""

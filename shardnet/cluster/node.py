@@ -6,6 +6,8 @@ Knows who answers which message. Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,16 +20,27 @@ from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.drafts import Drafts
+from shardnet.cluster.figure_cache import FigureCache
 from shardnet.cluster.head import Elsewhere, Head
+from shardnet.cluster.holders import Holder
+from shardnet.cluster.link_figures import LinkFigures
 from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.neighbours import Neighbours
+from shardnet.cluster.own_figures import OwnFigures
 from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
+from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.refusals import Refusals
+from shardnet.cluster.reporter import Holding, Reporter
 from shardnet.cluster.seat import RingSeat
+from shardnet.cluster.send_rate import SendRate
+from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.survey import Survey
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import (
     PeerFailedError,
@@ -38,7 +51,7 @@ from shardnet.errors import (
 )
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts, identify
+from shardnet.runtime.loading import ModelFacts
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
@@ -49,12 +62,13 @@ from shardnet.wire.control import (
     Done,
     Generate,
     IdentifyModel,
+    LastRunRequest,
     LoadStage,
-    ModelIdentity,
     NodeInfo,
     PeersKnown,
     Ping,
     PlanRequest,
+    ReportRequest,
     RingBroken,
     StageInfo,
     StageReady,
@@ -63,20 +77,26 @@ from shardnet.wire.control import (
     Unload,
     UnloadStage,
 )
+from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import Hello, Purpose, Role, error_frame
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
 """With these a node that is frozen is given up 8 to 9 s later."""
+BULK_FRAMES = 8
+"""Pieces of weights that may wait to be written, per link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
+    `models` keeps weights that come from other nodes; `share_rate` bounds the bytes per second that
+    this one gives to others, None does not.
+
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
     nodes and makes this one found; without it there are only `peers`, and whom they know. `cache`
-    is the folder for what can be made again.
+    is the folder for what can be made again, figures and the last run among it.
     """
 
     node: NodeId
@@ -86,7 +106,9 @@ class NodeSettings:
     peers: tuple[str, ...]
     local_nodes: LocalNodes
     cache: Path
+    models: ModelCache
     log: Callable[[str], None]
+    share_rate: float | None = None
     identity: Identity | None = None
     discovery: Discovery | None = None
 
@@ -119,13 +141,37 @@ class Node:
         self._neighbours = Neighbours(
             own_info=self.info, peers=self._peers, presence=self._presence
         )
+        self._sharing = Sharing(
+            node=settings.node,
+            name=settings.name,
+            cache=settings.models,
+            peers=self._peers,
+            dial=self._dial_bulk,
+            rate=SendRate(settings.share_rate),
+            log=settings.log,
+        )
         self._orders = StageOrders(
             host=self._host,
+            sharing=self._sharing,
             budget=settings.budget,
             asked_threads=settings.threads,
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
+        links = LinkFigures(link_of=self._peers.link_of, turn=self._host.turn)
+        self._survey = Survey(
+            node=settings.node,
+            own=OwnFigures(
+                host=self._host,
+                orders=self._orders,
+                reader=self._reader,
+                cache=FigureCache(settings.cache, settings.log),
+            ),
+            links=links,
+            reader=self._reader,
+            control_to=self._sharing.control,
+        )
+        self._refusals = Refusals()
         self.head = Head(self)
         """What this node does as a head."""
         self._drafts = Drafts(
@@ -134,10 +180,30 @@ class Node:
             spare_bytes=lambda: self.info().memory_free_bytes,
             threads=lambda: self._orders.threads,
         )
+        self._reporter = Reporter(
+            own_info=self.info,
+            holding=self._holding,
+            cluster=self.cluster,
+            presence=self._presence,
+            peers=self._peers,
+            discovery=settings.discovery,
+            refusals=self._refusals,
+            knock=self._probe,
+            reader=self._reader,
+            disk=settings.cache,
+            bandwidth=links.glance,
+        )
         self._wire_errors = WireErrors(
             cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
         )
-        self._clients = Clients(self.head, self._reader, self._drafts, self._wire_errors)
+        self._clients = Clients(
+            self.head,
+            self._reader,
+            self._drafts,
+            self._wire_errors,
+            settings.cache,
+            settings.log,
+        )
 
     @property
     def node(self) -> NodeId:
@@ -176,19 +242,29 @@ class Node:
         )
 
     def hello(self, peer: Hello) -> Hello:
-        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node."""
+        """Answer a peer's hello. Raises UsageError for a data link to no seat of this node, and
+        what Sharing.check_hello raises for a bulk link.
+        """
         if peer.purpose is Purpose.DATA:
             self._host.check_hello(peer)
+        elif peer.purpose is Purpose.BULK:
+            self._sharing.check_hello(peer)
         return replace(self._hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
     async def accept(self, link: Link) -> None:
         """Take a link that is up."""
         if link.peer.purpose is Purpose.DATA:
             self._host.accept(link)
+        elif link.peer.purpose is Purpose.BULK:
+            self._tasks.create_task(self._sharing.serve(link))
         elif link.peer.role is Role.NODE:
             self._peers.adopt(link)
         else:
             self._tasks.create_task(self._serve_client(link))
+
+    def refused(self, host: str, error: ShardnetError) -> None:
+        """Take note of a handshake of `host` that failed."""
+        self._refusals.note(host, error, time.monotonic())
 
     async def keep_peers(self) -> None:
         """Keep links to the peers that were named and to all that are found."""
@@ -212,6 +288,7 @@ class Node:
         self._drafts.close()
         await self._host.close()
         await self._peers.close()
+        await self._sharing.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
         self._reader.close()
         self._wire_errors.close()
@@ -223,8 +300,19 @@ class Node:
         return await self._neighbours.candidates(addresses)
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at a checkpoint on this node."""
-        return await self._reader.run(lambda: identify(model))
+        """Look at the model that a path means, on this node or else on its peers."""
+        return await self._sharing.identify(model)
+
+    async def holders(
+        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan, and others if need be, what they have of a model."""
+        return await self._sharing.holders(facts, model, plan)
+
+    @property
+    def survey(self) -> Survey:
+        """What measures nodes and links."""
+        return self._survey
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
         """Load the tokenizer of a checkpoint on this node, None where it has none."""
@@ -236,14 +324,10 @@ class Node:
             return LocalPort(
                 self._host,
                 self._settings.name,
-                self._identify_own,
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
-        control = self._peers.link_of(NodeId(node.node))
-        if control is None:
-            control = await self._peers.link_to(node.address)
-        return RemotePort(control, self._peers.watch, self._peers.latest)
+        return RemotePort(await self._sharing.control(node), self._peers.watch, self._peers.latest)
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
@@ -284,6 +368,9 @@ class Node:
             stage=stage,
         )
 
+    def _holding(self) -> Holding:
+        return Holding(stage=self._host.state(), n_requests=self.head.n_requests)
+
     # --- messages
 
     async def _serve_client(self, link: Link) -> None:
@@ -301,17 +388,24 @@ class Node:
     async def _handle(self, control: ControlLink, message: Incoming) -> None:
         match message:
             case Status(request=request, with_peers=with_peers):
-                peers = await self._neighbours.peers() if with_peers else []
+                peers = await self._neighbours.listed() if with_peers else []
                 control.send(StatusReply(request=request, node=self.info(), peers=peers))
-            case Ping(request=request):
+            case Ping(request=request, payload=payload, as_step=as_step):
+                if payload or as_step:
+                    self._host.check_idle()
+                if as_step:
+                    await self._host.turn()
                 control.send(Done(request=request))
+            case MeasureStage() | MeasureLinks():
+                await self._survey.answer(control, message)
+            case ReportRequest():
+                await self._reporter.answer(control, message)
             case PeersKnown():
                 if control.link.peer.role is not Role.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
                 self._peers.heard(control, message)
-            case IdentifyModel(request=request, model=model):
-                model_id = await self._identify_own(model)
-                control.send(ModelIdentity(request=request, model_id=model_id))
+            case IdentifyModel():
+                control.send(await self._sharing.answer(message))
             case LoadStage():
                 self.head.check_idle()
                 await self._orders.load_for(control, message)
@@ -326,6 +420,8 @@ class Node:
                 self.head.ring_broken(ring, cause)
             case PlanRequest():
                 await self._clients.plan(control, message)
+            case LastRunRequest():
+                await self._clients.last_run(control, message)
             case Generate():
                 await self._clients.generate(control, message)
             case Unload():
@@ -336,9 +432,6 @@ class Node:
             self.head.ring_broken(message.ring, error)
 
         return await self._orders.load(message, self.node, progress, broken)
-
-    async def _identify_own(self, model: str) -> str:
-        return (await self.identify(model)).model_id
 
     # --- links
 
@@ -359,6 +452,22 @@ class Node:
         host, port = split_address(address)
         hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
         return await tcp.connect(host, port, hello, options=self.options)
+
+    async def _probe(self, address: str) -> Link:
+        host, port = split_address(address)
+        hello = replace(self._hello(Purpose.CONTROL), role=Role.CLIENT)
+        options = dataclasses.replace(self.options, handshake_s=PROBE_S)
+        return await tcp.connect(host, port, hello, options=options)
+
+    async def _dial_bulk(self, address: str) -> Link:
+        hello = self._hello(Purpose.BULK)
+        options = dataclasses.replace(self.options, receive_frames=BULK_FRAMES)
+
+        async def dial(address: str) -> Link:
+            host, port = split_address(address)
+            return await tcp.connect(host, port, hello, options=options)
+
+        return await self._peers.dial_by(address, dial)
 
     async def _dial_data(self, address: str, seat: RingSeat) -> Link:
         hello = replace(self._hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
@@ -396,6 +505,7 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
             node.hello,
             node.accept,
             on_failure=lambda error: settings.log(f"refused a link: {error}"),
+            on_refused=node.refused,
             options=node.options,
         )
         node.listening_at(listener.address)

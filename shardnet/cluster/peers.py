@@ -141,6 +141,8 @@ class Peers:
         self._peers: dict[NodeId, _Peer] = {}
         self._node_at: dict[str, NodeId] = {}
         self._dialling: dict[str, asyncio.Lock] = {}
+        self.unreached: dict[str, ShardnetError] = {}
+        """Why there is no link to named peers, by the address that was named."""
         self._visiting: set[NodeId] = set()
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
@@ -266,21 +268,20 @@ class Peers:
 
     async def keep(self, address: str) -> None:
         """Keep a link to `address` for ever: dial, wait for its end, dial again."""
-        last_failure = ""
         while True:
             try:
                 control = await self.find(address)
                 if control is None:
                     self._log(f"peer {address}: that is this node itself; it is left out")
                     return
-                last_failure = ""
+                self.unreached.pop(address, None)
                 await self._lost(control)
             except ShardnetError as error:
-                if str(error) != last_failure:
-                    last_failure = str(error)
+                if str(error) != str(self.unreached.get(address)):
                     self._log(
                         f"peer {address}: {error}; trying again every {self._times.redial_s:g} s"
                     )
+                self.unreached[address] = error
             await asyncio.sleep(self._times.redial_s)
 
     # --- what is heard of others

@@ -6,11 +6,11 @@ Must not load anything or start a ring.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement import place, place_exactly
 from shardnet.cluster.placement_figures import (
     Candidate,
@@ -18,9 +18,8 @@ from shardnet.cluster.placement_figures import (
     ModelShape,
     Objective,
     Placement,
-    StageSpeed,
 )
-from shardnet.errors import PlanError, ShardnetError, UsageError, first_error
+from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     activation_peak_bytes,
@@ -47,17 +46,6 @@ from shardnet.wire.control import (
 )
 from shardnet.wire.narrow import NarrowWire
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was measured for one model shape: nodes by their id, links by (sender, receiver)."""
-
-    speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
-    links: Links = field(default_factory=dict)
-
-
-NOTHING_MEASURED = Measured()
-
 NARROW_WIRES = ("bfloat16", "float16", "int8")
 """What may be asked for with --wire-dtype."""
 
@@ -79,6 +67,8 @@ class Plan:
     nodes: tuple[NodeInfo, ...]
     placement: Placement
     left_out_names: dict[NodeId, str]
+    measured: Measured = NOTHING_MEASURED
+    objective: Objective = Objective.LATENCY
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -103,7 +93,8 @@ class Plan:
                     layers=(stage.layers.start, stage.layers.end),
                     weight_bytes=stage.weight_bytes,
                     kv_bytes=stage.kv_bytes,
-                    compute_ms=None if stage.compute_s is None else stage.compute_s * 1e3,
+                    compute_ms=_ms(stage.compute_s),
+                    hop_ms=_ms(stage.hop_s),
                 )
                 for rank, (node, stage) in enumerate(
                     zip(self.nodes, self.placement.stages, strict=True)
@@ -115,6 +106,9 @@ class Plan:
             ],
             predicted_tok_s=self.placement.predicted_tok_s,
             why=self.placement.why,
+            optimise=self.objective.value,
+            nodes=list(self.measured.told),
+            links=self.measured.ways,
             wire=wire,
         )
 
@@ -124,7 +118,6 @@ def make_plan(
     facts: ModelFacts,
     nodes: Sequence[NodeInfo],
     measured: Measured = NOTHING_MEASURED,
-    objective: Objective = Objective.LATENCY,
 ) -> Plan:
     """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
 
@@ -134,6 +127,7 @@ def make_plan(
     Raises PlanError when it does not fit, UsageError for a context the model does not have and for
     a dtype that is none.
     """
+    objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
@@ -172,32 +166,9 @@ def make_plan(
         nodes=tuple(by_node[stage.node] for stage in placement.stages),
         placement=placement,
         left_out_names={NodeId(node.node): node.name for node in nodes},
+        measured=measured,
+        objective=objective,
     )
-
-
-async def check_same_model(
-    model_id: str, own_name: str, others: Sequence[tuple[str, Callable[[], Awaitable[str]]]]
-) -> None:
-    """Make sure that every other stage's node holds the same model.
-
-    `others` has a node's name and how to ask it. Raises PlanError that names both nodes and ids,
-    or what a node reported, such as that it has no checkpoint there.
-    """
-
-    async def compare(name: str, ask: Callable[[], Awaitable[str]]) -> None:
-        other = await ask()
-        if other != model_id:
-            raise PlanError(
-                f"the nodes hold different models: {own_name} has {model_id[:12]}, {name} has "
-                f"{other[:12]}; copy one checkpoint to both"
-            )
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for name, ask in others:
-                tasks.create_task(compare(name, ask))
-    except* ShardnetError as group:
-        raise first_error(group) from None
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
@@ -260,6 +231,10 @@ def model_shape(
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 def _context(choice: ModelChoice, config: ModelConfig) -> int:

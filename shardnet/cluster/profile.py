@@ -95,10 +95,11 @@ class MemoryBudget:
         """
         if self.asked_bytes is not None:
             return self.asked_bytes
-        available = self._available_bytes() + used_bytes
+        available = self.available_bytes() + used_bytes
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
-    def _available_bytes(self) -> int:
+    def available_bytes(self) -> int:
+        """Return what the device has left now, whoever may use it."""
         if self.device.kind == "cuda":
             import torch
 

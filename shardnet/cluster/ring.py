@@ -21,6 +21,7 @@ from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, LayerRange, WireDType
 from shardnet.wire.control import LoadStage, StageReady
+from shardnet.wire.schema import Phase
 
 MAX_SLOTS = 64
 """Sequences that run at once; more wait."""
@@ -31,8 +32,8 @@ WATCH_EVERY_S = 5.0
 WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
 """What a person can do when a ring has lost a node or a link."""
 
-OnStageProgress = Callable[[int, int, int], None]
-"""Takes (rank, bytes done, bytes in all)."""
+OnStageProgress = Callable[[int, Phase, int, int], None]
+"""Takes (rank, what is done, bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,12 @@ class RingSpec:
 class Ring:
     """A built ring. `broken` holds what ended it, None while it runs."""
 
-    def __init__(self, spec: RingSpec, ports: Sequence[StagePort], epoch: Epoch) -> None:
+    def __init__(
+        self, spec: RingSpec, ports: Sequence[StagePort], epoch: Epoch, sources: Sequence[str] = ()
+    ) -> None:
+        """Take what the ring is, its nodes, and where they can fetch the weights they lack."""
         self.spec = spec
+        self._sources = tuple(sources)
         self.name = secrets.token_hex(8)
         self.epoch = epoch
         self.broken: ShardnetError | None = None
@@ -160,8 +165,9 @@ class Ring:
             context=spec.context,
             threads=spec.threads,
             addresses=list(spec.addresses),
+            sources=[source for source in self._sources if source != spec.addresses[rank]],
         )
-        return await port.load(message, lambda done, total: on_progress(rank, done, total))
+        return await port.load(message, partial(on_progress, rank))
 
     async def _connect(self, pipeline: Pipeline) -> None:
         try:

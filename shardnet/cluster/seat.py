@@ -64,9 +64,16 @@ class RingSeat:
         self._task: asyncio.Task[None] | None = None
 
     @property
+    def n_open(self) -> int:
+        """Sequences that are open on this stage."""
+        if self.is_over or self._worker is None:
+            return 0
+        return len(self._worker.open_sequences)
+
+    @property
     def is_busy(self) -> bool:
         """Whether sequences are open on this stage."""
-        return not self.is_over and self._worker is not None and bool(self._worker.open_sequences)
+        return self.n_open > 0
 
     @property
     def is_over(self) -> bool:

@@ -106,10 +106,15 @@ async def sound(address: str, knock: Knock) -> Sounding:
         return Sounding(address=address, node=NodeId(peer.node), name=peer.name, rtt_s=rtt_s)
 
 
-async def ping(control: ControlLink) -> float:
-    """Measure one round trip, in seconds. Raises LinkError when the link ends."""
+async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = False) -> float:
+    """Measure one round trip, in seconds, with `payload` on the way there.
+
+    With `as_step` the answer waits for the peer's compute thread. Raises LinkError when the link
+    ends; with either, BusyError when the peer computes for somebody.
+    """
+    message = Ping(request=control.next_request(), payload=payload, as_step=as_step)
     begun = time.perf_counter()
-    await control.ask(Ping(request=control.next_request()), Done)
+    await control.ask(message, Done)
     return time.perf_counter() - begun
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from shardnet.cluster.seat import DialData, RingSeat
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, UsageError
@@ -25,6 +28,9 @@ from shardnet.transport.link import Link
 from shardnet.types import Epoch, WireDType
 from shardnet.wire.control import LoadStage
 from shardnet.wire.messages import Hello
+from shardnet.wire.reports import StageState
+
+T = TypeVar("T")
 
 
 class StageHost:
@@ -37,6 +43,31 @@ class StageHost:
         self._changing = asyncio.Lock()
         self.loaded: LoadedStage | None = None
         self.seat: RingSeat | None = None
+
+    def state(self) -> StageState | None:
+        """Describe the loaded stage and its place in a ring, for people."""
+        if self.loaded is None:
+            return None
+        loaded, seat = self.loaded, self.seat
+        state = StageState(
+            model=loaded.order.model,
+            layers=(loaded.order.layers.start, loaded.order.layers.end),
+            dtype=loaded.order.dtype.value,
+            kernel=loaded.kernel,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            used_blocks=loaded.compute.used_blocks,
+        )
+        if seat is None or seat.is_over:
+            return state
+        return replace(
+            state,
+            n_open=seat.n_open,
+            rank=seat.rank,
+            n_stages=len(seat.addresses),
+            epoch=seat.epoch,
+            head=seat.owner,
+        )
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -63,7 +94,7 @@ class StageHost:
         """
         wire_dtype = WireDType.named(message.wire_dtype)
         async with self._changing:
-            self._refuse_if_busy(owner)
+            self.refuse_if_busy(owner)
             if self.seat is not None and self.seat.ring != message.ring:
                 self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
             await self._leave()
@@ -86,6 +117,39 @@ class StageHost:
             await self._compute.run(lambda: compute.use_wire(wire_dtype))
             return self.loaded, reused
 
+    async def measure(
+        self,
+        job: Callable[[Callable[[], None]], T],
+        on_progress: Callable[[int, int], None],
+    ) -> T:
+        """Run `job`, which computes, on the compute thread. It calls what it is given in between.
+
+        Raises BusyError when sequences are open here, also when one is opened meanwhile, and what
+        `job` raises. When cancelled, waits until the thread has given up.
+        """
+        async with self._changing:
+            self.check_idle()
+            reporter = Reporter(on_progress, asyncio.get_running_loop())
+
+            def tick() -> None:
+                self.check_idle()
+                reporter.report(0, 1)
+
+            try:
+                return await _to_its_end(self._compute, lambda: job(tick), reporter)
+            finally:
+                await self._loader.run(give_memory_back)
+
+    async def turn(self) -> None:
+        """Wait for a turn of the compute thread, as each step does. Raises BusyError if in use."""
+        self.check_idle()
+        await self._compute.run(lambda: None)
+
+    def check_idle(self) -> None:
+        """Raise BusyError while sequences are open here."""
+        if self.seat is not None and self.seat.is_busy:
+            raise _busy(self.seat)
+
     async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
         """Connect the seat to its neighbours and start to work; see RingSeat.join."""
         seat = self._seat(ring, epoch)
@@ -107,7 +171,7 @@ class StageHost:
         Raises BusyError while sequences of another head than `owner` are open.
         """
         async with self._changing:
-            self._refuse_if_busy(owner)
+            self.refuse_if_busy(owner)
             await self._leave()
             await self._free()
 
@@ -124,17 +188,12 @@ class StageHost:
     ) -> LoadedStage:
         """Load on the loading thread. When cancelled, wait until the thread has given up."""
         reporter = Reporter(on_progress, asyncio.get_running_loop())
-        loading = asyncio.ensure_future(
-            self._loader.run(lambda: load(order, memory_bytes, reporter.report))
-        )
         try:
-            return await asyncio.shield(loading)
+            return await _to_its_end(
+                self._loader, lambda: load(order, memory_bytes, reporter.report), reporter
+            )
         except asyncio.CancelledError:
-            reporter.give_up()
-            await asyncio.wait([loading])
-            if not loading.cancelled() and loading.exception() is None:
-                del loading
-                await self._loader.run(give_memory_back)
+            await self._loader.run(give_memory_back)
             raise
 
     def _seat(self, ring: str, epoch: int) -> RingSeat:
@@ -145,11 +204,10 @@ class StageHost:
             )
         return self.seat
 
-    def _refuse_if_busy(self, owner: str) -> None:
+    def refuse_if_busy(self, owner: str) -> None:
+        """Raise BusyError while sequences of another head than `owner` are open."""
         if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
-            raise BusyError(
-                f"this node is generating with {self.seat.model}: wait until that ends, or stop it"
-            )
+            raise _busy(self.seat)
 
     async def _leave(self) -> None:
         if self.seat is not None:
@@ -160,3 +218,21 @@ class StageHost:
         if self.loaded is not None:
             self.loaded = None
             await self._loader.run(give_memory_back)
+
+
+def _busy(seat: RingSeat) -> BusyError:
+    return BusyError(f"this node is generating with {seat.model}: wait until that ends, or stop it")
+
+
+async def _to_its_end(executor: Executor, job: Callable[[], T], reporter: Reporter) -> T:
+    """Run `job` on a thread. When cancelled, have it give up and wait until it has."""
+    running = asyncio.ensure_future(executor.run(job))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        reporter.give_up()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # it was told to give up: nobody else asks how it ended
+        del running  # with what it has made: the memory may be wanted back while this error travels
+        raise

@@ -7,10 +7,12 @@ not plan, nor know clients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
-from shardnet.cluster.profile import MemoryBudget, available_cores
+from shardnet.cluster.profile import Device, MemoryBudget, available_cores
+from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import Progress
 from shardnet.errors import ShardnetError
@@ -18,25 +20,36 @@ from shardnet.runtime.loading import StageOrder
 from shardnet.types import DType, LayerRange
 from shardnet.wire.control import LoadProgress, LoadStage, RingBroken, StageReady
 from shardnet.wire.messages import explanation
+from shardnet.wire.schema import Phase
 
 
 class StageOrders:
-    """Carries orders out on `host`. `asked_threads` 0 is a share of the machine's cores."""
+    """Carries orders out on `host`, with weights that `sharing` brings.
+
+    `asked_threads` 0 is a share of the machine's cores.
+    """
 
     def __init__(
         self,
         *,
         host: StageHost,
+        sharing: Sharing,
         budget: MemoryBudget,
         asked_threads: int,
         local_nodes: LocalNodes,
         log: Callable[[str], None],
     ) -> None:
         self._host = host
+        self._sharing = sharing
         self._budget = budget
         self._asked_threads = asked_threads
         self._local_nodes = local_nodes
         self._log = log
+
+    @property
+    def device(self) -> Device:
+        """What computes here."""
+        return self._budget.device
 
     @property
     def threads(self) -> int:
@@ -53,17 +66,26 @@ class StageOrders:
             n_nodes_here=len(self._local_nodes.list()),
         )
 
+    def free_bytes(self) -> int:
+        """What is left beside the loaded stage, and really there."""
+        loaded = self._host.loaded
+        left = self.memory_bytes() - (loaded.weight_bytes if loaded else 0)
+        return max(0, min(left, self._budget.available_bytes()))
+
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
         """Carry out a peer's order, and tell it of progress, of the end, and when the ring breaks.
 
         Raises what `load` raises.
         """
 
-        def progress(done_bytes: int, total_bytes: int) -> None:
+        def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
             if not control.link.closed:
                 control.send(
                     LoadProgress(
-                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
+                        request=message.request,
+                        done_bytes=done_bytes,
+                        total_bytes=total_bytes,
+                        phase=phase,
                     )
                 )
 
@@ -89,10 +111,14 @@ class StageOrders:
     ) -> StageReady:
         """Have the stage of `message` loaded for the head `owner`.
 
-        `broken` is called when the seat's ring breaks later. Raises what StageHost.load raises.
+        Weights that this node lacks are fetched first. `broken` is called when the seat's ring
+        breaks later. Raises what Sharing.folder and StageHost.load raise.
         """
+        self._host.refuse_if_busy(owner)
+        folder = await self._sharing.folder(message, partial(progress, "fetching"))
         order = StageOrder(
             model=message.model,
+            folder=folder,
             model_id=message.model_id,
             layers=LayerRange(*message.layers),
             dtype=DType(message.dtype),
@@ -111,7 +137,7 @@ class StageOrders:
             owner=owner,
             threads=threads,
             memory_bytes=self.memory_bytes(),
-            on_progress=progress,
+            on_progress=partial(progress, "loading"),
             on_broken=left,
         )
         self._log(
@@ -133,4 +159,5 @@ class StageOrders:
         if self._host.seat is not None and self._host.seat.ring != ring:
             return
         await self._host.unload(owner)
+        self._sharing.release()
         self._log("freed the stage")

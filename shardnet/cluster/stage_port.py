@@ -14,18 +14,11 @@ from shardnet.cluster.control import ControlLink
 from shardnet.cluster.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.runtime.pipeline import Pipeline
-from shardnet.wire.control import (
-    ConnectRing,
-    Done,
-    IdentifyModel,
-    LoadStage,
-    ModelIdentity,
-    StageReady,
-    UnloadStage,
-)
+from shardnet.wire.control import ConnectRing, Done, LoadStage, StageReady, UnloadStage
+from shardnet.wire.schema import Phase
 
-Progress = Callable[[int, int], None]
-"""Takes (bytes done, bytes in all)."""
+Progress = Callable[[Phase, int, int], None]
+"""Takes (what is done, bytes done, bytes in all)."""
 
 
 class StagePort(Protocol):
@@ -38,9 +31,6 @@ class StagePort(Protocol):
     @property
     def last_step(self) -> int:
         """The last step it is known to have completed."""
-
-    async def identify(self, model: str) -> str:
-        """Return the id of the model at that path on that node."""
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
         """Have the stage loaded. The port numbers the request itself."""
@@ -62,12 +52,10 @@ class LocalPort:
         self,
         host: StageHost,
         name: str,
-        identify: Callable[[str], Awaitable[str]],
         load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
         unload: Callable[[str], Awaitable[None]],
     ) -> None:
         self._host = host
-        self._identify = identify
         self._load = load
         self._unload = unload
         self.name = name
@@ -76,10 +64,6 @@ class LocalPort:
     def last_step(self) -> int:
         """As the stage itself counts."""
         return self._host.progress[1]
-
-    async def identify(self, model: str) -> str:
-        """Look at the checkpoint."""
-        return await self._identify(model)
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
         """Load."""
@@ -126,17 +110,14 @@ class RemotePort:
         """As the peer's last heartbeat told."""
         return self._control.link.peer_progress[1]
 
-    async def identify(self, model: str) -> str:
-        """Ask the peer."""
-        ask = IdentifyModel(request=self._control.next_request(), model=model)
-        return (await self._control.ask(ask, ModelIdentity)).model_id
-
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
         """Tell the peer, and pass its progress on."""
         return await self._control.ask(
             replace(message, request=self._control.next_request()),
             StageReady,
-            on_progress=lambda report: on_progress(report.done_bytes, report.total_bytes),
+            on_progress=lambda report: on_progress(
+                report.phase, report.done_bytes, report.total_bytes
+            ),
         )
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint on disk: its config, its tensors' headers, and the tensors, read one by one.
 
-Knows safetensors files, single and indexed. Must not know layers or kernels. Opening reads headers
-only and imports no torch; `read` does.
+Knows safetensors files, single and indexed, whole or a replica that lacks tensors. Must not know
+layers or kernels. Opening reads headers only and imports no torch; `read` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import CheckpointError
 from shardnet.model.config import ModelConfig, parse_config
+from shardnet.model.replica_journal import Journal, n_parts
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """Cap on one file's header before memory is taken for it; safetensors has the same."""
 
+SAMPLE_BYTES = 64
+"""Bytes of every tensor that tell one training from another."""
+
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _AGAIN = "fetch the checkpoint again"
 _MAX_JSON_BYTES = 100_000_000
 
 _DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
-_ID_FILES = (
+ID_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -52,13 +56,26 @@ _ID_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor as its file's header describes it. `dtype` is safetensors' name: F32, BF16, …"""
+    """One tensor as its file's header describes it. `dtype` is safetensors' name: F32, BF16, …
+
+    `offset` is where its bytes begin in the file.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
     file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHead:
+    """A file of a checkpoint, and how many of its first bytes are no tensors."""
+
+    name: str
+    size_bytes: int
+    head_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +91,14 @@ class _TensorFile:
 class Checkpoint:
     """An open checkpoint. Reads are memory-mapped and counted; `close` unmaps.
 
-    `config` is what config.json says, `tensors` every tensor by name.
+    `config` is what config.json says, `tensors` every tensor by name. `journal` says which of them
+    a replica holds, None where all are here.
     """
 
     def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, _TensorFile]) -> None:
         self.path = path
         self.config = config
+        self.journal = Journal.find(path)
         self._files = files
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: info for file in files.values() for name, info in file.tensors.items()}
@@ -100,10 +119,10 @@ class Checkpoint:
         config = parse_config(_read_json(folder / "config.json"), str(folder / "config.json"))
         if (folder / _SINGLE).exists():
             return cls(folder, config, {_SINGLE: _read_header(folder / _SINGLE)})
-        if (folder / _INDEX).exists():
+        if (folder / INDEX_FILE).exists():
             return cls(folder, config, _indexed_files(folder))
         raise CheckpointError(
-            f"{folder}: neither {_SINGLE} nor {_INDEX} is here; "
+            f"{folder}: neither {_SINGLE} nor {INDEX_FILE} is here; "
             "convert the checkpoint to safetensors or fetch it again"
         )
 
@@ -111,13 +130,59 @@ class Checkpoint:
     def model_id(self) -> str:
         """SHA-256 over config, tokenizer files and every tensor file's header and size, in hex."""
         digest = hashlib.sha256()
-        for name in _ID_FILES:
+        for name in ID_FILES:
             if (self.path / name).is_file():
                 _feed(digest, name, _read_file(self.path / name))
         for name in sorted(self._files):
             file = self._files[name]
             _feed(digest, name, file.header + file.size_bytes.to_bytes(8, "little"))
         return digest.hexdigest()
+
+    @cached_property
+    def sample(self) -> str:
+        """SHA-256 over some bytes from the middle of every tensor, in hex.
+
+        Two trainings of one shape have one id and differ here. Raises CheckpointError when a file
+        cannot be read.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self._files):
+            infos = sorted(self._files[name].tensors.values(), key=lambda info: info.offset)
+            try:
+                with (self.path / name).open("rb") as file:
+                    for info in infos:
+                        file.seek(info.offset + max(0, info.size_bytes - SAMPLE_BYTES) // 2)
+                        digest.update(file.read(min(SAMPLE_BYTES, info.size_bytes)))
+            except OSError as error:
+                raise CheckpointError(f"{self.path / name}: {error.strerror}; {_AGAIN}") from error
+        return digest.hexdigest()
+
+    def skeleton(self) -> tuple[FileHead, ...]:
+        """Name the files that make the checkpoint: what it is without its tensors.
+
+        Raises CheckpointError when they cannot be looked at.
+        """
+        names = [*ID_FILES, *([] if _SINGLE in self._files else [INDEX_FILE])]
+        try:
+            sizes = {n: (self.path / n).stat().st_size for n in names if (self.path / n).is_file()}
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}; {_AGAIN}") from error
+        whole = [FileHead(name=n, size_bytes=size, head_bytes=size) for n, size in sizes.items()]
+        return (
+            *whole,
+            *(
+                FileHead(name=f.name, size_bytes=f.size_bytes, head_bytes=8 + len(f.header))
+                for f in self._files.values()
+            ),
+        )
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Of these tensors, name those that a replica does not hold."""
+        return [name for name in names if not self._is_here(self.tensors[name])]
+
+    def _is_here(self, info: TensorInfo) -> bool:
+        held = self.journal.digests.get(info.name, {}) if self.journal is not None else None
+        return held is None or len(held) == n_parts(info.size_bytes)
 
     @property
     def bytes_read(self) -> Mapping[str, int]:
@@ -133,6 +198,10 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: tensor {name} is missing; {_AGAIN}")
+        if not self._is_here(info):
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has not been fetched from another node yet; ask again"
+            )
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -165,7 +234,7 @@ def _feed(digest: hashlib._Hash, name: str, content: bytes) -> None:
 
 def _indexed_files(folder: Path) -> dict[str, _TensorFile]:
     """Read the headers of all files in the index; keep the tensors it places in each."""
-    where = folder / _INDEX
+    where = folder / INDEX_FILE
     weight_map = _read_json(where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: weight_map is missing or empty; {_AGAIN}")
@@ -206,7 +275,7 @@ def _read_header(path: Path) -> _TensorFile:
     tensors = {}
     end = 0
     for name, entry in entries.items():
-        tensors[name], stop = _tensor_info(name, entry, path)
+        tensors[name], stop = _tensor_info(name, entry, path, data_start=8 + length)
         end = max(end, stop)
     if 8 + length + end != size_bytes:
         raise CheckpointError(
@@ -216,7 +285,7 @@ def _read_header(path: Path) -> _TensorFile:
     return _TensorFile(name=path.name, size_bytes=size_bytes, header=header, tensors=tensors)
 
 
-def _tensor_info(name: str, entry: object, path: Path) -> tuple[TensorInfo, int]:
+def _tensor_info(name: str, entry: object, path: Path, data_start: int) -> tuple[TensorInfo, int]:
     """Check one header entry; return it and where its bytes end."""
     match entry:
         case {
@@ -232,6 +301,7 @@ def _tensor_info(name: str, entry: object, path: Path) -> tuple[TensorInfo, int]
                     shape=tuple(shape),
                     size_bytes=stop - begin,
                     file=path.name,
+                    offset=data_start + begin,
                 )
                 return info, stop
     raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged; {_AGAIN}")

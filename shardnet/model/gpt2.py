@@ -13,14 +13,14 @@ from torch import Tensor
 from shardnet.model.config import Activation, ModelConfig
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm, Step, activate, attention
-from shardnet.model.weights import StageWeights
+from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
 
 
 class Gpt2Stage:
     """The layers `layers` of a GPT-2, with the embedding and the head where they belong."""
 
-    def __init__(self, config: ModelConfig, layers: LayerRange, weights: StageWeights) -> None:
+    def __init__(self, config: ModelConfig, layers: LayerRange, weights: WeightSource) -> None:
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:
@@ -59,7 +59,7 @@ class _Head:
     lm_head: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: StageWeights) -> _Head:
+    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
         table = "wte" if config.tie_word_embeddings else "lm_head"
         return cls(ln_f=weights.norm("ln_f", config.norm_eps), lm_head=weights.linear(table))
 
@@ -80,7 +80,7 @@ class _Layer:
     mlp_c_proj: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: StageWeights, layer: int) -> _Layer:
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> _Layer:
         prefix = f"h.{layer}"
         return cls(
             n_heads=config.n_heads,

@@ -21,7 +21,7 @@ from shardnet.model.layers import (
     attention,
     rotary_tables,
 )
-from shardnet.model.weights import StageWeights
+from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
 
 
@@ -32,7 +32,7 @@ class LlamaStage:
         self,
         config: ModelConfig,
         layers: LayerRange,
-        weights: StageWeights,
+        weights: WeightSource,
         context: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -71,7 +71,7 @@ class _Head:
     lm_head: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: StageWeights) -> _Head:
+    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(norm=weights.norm("model.norm", config.norm_eps), lm_head=weights.linear(table))
 
@@ -93,7 +93,7 @@ class _Layer:
     down_proj: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: StageWeights, layer: int) -> _Layer:
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> _Layer:
         prefix = f"model.layers.{layer}"
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return cls(

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
+from shardnet.model.config import ModelConfig
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gpt2 import Gpt2Stage
@@ -22,7 +23,7 @@ from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Step, plan_step
 from shardnet.model.layout import stage_tensors
 from shardnet.model.llama import LlamaStage
-from shardnet.model.weights import Progress, StageWeights
+from shardnet.model.weights import Progress, StageWeights, WeightSource
 from shardnet.types import LayerRange, MicroBatch
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,20 @@ class StageModel:
             )
 
 
+def make_family(
+    config: ModelConfig,
+    layers: LayerRange,
+    weights: WeightSource,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FamilyStage:
+    """Build the family's layers of one stage from `weights`."""
+    if config.family == "llama":
+        return LlamaStage(config, layers, weights, context, dtype, device)
+    return Gpt2Stage(config, layers, weights)
+
+
 def _sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
     """Keep the last `n_sampled` rows of each group: [n_sampled, E]."""
     if batch.n_sampled == batch.n_rows:
@@ -175,11 +190,7 @@ def load_stage(
     before = dict(checkpoint.bytes_read)
     try:
         weights = StageWeights(checkpoint, stage_tensors(config, layers), choice, device, progress)
-        family: FamilyStage
-        if config.family == "llama":
-            family = LlamaStage(config, layers, weights, context, dtype, device)
-        else:
-            family = Gpt2Stage(config, layers, weights)
+        family = make_family(config, layers, weights, context, dtype, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

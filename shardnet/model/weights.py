@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,19 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
+
+
+class WeightSource(Protocol):
+    """Where a family's file gets its parameters: a checkpoint, or noise (sample_model.py)."""
+
+    def linear(self, *names: str, transposed: bool = False) -> Linear:
+        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it)."""
+
+    def norm(self, name: str, eps: float) -> Norm:
+        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`."""
+
+    def table(self, name: str) -> Tensor:
+        """Give `NAME.weight` as it is: [rows, E] in the compute dtype."""
 
 
 class StageWeights:

@@ -98,6 +98,10 @@ class StageCompute(Protocol):
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
 
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now. Any thread may look."""
+
 
 # What travels through a stage, decoded. A stage forwards what it does not consume.
 

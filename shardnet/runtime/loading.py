@@ -7,6 +7,7 @@ Runs on the loading thread. Must not know rings, links or the event loop.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -33,15 +35,22 @@ MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
 
 
+MAX_CONFIG_TEXT = 1 << 20
+"""Characters of a config.json that one node sends another."""
+
 Stamp = tuple[tuple[str, int, int], ...]
-"""Name, size and time of change (ns) of every file of a checkpoint folder."""
+"""Name, size and time of change (ns) of every file of a checkpoint folder; see `stamp`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What to load. Equal orders give the same stage. `dtype` is the ring's."""
+    """What to load. Equal orders give the same stage. `dtype` is the ring's.
+
+    `folder` is where the checkpoint `model` lies on this machine.
+    """
 
     model: str
+    folder: Path
     model_id: str
     layers: LayerRange
     dtype: DType
@@ -53,13 +62,16 @@ class StageOrder:
 class ModelFacts:
     """What a node knows of a checkpoint without loading it.
 
-    `stamp` changes when a file of the folder does: its name, size and time of change.
+    `stamp` changes when a file of the folder does. `is_complete`: it holds every tensor, and is no
+    replica. `sample` is that of its weights then, else "".
     """
 
     model_id: str
     path: Path
     config: ModelConfig
     stamp: Stamp
+    is_complete: bool
+    sample: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,36 +89,74 @@ class LoadedStage:
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give this stage again."""
-        return self.order == order and self.stamp == stamp(resolve_model(order.model))
+        return self.order == order and self.stamp == stamp(order.folder)
 
 
-def resolve_model(model: str) -> Path:
+def find_folder(model: str) -> Path | None:
     """Return the folder that `model` names on this machine: the bundled model, or a path.
 
-    Raises CheckpointError when there is no such folder here.
+    None when there is no such folder here.
     """
     path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint folder at {path}: copy the checkpoint there, or give the "
-            "--model path that is valid on every node"
-        )
-    return path
+    return path if os.path.isdir(path) else None  # also where one may not look
 
 
-def identify(model: str) -> ModelFacts:
+def identify(path: Path) -> ModelFacts:
     """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
-    path = resolve_model(model)
+    stamped = stamp(path)
     with closing(Checkpoint.open(path)) as checkpoint:
         return ModelFacts(
-            model_id=checkpoint.model_id, path=path, config=checkpoint.config, stamp=stamp(path)
+            model_id=checkpoint.model_id,
+            path=path,
+            config=checkpoint.config,
+            stamp=stamped,
+            is_complete=checkpoint.journal is None,
+            sample=checkpoint.sample if checkpoint.journal is None else "",
         )
+
+
+def identify_at(model: str) -> ModelFacts:
+    """Look at the checkpoint folder that the path `model` means on this machine.
+
+    Raises CheckpointError where there is none, or it is damaged.
+    """
+    folder = find_folder(model)
+    if folder is None:
+        raise CheckpointError(f"there is no checkpoint folder at {model}")
+    return identify(folder)
+
+
+def config_text(path: Path) -> str:
+    """Return the text of a checkpoint's config.json, for a node that has no checkpoint.
+
+    Raises CheckpointError when it cannot be read, or is larger than 1 MiB.
+    """
+    file = path / "config.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}; fetch it again") from error
+    if len(text) > MAX_CONFIG_TEXT:
+        raise CheckpointError(f"{file} is {len(text)} characters long, at most 1 MiB can be sent")
+    return text
 
 
 def stamp(path: Path) -> Stamp:
-    """Return name, size and time of change (ns) of every file in a checkpoint folder."""
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    """Return what changes when a checkpoint folder does.
+
+    That is name, size and time of change (ns) of every file. A replica changes only when tensors
+    that it held are superseded: what comes to it changes nothing that was loaded before.
+
+    Raises CheckpointError when the folder cannot be looked at.
+    """
+    journal = Journal.find(path)
+    if journal is not None:
+        return (("replica", journal.n_dropped, 0),)
+    try:
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
 
 
 def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], None]) -> LoadedStage:
@@ -126,7 +176,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
     from shardnet.runtime.torch_compute import TorchCompute
 
     started = time.perf_counter()
-    path = resolve_model(order.model)
+    path = order.folder
     stamped = stamp(path)
     with closing(Checkpoint.open(path)) as checkpoint:
         if checkpoint.model_id != order.model_id:

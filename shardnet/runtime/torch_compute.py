@@ -46,6 +46,11 @@ class TorchCompute:
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, _Owner] = {}
 
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now; see StageCompute."""
+        return self._model.kv.blocks_used
+
     def use_wire(self, dtype: WireDType) -> None:
         """Give activations in `dtype` from now on, and take no other."""
         self._wire_dtype = dtype

@@ -7,6 +7,7 @@ of what travels on a link.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -37,6 +38,8 @@ ACCEPT_PAUSE_S: Final = 0.5
 OnLink = Callable[[Link], Awaitable[None]]
 OnFailure = Callable[[ShardnetError], None]
 """Called with why a peer's link did not come up, or its handler failed. It names the peer."""
+OnRefused = Callable[[str, ShardnetError], None]
+"""Called with the host of each handshake that came to nothing, and why."""
 
 
 async def connect(
@@ -74,6 +77,7 @@ async def listen(
     on_link: OnLink,
     *,
     on_failure: OnFailure | None = None,
+    on_refused: OnRefused | None = None,
     options: LinkOptions | None = None,
 ) -> Listener:
     """Accept links on the first address of `host`, on all interfaces if it is empty; port 0 takes
@@ -88,7 +92,13 @@ async def listen(
     Raises UsageError for a port that cannot be, ConfigurationError when the address cannot be used.
     """
     _check_port(port, lowest=0)
-    listener = Listener(hello, on_link, on_failure or _log_failure, options or LinkOptions())
+    listener = Listener(
+        hello,
+        on_link,
+        on_failure or _log_failure,
+        on_refused or _tell_nobody,
+        options or LinkOptions(),
+    )
     await listener.start(host, port)
     return listener
 
@@ -101,16 +111,19 @@ class Listener:
         hello: Hello | HelloAnswer,
         on_link: OnLink,
         on_failure: OnFailure,
+        on_refused: OnRefused,
         options: LinkOptions,
     ) -> None:
         self._hello = hello
         self._on_link = on_link
         self._on_failure = on_failure
+        self._on_refused = on_refused
         self._options = options
         self._admission = Admission(
             total=options.max_handshakes, per_host=options.max_handshakes_per_host
         )
         self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.host = ""
         self.port = 0
@@ -128,10 +141,14 @@ class Listener:
             where = format_address(host, port)
             raise ConfigurationError(_cannot_listen(where, error)) from error
         self.host, self.port = self._listening.getsockname()[:2]
-        self._start(self._accept_all(self._listening))
+        self._accepting = self._start(self._accept_all(self._listening))
 
     async def close(self) -> None:
         """Stop listening and cancel the handlers; their links are aborted."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            await asyncio.sleep(0)  # the last one accepted has begun, and will close its socket
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -143,8 +160,12 @@ class Listener:
         """Accept connections. One that may not shake hands is closed before it costs anything."""
         loop = asyncio.get_running_loop()
         while True:
+            accepting = asyncio.ensure_future(loop.sock_accept(listening))
             try:
-                sock, address = await loop.sock_accept(listening)
+                sock, address = await asyncio.shield(accepting)
+            except asyncio.CancelledError:
+                await _give_up(accepting, listening)
+                raise
             except OSError as error:
                 _log.warning("no connection can be accepted for a moment: %s", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -157,10 +178,11 @@ class Listener:
             else:
                 self._start(self._supervise(sock, address))
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
+        return task
 
     def _finish(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -208,6 +230,7 @@ class Listener:
         return up
 
     def _report(self, address: tuple[str, int], error: ShardnetError) -> None:
+        self._on_refused(address[0], error)
         if self._admission.is_news(address[0], error):
             self._on_failure(error)
 
@@ -352,3 +375,18 @@ def _cannot_listen(where: str, error: OSError) -> str:
 
 def _log_failure(error: ShardnetError) -> None:
     _log.warning("a link failed: %s", error)
+
+
+async def _give_up(
+    accepting: asyncio.Future[tuple[socket.socket, Any]], listening: socket.socket
+) -> None:
+    """Accept no more; what has come at the last moment is closed."""
+    with contextlib.suppress(NotImplementedError):  # Windows
+        asyncio.get_running_loop().remove_reader(listening)
+    await asyncio.sleep(0)  # what was accepted already becomes the result
+    if not accepting.cancel() and not accepting.cancelled() and accepting.exception() is None:
+        accepting.result()[0].close()
+
+
+def _tell_nobody(host: str, error: ShardnetError) -> None:
+    """Take no note of a refused handshake."""

@@ -13,8 +13,17 @@ from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
 from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.measured import (
+    LinksMeasured,
+    MeasureLinks,
+    MeasureStage,
+    NodeMeasured,
+    StageMeasured,
+    WayMeasured,
+)
 from shardnet.wire.messages import ErrorReport, Sampling
 from shardnet.wire.narrow import NarrowWire
+from shardnet.wire.reports import NodeReport
 from shardnet.wire.schema import (
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
@@ -24,8 +33,11 @@ from shardnet.wire.schema import (
     Count,
     Digest,
     Explanation,
+    Moment,
     Name,
     PathText,
+    Phase,
+    PingPayload,
     Rank,
     RequestId,
     Row,
@@ -82,9 +94,15 @@ class StatusReply(Tagged, frozen=True, kw_only=True):
 
 
 class Ping(Tagged, frozen=True, kw_only=True):
-    """Ask for an answer at once, to measure the round trip. Answered by Done."""
+    """Ask for an answer at once, to measure the round trip. Answered by Done.
+
+    `payload` only takes its time. With `as_step` the answer waits for a turn of the compute thread,
+    as a step does. A node that computes for somebody refuses both.
+    """
 
     request: RequestId
+    payload: PingPayload = b""
+    as_step: bool = False
 
 
 class KnownPeer(Strict, frozen=True, kw_only=True):
@@ -104,24 +122,64 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
     peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
 
 
+class ReportRequest(Tagged, frozen=True, kw_only=True):
+    """Ask a node what it knows. Answered by one ReportReply, and Done.
+
+    With `probe` it first knocks at the addresses of all peers, with `with_peers` a ReportReply
+    follows for each that it is linked to. `model` is one to look for, "" for none.
+    """
+
+    request: RequestId
+    probe: bool = False
+    with_peers: bool = False
+    model: PathText = ""
+
+
+class ReportReply(Tagged, frozen=True, kw_only=True):
+    """What a node knows, or `failure`: why it could not be asked.
+
+    `clock_ahead_s` is how far its clock is ahead of the clock of the node that asked it.
+    """
+
+    request: RequestId
+    node: Name
+    name: Name
+    info: NodeInfo | None = None
+    report: NodeReport | None = None
+    failure: Explanation = ""
+    clock_ahead_s: float | None = None
+
+
 class IdentifyModel(Tagged, frozen=True, kw_only=True):
-    """Ask a node which model it finds at a path."""
+    """Ask a node which model it has for a path, or else whether it has parts of `model_id`.
+
+    It answers from what it has itself, and asks nobody.
+    """
 
     request: RequestId
     model: PathText
+    model_id: Digest = ""
 
 
 class ModelIdentity(Tagged, frozen=True, kw_only=True):
-    """Answers IdentifyModel. `model_id` is hexadecimal SHA-256 (design decision 9)."""
+    """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
+
+    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes;
+    `sample` tells its weights from others under the same id.
+    """
 
     request: RequestId
     model_id: Digest
+    complete: bool
+    sample: Digest = ""
 
 
 class LoadStage(Tagged, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
+    A node that lacks weights fetches them from `sources`, and holds their digests against the
+    first.
     """
 
     request: RequestId
@@ -137,14 +195,16 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     context: U32
     threads: U32
     addresses: Addresses
+    sources: Addresses = msgspec.field(default_factory=list)
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
-    """How far a LoadStage is. Sent at least every few seconds: it is not silence."""
+    """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
 
     request: RequestId
     done_bytes: Count
     total_bytes: Count
+    phase: Phase = "loading"
 
 
 class StageReady(Tagged, frozen=True, kw_only=True):
@@ -216,17 +276,28 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     dtype: Name = "auto"
     threads: U32 = 0
     wire_dtype: Name = ""
+    optimise: Literal["", "latency", "throughput"] = ""
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
-    """Ask for the plan that would be used. Answered by PlanReply or Redirect."""
+    """Ask for the plan that would be used. Answered by PlanReply or Redirect.
+
+    With `again` everything is measured anew.
+    """
 
     request: RequestId
     choice: ModelChoice
+    again: bool = False
+
+
+class LastRunRequest(Tagged, frozen=True, kw_only=True):
+    """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
+
+    request: RequestId
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):
-    """One stage of a plan, its memory as predicted."""
+    """One stage of a plan: its memory, compute and way to the next stage as predicted."""
 
     rank: Rank
     node: Name
@@ -236,6 +307,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
     kv_bytes: Count
     compute_ms: Seconds | None = None
+    hop_ms: Seconds | None = None
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
@@ -262,6 +334,13 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
     predicted_tok_s: Seconds | None = None
     why: Explanation
+    optimise: Literal["latency", "throughput"] = "latency"
+    nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = msgspec.field(
+        default_factory=list
+    )
+    links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
     wire: NarrowWire | None = None
 
 
@@ -275,6 +354,7 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
     rank: Rank
     done_bytes: Count
     total_bytes: Count
+    phase: Phase = "loading"
 
 
 class Generate(Tagged, frozen=True, kw_only=True):
@@ -382,13 +462,31 @@ class Finished(Tagged, frozen=True, kw_only=True):
     timing: Timing
 
 
+class LastRun(Tagged, frozen=True, kw_only=True):
+    """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
+    counted from 1970.
+    """
+
+    request: RequestId
+    plan: PlanReply
+    timing: Timing
+    n_tokens: U32
+    ended_at_s: Moment
+
+
 ControlMessage = (
     Status
     | StatusReply
     | Ping
     | PeersKnown
+    | ReportRequest
+    | ReportReply
     | IdentifyModel
     | ModelIdentity
+    | MeasureStage
+    | StageMeasured
+    | MeasureLinks
+    | LinksMeasured
     | LoadStage
     | LoadProgress
     | StageReady
@@ -399,6 +497,8 @@ ControlMessage = (
     | Failed
     | PlanRequest
     | PlanReply
+    | LastRunRequest
+    | LastRun
     | NodeProgress
     | Generate
     | Cancel

@@ -76,6 +76,8 @@ class Limits:
     tokens_payload_bytes: int = 64 * KIB
     extras_meta_bytes: int = 16 * MIB
     sequence_meta_bytes: int = 64 * KIB
+    bulk_meta_bytes: int = 1 * MIB
+    bulk_payload_bytes: int = 1 * MIB
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Give the largest meta and payload of `kind`, in bytes."""
@@ -94,7 +96,9 @@ class Limits:
                 return self.extras_meta_bytes, 0
             case FrameKind.SEQUENCE:
                 return self.sequence_meta_bytes, 0
-            case FrameKind.HEARTBEAT | FrameKind.BYE | FrameKind.BULK:
+            case FrameKind.BULK:
+                return self.bulk_meta_bytes, self.bulk_payload_bytes
+            case FrameKind.HEARTBEAT | FrameKind.BYE:
                 return 0, 0
 
 

@@ -104,8 +104,9 @@ _DATA_KINDS: Final = frozenset(
 _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
     Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
     Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
+    Purpose.BULK: _COMMON_KINDS | {FrameKind.BULK},
 }
-"""What may travel on a link that is up, both ways. A purpose that is missing here is refused."""
+"""What may travel on a link that is up, both ways."""
 
 
 class LinkMachine:
@@ -284,11 +285,6 @@ class LinkMachine:
         return FrameReceived(frame=frame)
 
     def _accept_hello(self, peer: Hello) -> Event:
-        if peer.purpose not in _PURPOSE_KINDS:
-            raise RemoteProtocolError(
-                f"the peer wants a {peer.purpose.value} link, which version {PROTOCOL_VERSION} "
-                "does not have"
-            )
         if peer.purpose is Purpose.DATA and not peer.ring:
             raise RemoteProtocolError("the peer wants a data link but names no ring")
         ours = self._greeting or self._answer(peer)

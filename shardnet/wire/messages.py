@@ -179,9 +179,9 @@ def read_hello(frame: Frame) -> Hello:
     return decode(_hello_decoder, frame)
 
 
-def explanation(error: ShardnetError) -> str:
-    """Give an error's message as it may travel: valid UTF-8 of at most 2000 bytes."""
-    raw = str(error).encode("utf-8", "replace")[:MAX_EXPLANATION]
+def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -> str:
+    """Give an error's message, or other words, as they may travel: valid UTF-8, not too long."""
+    raw = str(cause).encode("utf-8", "replace")[:most_bytes]
     return raw.decode("utf-8", "ignore")
 
 

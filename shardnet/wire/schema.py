@@ -6,7 +6,7 @@ peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,8 @@ U64 = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0)]
 """A part of something, which it may exceed."""
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, until the year 9999."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256)]
 Address = Annotated[str, Meta(max_length=300)]
@@ -32,7 +34,12 @@ Address = Annotated[str, Meta(max_length=300)]
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 PathText = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[str, Meta(max_length=128)]
+Phase = Literal["fetching", "loading"]
+"""What a node does before its stage is ready: weights come from peers, or from its own disk."""
 Text = Annotated[str, Meta(max_length=1 << 20)]
+MAX_PING_BYTES: Final = 2 * 2**20
+PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]
+"""Bytes whose way is timed. With them a CONTROL frame is still far below its cap."""
 MAX_EXPLANATION: Final = 2000
 Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 """Text for a person: an error's message, the reason of a plan."""

@@ -54,7 +54,7 @@ def test_progress_precedes_the_reply_and_requests_do_not_mix() -> None:
         if message.model == "slow":
             control.send(LoadProgress(request=message.request, done_bytes=1, total_bytes=2))
             await asyncio.sleep(0)
-        control.send(ModelIdentity(request=message.request, model_id=message.model))
+        control.send(ModelIdentity(request=message.request, model_id=message.model, complete=True))
 
     async def main() -> None:
         async with pair(identify) as (asking, _):

@@ -8,96 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from watchers import LOOPBACK, RECORD, Watcher, new_record, running
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from shardnet.cluster.discovery import (
     SERVICE_TYPE,
-    Candidate,
-    Discovery,
     Goodbye,
     UnusableRecordError,
     browse,
     from_service,
     to_service,
 )
-from shardnet.types import NodeId
-
-LOOPBACK = ["127.0.0.1"]
-
-RECORD = Candidate(
-    node=NodeId("a" * 32),
-    name="anna",
-    version="0.1.0",
-    protocol=1,
-    fingerprint="",
-    host_id="anna-001122334455",
-    hosts=("192.168.1.10", "fd00::10"),
-    port=7433,
-)
+from shardnet.transport.loop import run
 
 
-def new_record(name: str) -> Candidate:
-    """A record of its own for a node on this machine."""
-    return replace(RECORD, node=NodeId(secrets.token_hex(16)), name=name, hosts=("127.0.0.1",))
-
-
-class Watcher:
-    """One node's discovery and what it has seen."""
-
-    def __init__(self, record: Candidate, **options: Any) -> None:
-        self.record = record
-        self.events: list[Candidate | Goodbye] = []
-        self.lines: list[str] = []
-        self._news = asyncio.Event()
-        options = {"fingerprint": "", "interfaces": LOOPBACK, **options}
-        self._discovery = Discovery(log=self._log, **options)
-
-    async def run(self) -> None:
-        await self._discovery.run(lambda: self.record, self._see)
-
-    async def sees(self, event: Candidate | Goodbye) -> None:
-        """Wait until it has seen `event`."""
-        await self._until(lambda: event in self.events)
-
-    async def says(self, part: str) -> None:
-        """Wait until it has logged `part`."""
-        await self._until(lambda: any(part in line for line in self.lines))
-
-    async def _until(self, happened: Any) -> None:
-        while not happened():
-            self._news.clear()
-            await self._news.wait()
-
-    def _see(self, event: Candidate | Goodbye) -> None:
-        self.events.append(event)
-        self._news.set()
-
-    def _log(self, line: str) -> None:
-        self.lines.append(line)
-        self._news.set()
-
-
-@asynccontextmanager
-async def running(*watchers: Watcher) -> AsyncIterator[None]:
-    """Run discoveries, and have them say goodbye."""
-    tasks = [asyncio.create_task(watcher.run()) for watcher in watchers]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+@pytest.fixture(scope="module", autouse=True)
+def _loop_before_all_tests() -> None:
+    """Have libuv open the pipe for signals that it keeps as long as the process lives."""
+    run(asyncio.sleep(0))
 
 
 def test_nodes_find_each_other_a_late_one_too_and_hear_goodbyes() -> None:
@@ -165,6 +99,21 @@ def test_without_multicast_there_is_one_warning_and_another_attempt() -> None:
         assert "--peer" in anna.lines[0]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("n_turns", range(8))
+def test_a_node_that_is_stopped_while_it_begins_leaves_no_socket(n_turns: int) -> None:
+    """uvloop warns of one, and may never end."""
+
+    async def main() -> None:
+        beginning = asyncio.create_task(Watcher(new_record("anna")).run())
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        beginning.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beginning
+
+    run(main())
 
 
 def test_a_command_finds_nodes_without_being_one() -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from shardnet.cluster.placement_figures import LinkSpeed, Objective, StageSpeed
+from shardnet.cluster.measurement import Measured
+from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import (
-    Measured,
-    check_same_model,
     make_plan,
     model_shape,
     settle_dtype,
     settle_wire_dtype,
 )
-from shardnet.errors import CheckpointError, PlanError, UsageError
+from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId, WireDType
@@ -40,7 +38,9 @@ def facts(dtype: str = "bfloat16") -> ModelFacts:
         "torch_dtype": dtype,
     }
     config = parse_config(raw, "config.json")
-    return ModelFacts(model_id="ab" * 32, path=Path("/m"), config=config, stamp=())
+    return ModelFacts(
+        model_id="ab" * 32, path=Path("/m"), config=config, stamp=(), is_complete=True, sample=""
+    )
 
 
 def node(name: str, *dtypes: str, memory: int = GIB) -> NodeInfo:
@@ -106,9 +106,8 @@ def test_measured_figures_decide_and_are_told() -> None:
     reply = make_plan(ModelChoice(model="/m"), facts(), nodes, measured).reply(1)
     assert [(stage.name, stage.compute_ms) for stage in reply.stages] == [("b", pytest.approx(8))]
     assert reply.predicted_tok_s == pytest.approx(125)
-    throughput = make_plan(
-        ModelChoice(model="/m"), facts(), nodes, measured, Objective.THROUGHPUT
-    ).reply(1)
+    choice = ModelChoice(model="/m", optimise="throughput")
+    throughput = make_plan(choice, facts(), nodes, measured).reply(1)
     assert {s.name: s.layers[1] - s.layers[0] for s in throughput.stages} == {"a": 1, "b": 5}
     named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured).reply(1)
     assert [stage.layers for stage in named.stages] == [(0, 2), (2, 6)]
@@ -144,23 +143,6 @@ def test_what_the_model_does_not_have_is_refused() -> None:
         make_plan(ModelChoice(model="/m", dtype="int3"), facts(), [node("a")])
     with pytest.raises(PlanError, match="does not fit"):
         make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1000)])
-
-
-def test_nodes_with_different_models_are_both_named_with_both_ids() -> None:
-    async def same() -> str:
-        return "a" * 64
-
-    async def other() -> str:
-        return "b" * 64
-
-    async def missing() -> str:
-        raise CheckpointError("far: there is no checkpoint folder at /m")
-
-    asyncio.run(check_same_model("a" * 64, "near", [("far", same)]))
-    with pytest.raises(PlanError, match="near has aaaaaaaaaaaa, far has bbbbbbbbbbbb"):
-        asyncio.run(check_same_model("a" * 64, "near", [("good", same), ("far", other)]))
-    with pytest.raises(CheckpointError, match="far: there is no checkpoint"):
-        asyncio.run(check_same_model("a" * 64, "near", [("far", missing)]))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def plan_of(
         wire_dtype=wire,
         threads=1,
     )
-    return make_plan(choice, identify(str(folder)), nodes, measured)
+    return make_plan(choice, identify(folder), nodes, measured)
 
 
 class Measurer:

@@ -55,6 +55,21 @@ class Host:
         """Put the cable back."""
         self.network.switch_port(self.number, "up")
 
+    def drop_tcp(self, port: int) -> None:
+        """Let what comes to a port vanish, as firewalls do. Links from here to others still work.
+
+        There may be no packet filter, so routing does it, before it looks for local addresses.
+        """
+        for family in ("-4", "-6"):
+            rules = ("-n", self.namespace, family, "rule")
+            _ip(*rules, *f"add pref 10 iif eth0 ipproto tcp dport {port} blackhole".split())
+            _ip(*rules, "add", "pref", "100", "lookup", "local")
+            _ip(*rules, "del", "pref", "0")
+
+    def set_mtu(self, size_bytes: int) -> None:
+        """Set the size of the largest packets."""
+        _ip("-n", self.namespace, *f"link set eth0 mtu {size_bytes}".split())
+
     def add_bridge(self, name: str, address: str) -> None:
         """Make a bridge that is up, as container engines do, with something plugged into it."""
         port, end = f"{name[:8]}p", f"{name[:8]}e"
@@ -101,6 +116,12 @@ class Network:
         """Remove everything that was made."""
         for namespace in (*(host.namespace for host in self.hosts), self._switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+    def lose_multicast(self) -> None:
+        """Have the switch pass multicast to nobody, as some that mean to be clever do."""
+        for host in self.hosts:
+            port = f"p{host.number}"
+            _ip("-n", self._switch, *f"link set {port} type bridge_slave mcast_flood off".split())
 
     def switch_port(self, number: int, state: str) -> None:
         """Set the switch's end of a host's cable up or down."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -86,3 +86,23 @@ def answering(said: bytes) -> Iterator[str]:
             thread.join()
             for connection in connections:
                 connection.close()
+
+
+@contextmanager
+def dropping() -> Iterator[str]:
+    """A port on which nothing ever comes of a connection, as behind a firewall. Yields its address.
+
+    Its queue of connections that nobody accepts is full, so that the system drops new ones.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as stack:
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def unused_address() -> str:
+    """An address where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"

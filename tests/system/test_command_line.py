@@ -53,9 +53,9 @@ def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None
     assert plan["model"] == str(parrots.big)
     assert plan["context"] == 512
     assert plan["left_out"] == []
-    assert plan["predicted_tok_s"] is None
+    assert plan["predicted_tok_s"] > 0
     assert isinstance(plan["why"], str)
-    keys = {"rank", "node", "layers", "weight_bytes", "kv_bytes", "compute_ms"}
+    keys = {"rank", "node", "layers", "weight_bytes", "kv_bytes", "compute_ms", "hop_ms"}
     assert all(set(stage) >= keys for stage in plan["stages"])
     assert [stage["rank"] for stage in plan["stages"]] == [0, 1]
     assert [stage["node"] for stage in plan["stages"]] == [n.ready["node"] for n in trio.nodes[1:]]
@@ -63,6 +63,26 @@ def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None
     assert plan["stages"][0]["layers"][1] == plan["stages"][1]["layers"][0]
     assert plan["stages"][1]["layers"][1] == 4
     assert all(stage["weight_bytes"] > 0 and stage["kv_bytes"] > 0 for stage in plan["stages"])
+    assert all(stage["compute_ms"] > 0 and stage["hop_ms"] > 0 for stage in plan["stages"])
+    named = [node.ready["node"] for node in trio.nodes[1:]]
+    nodes, [link] = plan["measured"]["nodes"], plan["measured"]["links"]
+    assert [node["node"] for node in nodes] == named
+    for node in nodes:
+        figures = ("layer_ms", "layer_256_ms", "embed_ms", "head_ms", "disk_bytes_per_s")
+        assert all(node[figure] > 0 for figure in (*figures, "memory_bytes", "measured_at_s"))
+        assert node["why_not"] is None
+    assert {link["from"], link["to"]} == set(named)
+    assert link["round_trip_ms"] > 0
+    assert link["bytes_per_s"] > 0
+
+
+def test_plan_for_many_sequences_says_so(trio: Crew, parrots: Parrots) -> None:
+    arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
+    plan = trio.machine.run("plan", *arguments, "--optimise", "throughput")
+    assert "tokens/s of many sequences" in plan.stdout
+    wrong = trio.machine.run("plan", *arguments, "--optimise", "beauty")
+    assert wrong.code == 2
+    assert "choose latency or throughput" in wrong.stderr
 
 
 def test_plan_loads_nothing(trio: Crew, parrots: Parrots) -> None:

@@ -8,79 +8,15 @@ named.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from netns import Host, NotPermittedError, open_network
-from nodes import Machine, NodeProcess
-
-FIND_S = 30.0
-"""How long nodes may take to find each other, many times what they do take."""
+from nodes import NodeProcess
+from sites import FIND_S, Site, address, gone, here, meet, open_site
 
 KILLED_S, FROZEN_S, STOPPED_S = 5.0, 10.0, 1.0
 """After how long a node that went in such a way is gone from all others."""
-
-TOLERANCE = 3.0
-"""Test machines are slow: deadlines count times this."""
-
-
-class Site:
-    """Machines of their own with at most one node each."""
-
-    def __init__(self, machines: list[Machine], hosts: list[Host]) -> None:
-        self.machines = machines
-        self.hosts = hosts
-
-    def start(self, number: int, name: str, *arguments: str) -> NodeProcess:
-        """Start the node of a machine."""
-        [node] = self.machines[number].start_nodes(name, arguments=arguments)
-        return node
-
-    def nodes(self, number: int, *arguments: str) -> dict[str, Any]:
-        """What `shardnet nodes` lists on a machine, by name."""
-        found = self.machines[number].run("nodes", "--json", *arguments).json
-        return {node["name"]: node for node in found}
-
-
-@contextlib.contextmanager
-def open_site(kind: str, n_machines: int, folder: Path, **environment: str) -> Iterator[Site]:
-    """Give a site in namespaces, with one cluster key, or on loopback, without one.
-
-    Skips where namespaces are not permitted.
-    """
-    with contextlib.ExitStack() as stack:
-        hosts: list[Host] = []
-        if kind == "namespaces":
-            try:
-                hosts = stack.enter_context(open_network(n_machines)).hosts
-            except NotPermittedError as error:
-                pytest.skip(f"network namespaces cannot be made here: {error}")
-            environment = {"SHARDNET_KEY_FILE": str(folder / "cluster.key"), **environment}
-        else:
-            environment = {"SHARDNET_MDNS_INTERFACES": "127.0.0.1", **environment}
-        machines = []
-        for number in range(n_machines):
-            prefix = hosts[number].prefix if hosts else ()
-            machines.append(
-                stack.enter_context(_machine(folder / f"machine-{number}", prefix, environment))
-            )
-        if hosts:
-            assert machines[0].run("key", "new").code == 0
-        yield Site(machines, hosts)
-
-
-@contextlib.contextmanager
-def _machine(
-    folder: Path, prefix: tuple[str, ...], environment: Mapping[str, str]
-) -> Iterator[Machine]:
-    folder.mkdir()
-    machine = Machine(folder, prefix=prefix, environment=environment)
-    try:
-        yield machine
-    finally:
-        machine.close()
 
 
 @pytest.fixture(params=["namespaces", "loopback"])
@@ -90,37 +26,19 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def meet(*nodes: NodeProcess) -> None:
-    """Wait until each of the nodes has seen each other."""
-    for node in nodes:
-        for other in nodes:
-            if other is not node:
-                node.stderr.wait_for(f"node {other.ready['name']} (", deadline_s=FIND_S)
-
-
-def here(node: NodeProcess, name: str, *, after: int = 0) -> None:
-    """Wait until `node` says, after so many characters, that another one is here."""
-    node.stderr.wait_for(f"node {name} (", after=after, deadline_s=FIND_S)
-
-
-def gone(node: NodeProcess, name: str, *, after: int, deadline_s: float) -> None:
-    """Wait until `node` says, after so many characters, that another one is gone."""
-    node.stderr.wait_for(f"node {name} is gone", after=after, deadline_s=deadline_s * TOLERANCE)
-
-
 def test_nodes_find_each_other_and_whoever_leaves_is_gone(site: Site) -> None:
     """No address is named anywhere. A machine without a node finds them too, and joins late.
 
-    Then one stops, one freezes and wakes up, and one is killed.
+    Then its node freezes and wakes up, is killed, is started again, and stops: each time it is gone
+    from the lists of all others in time.
     """
     anna, bert = site.start(0, "anna"), site.start(1, "bert")
     meet(anna, bert)
     assert {"anna", "bert"} <= site.nodes(2).keys()
     assert site.nodes(2, "--no-mdns") == {}
-    if site.hosts:  # on loopback there may be strangers
-        plan = site.machines[2].run("plan", "--json")
-        assert "asking the nearest node" in plan.stderr
-        assert plan.json["stages"][0]["node"] in (anna.ready["node"], bert.ready["node"])
+    plan = site.machines[2].run("plan", "--json")
+    assert "asking the nearest node" in plan.stderr
+    assert plan.json["stages"][0]["node"] in (anna.ready["node"], bert.ready["node"])
 
     cleo = site.start(2, "cleo")
     nodes = (anna, bert, cleo)
@@ -130,27 +48,42 @@ def test_nodes_find_each_other_and_whoever_leaves_is_gone(site: Site) -> None:
         assert {"anna", "bert", "cleo"} <= listed.keys()
         assert listed[node.ready["name"]]["node"] == node.ready["node"]
         check_addresses(site, number)
+    said = site.machines[2].run("doctor").stdout
+    assert f"anna → cleo: heard by multicast on {'eth0' if site.hosts else 'lo'}" in said
 
-    seen = [len(node.log) for node in (anna, bert)]
-    cleo.tell_to_leave()
-    for node, after in zip((anna, bert), seen, strict=True):
-        gone(node, "cleo", after=after, deadline_s=STOPPED_S)
-    assert "cleo" not in site.nodes(0)
+    others = (anna, bert)
+    with leaves(site, others, "cleo", FROZEN_S):
+        cleo.freeze()
+    seen = [len(node.log) for node in others]
+    cleo.thaw()
+    for node, after in zip(others, seen, strict=True):
+        here(node, "cleo", after=after)
+    assert "cleo" in site.nodes(0)
+
+    with leaves(site, others, "cleo", KILLED_S):
+        cleo.kill()
+    seen = [len(node.log) for node in others]
+    cleo = site.start(2, "cleo")
+    for node, after in zip(others, seen, strict=True):
+        here(node, "cleo", after=after)
+    with leaves(site, others, "cleo", STOPPED_S):
+        cleo.tell_to_leave()
     cleo.stop()
 
-    after = len(anna.log)
-    bert.freeze()
-    gone(anna, "bert", after=after, deadline_s=FROZEN_S)
-    assert "bert" not in site.nodes(0)
-    after = len(anna.log)
-    bert.thaw()
-    here(anna, "bert", after=after)
-    assert "bert" in site.nodes(0)
 
-    after = len(anna.log)
-    bert.kill()
-    gone(anna, "bert", after=after, deadline_s=KILLED_S)
-    assert "bert" not in site.nodes(0)
+@contextlib.contextmanager
+def leaves(
+    site: Site, others: Sequence[NodeProcess], name: str, deadline_s: float
+) -> Iterator[None]:
+    """Check that after what is done here the others lose a node in time, and list it no more."""
+    seen = [len(node.log) for node in others]
+    yield
+    for node, after in zip(others, seen, strict=True):
+        gone(node, name, after=after, deadline_s=deadline_s)
+    for number, node in enumerate(others):
+        listed = site.nodes(number)
+        assert node.ready["name"] in listed
+        assert name not in listed
 
 
 def test_a_node_named_to_one_other_finds_all_without_mdns(tmp_path: Path) -> None:
@@ -167,15 +100,14 @@ def test_a_node_named_to_one_other_finds_all_without_mdns(tmp_path: Path) -> Non
 
 def test_a_node_with_another_key_is_left_out_with_one_line(tmp_path: Path) -> None:
     """Each says so, and neither shows the other one."""
-    with open_site("loopback", 2, tmp_path) as site:
+    with open_site("loopback", 2, tmp_path, with_key=False) as site:
         for machine in site.machines:
             assert machine.run("key", "new").code == 0
-        anna, bert = (
-            site.start(n, name, "--host", "127.0.0.1") for n, name in enumerate(("anna", "bert"))
-        )
-        for node, other in ((anna, "bert"), (bert, "anna")):
-            node.stderr.wait_for(f"node {other} (", deadline_s=FIND_S)
-            [line] = [line for line in node.log.splitlines() if f"node {other} (" in line]
+        anna, bert = (site.start(n, name) for n, name in enumerate(("anna", "bert")))
+        for node, other in ((anna, bert), (bert, anna)):
+            named = f"node {other.ready['name']} ({other.address})"
+            node.stderr.wait_for(named, deadline_s=FIND_S)
+            [line] = [line for line in node.log.splitlines() if named in line]
             assert "another cluster key" in line
         assert site.nodes(0).keys() == {"anna"}
         assert site.nodes(1).keys() == {"bert"}
@@ -197,6 +129,10 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
             site.start(n, name, *port) for n, name in enumerate(("anna", "bert", "cleo"))
         )
         meet(anna, bert, cleo)
+        said = site.machines[0].run("doctor").stdout
+        assert "not 10.1.0.1:7433: another node answers there" in said
+        assert "172.17.0.1:7433" not in said
+        assert "problem" not in said
         for number, others in enumerate((("bert", "cleo"), ("anna", "cleo"), ("anna", "bert"))):
             assert set(others) < site.nodes(number).keys()
             check_addresses(site, number)
@@ -226,9 +162,3 @@ def check_addresses(site: Site, number: int) -> None:
     for found in site.nodes(number).values() if site.hosts else ():
         host = site.hosts[("anna", "bert", "cleo").index(found["name"])]
         assert found["address"].rpartition(":")[0].strip("[]") in host.addresses
-
-
-def address(site: Site, number: int, node: NodeProcess) -> str:
-    """Where a node can be dialled from another machine of the site."""
-    host = site.hosts[number].address if site.hosts else node.ready["host"]
-    return f"{host}:{node.ready['port']}"

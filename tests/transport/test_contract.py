@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from msgspec import structs
 from transport_harness import HARNESSES, OPTIONS, SMALL_BUFFERS, Harness, hello, raw
 
 from shardnet.errors import (
@@ -22,7 +23,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
-from shardnet.wire.messages import Purpose, error_frame, hello_frame, read_error
+from shardnet.wire.messages import error_frame, hello_frame, read_error
 
 
 @pytest.fixture(params=HARNESSES.values(), ids=HARNESSES.keys())
@@ -394,12 +395,12 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
             "claims 5000 bytes of meta; at most 4096",
         ),
         (
-            PREAMBLE + raw(hello_frame(hello("raw", Purpose.BULK))),
+            PREAMBLE + raw(hello_frame(structs.replace(hello("raw"), ring=""))),
             RemoteProtocolError,
-            "bulk link, which version 1 does not have",
+            "wants a data link but names no ring",
         ),
     ],
-    ids=["http", "version", "wrong first kind", "large hello", "bulk"],
+    ids=["http", "version", "wrong first kind", "large hello", "no ring"],
 )
 def test_a_handshake_that_fails(
     harness: Harness, data: bytes, error: type[ShardnetError], what: str
@@ -421,12 +422,14 @@ def test_a_handshake_that_fails(
 def test_a_refused_peer_is_told_why_though_it_sends_on(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, up = await harness.raw()
-        peer.send(PREAMBLE + raw(hello_frame(hello("raw", Purpose.BULK))) + bytes(20 * MIB))
+        peer.send(
+            PREAMBLE + raw(hello_frame(structs.replace(hello("raw"), ring=""))) + bytes(20 * MIB)
+        )
         assert await peer.read(len(PREAMBLE)) == PREAMBLE
         _, kind, *_ = HEADER.unpack(await peer.read(HEADER.size))
         assert kind == FrameKind.ERROR
         peer.transport.abort()
-        with pytest.raises(RemoteProtocolError, match="bulk link"):
+        with pytest.raises(RemoteProtocolError, match="names no ring"):
             await up
 
     harness.run(scenario)

@@ -197,6 +197,48 @@ def test_a_closed_listener_gives_its_port_back(harness: Harness) -> None:
     harness.run(scenario)
 
 
+@pytest.mark.parametrize("n_turns", range(4))
+def test_a_listener_that_closes_while_somebody_connects_leaves_nothing(
+    harness: Harness, n_turns: int
+) -> None:
+    """However far the loop has come with the connection: the test fails for an open socket."""
+
+    async def scenario(harness: Harness) -> None:
+        listener = await listen(LOCAL, 0, hello(), keep)
+        await asyncio.sleep(0)
+        with socket.create_connection((LOCAL, listener.port)):
+            for _ in range(n_turns):
+                await asyncio.sleep(0)
+            await listener.close()
+
+    harness.run(scenario)
+
+
+def test_every_handshake_that_fails_is_told_of_with_its_host(harness: Harness) -> None:
+    """People are told of the first alone."""
+
+    async def scenario(harness: Harness) -> None:
+        refused: asyncio.Queue[tuple[str, ShardnetError]] = asyncio.Queue()
+        reported: list[ShardnetError] = []
+        listener = await listen(
+            LOCAL,
+            0,
+            hello(),
+            keep,
+            on_failure=reported.append,
+            on_refused=lambda host, error: refused.put_nowait((host, error)),
+        )
+        for _ in range(3):
+            socket.create_connection((LOCAL, listener.port)).close()
+            host, error = await refused.get()
+            assert host == LOCAL
+            assert isinstance(error, LinkClosedError)
+        assert len(reported) == 1
+        await listener.close()
+
+    harness.run(scenario)
+
+
 def test_an_answer_may_refuse_the_link_by_name(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         def answer(peer: Hello) -> Hello:

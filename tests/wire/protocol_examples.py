@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 
 from shardnet.errors import BusyError
@@ -14,6 +15,14 @@ from shardnet.types import (
     SlotId,
     StepId,
     WireDType,
+)
+from shardnet.wire.bulk import (
+    Digests,
+    FetchDigests,
+    FetchPart,
+    PartName,
+    Piece,
+    bulk_frame,
 )
 from shardnet.wire.control import Cancel, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
@@ -78,6 +87,7 @@ INT8_ROWS = (
     (0.0, 0.0, 0.0, 1e-37, 0.0),
 )
 """What INT8_STEP carries, before it was rounded."""
+WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()
 
 SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
 
@@ -100,4 +110,10 @@ EXAMPLES: dict[str, Frame] = {
         epoch=3,
         step=7,
     ),
+    "bulk-digests": bulk_frame(
+        FetchDigests(request=1, model_id="ab", parts=[PartName("lm_head.weight", 0)])
+    ),
+    "bulk-digests-answer": bulk_frame(Digests(request=1, sha256=[WEIGHTS_SHA256])),
+    "bulk-part": bulk_frame(FetchPart(request=2, model_id="ab", tensor="lm_head.weight", part=0)),
+    "bulk-piece": bulk_frame(Piece(request=2), b"weights"),
 }

@@ -42,6 +42,8 @@ def _type(info: mi.Type) -> str:
             return f"{low}..{below - 1}"
         case mi.IntType(ge=low, le=high):
             return _INTEGERS.get((low, high)) or f"{low}..{high}"
+        case mi.FloatType(ge=low, le=high) if high is not None:
+            return f"float {low:.0f}..{high:.0f}"
         case mi.FloatType(ge=low):
             return "float" if low is None else f"float ≥ {low:g}"
         case mi.BoolType():
@@ -50,6 +52,8 @@ def _type(info: mi.Type) -> str:
             return "null"
         case mi.StrType(max_length=longest):
             return f"text({longest})"
+        case mi.BytesType(max_length=longest):
+            return f"bytes({longest})"
         case mi.LiteralType(values=values):
             return " or ".join(_value(value) for value in values)
         case mi.EnumType(cls=cls):

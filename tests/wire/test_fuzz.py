@@ -22,6 +22,14 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire import machine as machine_module
+from shardnet.wire.bulk import (
+    FetchDigests,
+    FetchPart,
+    PartName,
+    Piece,
+    bulk_frame,
+    read_bulk,
+)
 from shardnet.wire.control import Cancel, control_frame, read_control
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
@@ -54,6 +62,8 @@ SMALL = Limits(
     tokens_payload_bytes=100,
     extras_meta_bytes=1000,
     sequence_meta_bytes=1000,
+    bulk_meta_bytes=1000,
+    bulk_payload_bytes=50_000,
 )
 
 
@@ -87,6 +97,8 @@ def read(frame: Frame) -> None:
             read_extras(frame)
         case FrameKind.SEQUENCE:
             read_sequence(frame)
+        case FrameKind.BULK:
+            read_bulk(frame)
         case FrameKind.ERROR:
             read_error(frame)
 
@@ -115,6 +127,12 @@ def good_frames() -> dict[Purpose, list[Frame]]:
                 Extras(timings=[StageTiming(0, 1, 2)], logprobs=logprobs), epoch=1, step=9
             ),
             tokens_frame([5], epoch=1, step=9),
+            Frame(kind=FrameKind.BYE),
+        ],
+        Purpose.BULK: [
+            bulk_frame(FetchPart(request=1, model_id="ab", tensor="t", part=2)),
+            bulk_frame(FetchDigests(request=2, model_id="ab", parts=[PartName("t", 0)])),
+            bulk_frame(Piece(request=3), bytes(40_000)),
             Frame(kind=FrameKind.BYE),
         ],
     }
@@ -164,7 +182,7 @@ def check_memory(taken: list[int]) -> None:
     assert max(taken) <= SMALL.data_payload_bytes
 
 
-@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.DATA])
+@pytest.mark.parametrize("purpose", list(Purpose))
 def test_mutated_frames_on_a_link_that_is_up(purpose: Purpose, taken: list[int]) -> None:
     rng = random.Random(1)
     stream = joined([b for f in good_frames()[purpose] for b in pack_frame(f, SMALL)])
@@ -187,7 +205,7 @@ def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
     assert max(taken) <= SMALL.hello_meta_bytes
 
 
-@pytest.mark.parametrize("purpose", [Purpose.CONTROL, Purpose.DATA])
+@pytest.mark.parametrize("purpose", list(Purpose))
 def test_random_metas_behind_good_headers(purpose: Purpose, taken: list[int]) -> None:
     rng = random.Random(3)
     for _ in range(ROUNDS):

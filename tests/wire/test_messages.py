@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire_strategies import encoded, hello, values
+from msgspec_strategies import values
+from wire_strategies import encoded, hello
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.types import SamplingParams
+from shardnet.wire.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.control import (
     Cancel,
     ControlMessage,
@@ -47,6 +49,22 @@ def test_control_round_trip(kind: type[Any]) -> None:
         assert read_control(control_frame(message)) == message
 
     round_trip()
+
+
+@pytest.mark.parametrize("kind", BulkMessage.__args__, ids=lambda kind: kind.__name__)
+def test_bulk_round_trip(kind: type[Any]) -> None:
+    @settings(max_examples=20)
+    @given(values(kind))
+    def round_trip(message: Any) -> None:
+        assert read_bulk(bulk_frame(message)) == message
+
+    round_trip()
+
+
+def test_only_a_piece_has_a_payload() -> None:
+    assert read_bulk(bulk_frame(Piece(request=1), b"x")) == Piece(request=1)
+    with pytest.raises(RemoteProtocolError, match="FetchSkeleton came with 1 bytes of payload"):
+        read_bulk(bulk_frame(FetchSkeleton(request=1, model_id="ab"), b"x"))
 
 
 @given(values(Hello))

@@ -14,8 +14,10 @@ from wire_strategies import feed, hello, pair
 
 from shardnet import errors
 from shardnet.cluster.cluster_key import ClusterKey
+from shardnet.model.checkpoint import ID_FILES, INDEX_FILE
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
-from shardnet.wire import control, messages, narrow, schema
+from shardnet.types import WEIGHT_PART_BYTES
+from shardnet.wire import bulk, control, measured, messages, narrow, reports, schema
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.machine import (
@@ -36,7 +38,7 @@ HEX = {
 STEPS = {"data": STEP, "data-int8": INT8_STEP}
 STRUCTS = {
     name: kind
-    for module in (messages, control, narrow)
+    for module in (messages, control, measured, narrow, reports, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }
@@ -65,8 +67,8 @@ def test_an_example_is_what_the_code_sends(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES.keys() - {"hello"})
 def test_an_example_is_what_the_code_receives(name: str) -> None:
     frame = EXAMPLES[name]
-    is_control = frame.kind is FrameKind.CONTROL
-    (event,) = feed(pair(Purpose.CONTROL if is_control else Purpose.DATA).b, HEX[name])
+    purposes = {FrameKind.CONTROL: Purpose.CONTROL, FrameKind.BULK: Purpose.BULK}
+    (event,) = feed(pair(purposes.get(frame.kind, Purpose.DATA)).b, HEX[name])
     match frame.kind:
         case FrameKind.HEARTBEAT:
             assert event == ProgressReported(epoch=3, step=7)
@@ -123,3 +125,11 @@ def test_a_schemas_fields(name: str) -> None:
     kind: type[Any] = STRUCTS[name]
     (row,) = [row for row in table("| name | fields | meaning |") if row[0] == f"`{name}`"]
     assert row[1] == f"`{fields_of(kind)}`", "write the new row into docs/protocol.md"
+
+
+def test_the_files_of_a_models_id() -> None:
+    section = DOCUMENT.split("## 16. A model's id")[1]
+    in_order = [name for name in re.findall(r"`([\w.]+)`", section) if name in ID_FILES]
+    assert tuple(in_order) == ID_FILES
+    assert f"`{INDEX_FILE}`" in section
+    assert f"cut every {WEIGHT_PART_BYTES} bytes" in DOCUMENT.replace("\n", " ")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
-from msgspec import inspect as mi
+from msgspec_strategies import values
 
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
+from shardnet.wire.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.control import ControlMessage, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind, Limits
@@ -33,47 +33,6 @@ def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -
     if purpose is Purpose.DATA:
         changes = {"ring": "r1", "epoch": 3, **changes}
     return Hello(purpose=purpose, role=Role.NODE, node=node, name=node, version="0", **changes)
-
-
-def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a msgspec type, within its bounds."""
-    return _values(mi.type_info(annotation))
-
-
-def _values(info: mi.Type) -> st.SearchStrategy[Any]:
-    match info:
-        case mi.BoolType():
-            return st.booleans()
-        case mi.IntType(ge=low, le=high, lt=below):
-            top = high if high is not None else 2**64 - 1 if below is None else below - 1
-            return st.integers(low, top)
-        case mi.FloatType(ge=low):
-            return st.floats(low, allow_nan=False)
-        case mi.StrType(max_length=int(longest)):
-            return st.text(st.characters(codec="utf-8"), max_size=min(longest, 20))
-        case mi.LiteralType(values=literals):
-            return st.sampled_from(literals)
-        case mi.NoneType():
-            return st.none()
-        case mi.EnumType(cls=cls):
-            return st.sampled_from(list(_members(cls)))
-        case mi.ListType(item_type=item, max_length=int(longest)):
-            return st.lists(_values(item), max_size=min(longest, 3))
-        case mi.TupleType(item_types=items):
-            return st.tuples(*map(_values, items))
-        case mi.UnionType(types=types):
-            return st.one_of([_values(t) for t in types])
-        case mi.StructType(cls=cls, fields=fields, array_like=True):
-            return st.tuples(*(_values(f.type) for f in fields)).map(lambda v, c=cls: c(*v))
-        case mi.StructType(cls=cls, fields=fields):
-            return st.builds(cls, **{f.name: _values(f.type) for f in fields})
-        case mi.Metadata(type=inner):
-            return _values(inner)
-    raise NotImplementedError(f"no strategy for {info}: bound it, or add one")
-
-
-def _members(cls: type[Any]) -> list[enum.Enum]:
-    return list(cls)
 
 
 @st.composite
@@ -113,6 +72,13 @@ def steps(draw: st.DrawFn) -> Step:
 
 def control_frames() -> st.SearchStrategy[Frame]:
     return values(ControlMessage).map(control_frame)
+
+
+def bulk_frames() -> st.SearchStrategy[Frame]:
+    def frame(message: BulkMessage, payload: bytes) -> Frame:
+        return bulk_frame(message, payload if isinstance(message, Piece) else b"")
+
+    return st.builds(frame, values(BulkMessage), st.binary(max_size=100))
 
 
 def data_link_frames() -> st.SearchStrategy[Frame]:

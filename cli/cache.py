@@ -1,0 +1,100 @@
+"""`shardnet cache`: the weights that came from other nodes and stay on this machine's disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Annotated
+
+import typer
+
+from shardnet.cluster.cache_dir import cache_dir
+from shardnet.cluster.model_cache import CachedModel, ModelCache
+from shardnet.errors import ShardnetError, UsageError
+
+from .options import Json
+from .run import fail, say
+
+MIB = 2**20
+
+cache_app = typer.Typer(
+    name="cache", help="Weights on this machine's disk that came from other nodes.",
+    no_args_is_help=True,
+)  # fmt: skip
+
+
+@cache_app.command("ls")
+def list_models(as_json: Json = False) -> None:
+    """List the models in the cache, the one used last first."""
+    cache = ModelCache(cache_dir(os.environ))
+    try:
+        models = cache.models()
+    except ShardnetError as error:
+        fail(str(error))
+    if as_json:
+        print(json.dumps([_as_json(model) for model in models]))
+        return
+    for model in models:
+        state = "in use" if model.in_use else f"used {_age(time.time() - model.used_s)} ago"
+        print(
+            f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
+            f"MiB  {state}  {model.name}"
+        )
+    say(f"{len(models)} models in {cache.folder}")
+
+
+@cache_app.command("rm")
+def remove(
+    model_id: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_ID", help="The first digits of the model's id do."),
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All that no node uses.")] = False,
+) -> None:
+    """Delete models from the cache. Those that a node uses stay."""
+    if everything == bool(model_id):
+        raise typer.BadParameter("name one model by the first digits of its id, or give --all")
+    cache = ModelCache(cache_dir(os.environ))
+    try:
+        for model in _chosen(cache, model_id):
+            freed = cache.remove(model.model_id)
+            say(f"deleted {model.model_id[:12]} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
+    except ShardnetError as error:
+        fail(str(error))
+
+
+def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
+    """Return the models to delete: with this prefix, of which there must be one, or all unused."""
+    models = cache.models()
+    if not prefix:
+        for model in models:
+            if model.in_use:
+                say(f"{model.model_id[:12]} is in use and stays: `shardnet unload` frees it")
+        return [model for model in models if not model.in_use]
+    found = [model for model in models if model.model_id.startswith(prefix)]
+    if len(found) != 1:
+        ids = ", ".join(model.model_id[:12] for model in found) or "none"
+        raise UsageError(
+            f"{prefix} should begin the id of one model in {cache.folder}, and begins: {ids}; "
+            "`shardnet cache ls` lists them"
+        )
+    return found
+
+
+def _as_json(model: CachedModel) -> dict[str, object]:
+    return {
+        "model_id": model.model_id,
+        "name": model.name,
+        "bytes": model.size_bytes,
+        "whole_bytes": model.whole_bytes,
+        "used": model.used_s,
+        "in_use": model.in_use,
+    }
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"

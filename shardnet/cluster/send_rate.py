@@ -1,0 +1,32 @@
+"""How fast a node may send weights: so many bytes per second over all links together.
+
+Pure: is told the time, and says how long to wait.
+"""
+
+from __future__ import annotations
+
+BURST_S = 0.25
+"""What was not sent for so long may be sent later; more is lost."""
+
+
+class SendRate:
+    """A rate of `bytes_per_s`, None for no limit. All times are of one clock."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at: float | None = None
+
+    def book(self, n_bytes: int, now: float) -> float:
+        """Book `n_bytes` behind what was booked before; return the seconds to wait with sending."""
+        if self._bytes_per_s is None:
+            return 0.0
+        earliest = now - BURST_S
+        start = earliest if self._free_at is None else max(self._free_at, earliest)
+        self._free_at = start + n_bytes / self._bytes_per_s
+        return max(0.0, self._free_at - now)
+
+    def piece_bytes(self, largest: int) -> int:
+        """How much to send at one time, at most `largest`, so that a receiver sees progress."""
+        if self._bytes_per_s is None:
+            return largest
+        return max(1, min(largest, int(self._bytes_per_s / 4)))

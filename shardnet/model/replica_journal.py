@@ -1,0 +1,89 @@
+"""The journal of a replica: which parts of which tensors a folder holds, with their digests.
+
+A replica is a folder that looks like a checkpoint and holds some of its tensors; its tensor files
+are sparse. Knows the journal's file, JSON lines that several processes may append to. Must not know
+tensor files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, Self
+
+from shardnet.errors import CheckpointError
+from shardnet.types import WEIGHT_PART_BYTES
+
+JOURNAL_FILE: Final = "replica.jsonl"
+
+Stamp = tuple[int, int]
+"""A file's size and time of change (ns)."""
+
+
+def n_parts(size_bytes: int) -> int:
+    """Say in how many parts a tensor of so many bytes travels and is kept."""
+    return -(-size_bytes // WEIGHT_PART_BYTES)
+
+
+class Journal:
+    """What a replica's journal says.
+
+    `digests`: SHA-256 in hex of every part held, by tensor and number. `seals`: the stamp each
+    tensor file had when everything in it was known to be on disk. `n_dropped`: parts that were
+    held once and turned out wrong or superseded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.digests: dict[str, dict[int, str]] = {}
+        self.seals: dict[str, Stamp] = {}
+        self.n_dropped = 0
+        for line in path.read_bytes().split(b"\n"):
+            self._take(line)
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Read the journal of a replica, None where `folder` is no replica.
+
+        Raises CheckpointError when there is one that cannot be read.
+        """
+        try:
+            return cls(folder / JOURNAL_FILE)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{folder / JOURNAL_FILE}: {error.strerror}") from error
+
+    def hold(self, tensor: str, part: int, sha256: str) -> None:
+        """Note that a part is held. Raises OSError when that cannot be written."""
+        self._append({"tensor": tensor, "part": part, "sha256": sha256})
+
+    def drop(self, tensor: str, part: int) -> None:
+        """Note that a part is not held any more. Raises OSError when that cannot be written."""
+        self._append({"tensor": tensor, "part": part, "sha256": None})
+
+    def seal(self, stamps: dict[str, Stamp]) -> None:
+        """Note what the tensor files look like now that they are on disk."""
+        self._append({"seal": stamps})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        # The line break goes first: what a process that was killed left unfinished ends here.
+        line = b"\n" + json.dumps(entry).encode()
+        with self._path.open("ab", buffering=0) as file:
+            file.write(line)
+        self._take(line[1:])
+
+    def _take(self, line: bytes) -> None:
+        """Take in one line; an unfinished one tells nothing."""
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return
+        match entry:
+            case {"tensor": str(tensor), "part": int(part), "sha256": str(sha256)}:
+                self.digests.setdefault(tensor, {})[part] = sha256
+            case {"tensor": str(tensor), "part": int(part), "sha256": None}:
+                self.n_dropped += 1
+                self.digests.get(tensor, {}).pop(part, None)
+            case {"seal": dict(seals)}:
+                self.seals |= {name: (size, time_ns) for name, (size, time_ns) in seals.items()}

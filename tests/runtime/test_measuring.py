@@ -1,0 +1,155 @@
+"""Measuring a model without its checkpoint, within the memory there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
+from shardnet.model.config import ModelConfig
+from shardnet.model.footprint import layer_weight_bytes
+from shardnet.model.kernels import probe
+from shardnet.model.sample_model import (
+    MAX_HEAD_BYTES,
+    UNCACHED_BYTES,
+    sample_bytes,
+    sample_config,
+)
+from shardnet.runtime.measuring import measure_disk, measure_stage, read_config, rounded
+from shardnet.types import DType
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "attention_bias": True,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 300,
+}
+GIB = 2**30
+
+
+def config(raw: dict[str, Any] = LLAMA, **changes: Any) -> ModelConfig:
+    return read_config(json.dumps(raw | changes), "config.json")
+
+
+def no_tick() -> None:
+    """Nobody waits."""
+
+
+@pytest.mark.parametrize("raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+def test_every_figure_is_a_time_of_two_digits(raw: dict[str, Any], dtype: DType) -> None:
+    ticks = []
+    figures = measure_stage(
+        config(raw),
+        dtype,
+        device="cpu",
+        threads=1,
+        memory_bytes=GIB,
+        tick=lambda: ticks.append(1),
+    )
+    for time_s in (figures.layer_s, figures.layer_256_s, figures.embed_s, figures.head_s):
+        assert time_s == float(f"{time_s:.2g}") > 0
+    choice = probe(torch.device("cpu"), dtype, None)
+    assert figures.kernel == choice.name
+    assert len(ticks) > 10
+
+
+def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def tick() -> None:
+        seen.append(torch.get_num_threads())
+        raise CapacityError("enough")
+
+    with pytest.raises(CapacityError, match="enough"):
+        measure_stage(config(), DType.FLOAT32, device="cpu", threads=2, memory_bytes=GIB, tick=tick)
+    assert seen == [2]
+    assert torch.get_num_threads() == before
+
+
+def test_no_memory_is_refused_before_it_is_taken() -> None:
+    with pytest.raises(CapacityError, match="one layer to measure does not fit the 1 MiB"):
+        measure_stage(
+            config(hidden_size=8192, intermediate_size=28672),
+            DType.BFLOAT16,
+            device="cpu",
+            threads=1,
+            memory_bytes=2**20,
+            tick=no_tick,
+        )
+
+
+@given(
+    hidden=st.sampled_from([64, 1024, 8192]),
+    n_layers=st.integers(1, 200),
+    vocab_size=st.integers(1, 300_000),
+    memory_bytes=st.integers(0, 4 * GIB),
+    dtype=st.sampled_from(list(DType)),
+)
+def test_a_sample_fits_its_memory_and_stands_for_the_model(
+    hidden: int, n_layers: int, vocab_size: int, memory_bytes: int, dtype: DType
+) -> None:
+    model = config(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=n_layers,
+        vocab_size=vocab_size,
+    )
+    sample = sample_config(model, dtype, memory_bytes)
+    roomy = sample_config(model, dtype, 1 << 60)
+    assert roomy is not None
+    is_uncached = roomy.n_layers * layer_weight_bytes(model, dtype) >= UNCACHED_BYTES
+    assert is_uncached or roomy.n_layers == n_layers
+    head_bytes = roomy.vocab_size * hidden * dtype.size_bytes
+    assert head_bytes <= MAX_HEAD_BYTES
+    assert roomy.vocab_size == vocab_size or head_bytes > MAX_HEAD_BYTES // 2
+    if sample is None:
+        assert memory_bytes < sample_bytes(roomy, dtype)
+    else:
+        assert sample_bytes(sample, dtype) <= memory_bytes
+        assert 1 <= sample.n_layers <= roomy.n_layers
+        assert 1 <= sample.vocab_size <= roomy.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("{", CheckpointError, "not readable as JSON"),
+        ("[" * 100_000, CheckpointError, "not readable as JSON"),
+        ("[]", CheckpointError, "expected a JSON object"),
+        ('{"model_type": "mamba"}', UnsupportedModelError, "mamba"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(text: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        read_config(text, "what anna sent")
+
+
+def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
+    assert measure_disk(tmp_path) is None
+    assert measure_disk(tmp_path / "missing") is None
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert measure_disk(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(bytes(3 * 2**20 + 5))
+    rate = measure_disk(tmp_path)
+    assert rate is not None
+    assert rate == rounded(rate) > 0

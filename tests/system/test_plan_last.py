@@ -1,0 +1,68 @@
+"""`shardnet plan --last`: what was predicted beside what was, wherever the run was led."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nodes import Machine
+from parrot import Parrots
+
+
+def generate(machine: Machine, parrots: Parrots, *arguments: str) -> None:
+    command = ["generate", "a", "--model", str(parrots.alphabet), "--max-tokens", "5"]
+    result = machine.call(*command, "--context", "256", *arguments)
+    assert result.stdout == "bcdef\n", result.stderr
+
+
+def last(machine: Machine, *arguments: str) -> dict[str, Any]:
+    told: dict[str, Any] = machine.call("plan", "--last", "--json", *arguments).json
+    return told
+
+
+def test_without_a_run_it_says_so(machine: Machine) -> None:
+    assert "no run is known on this machine" in machine.call("plan", "--last").error
+    [node] = machine.start_nodes("anna")
+    assert "no run is known on this machine" in machine.call("plan", "--last").error
+    named = machine.call("plan", "--last", "--nodes", node.address)
+    assert "this node has led no generation yet" in named.error
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_a_run_without_a_node_is_kept_on_the_machine(
+    machine: Machine, parrots: Parrots, local: int
+) -> None:
+    generate(machine, parrots, "--local", str(local))
+    told = last(machine)
+    assert told["n_tokens"] == 5
+    assert told["decode_tok_s"] > 0
+    assert [stage["rank"] for stage in told["stages"]] == list(range(local or 1))
+    assert all(stage["compute_ms"] > 0 for stage in told["stages"])
+    predicted = [stage["predicted_compute_ms"] for stage in told["stages"]]
+    assert all(ms > 0 for ms in predicted) if local else predicted == [None]
+    text = machine.call("plan", "--last").stdout
+    assert text.splitlines()[1].split() == ["predicted", "measured"]
+
+
+def test_a_single_node_knows_its_figures_once_it_has_planned(
+    machine: Machine, parrots: Parrots
+) -> None:
+    plan = machine.call("plan", "--model", str(parrots.alphabet), "--json").json
+    [node] = plan["measured"]["nodes"]
+    generate(machine, parrots)
+    [stage] = last(machine)["stages"]
+    whole_ms = 4 * node["layer_ms"] + node["embed_ms"] + node["head_ms"]
+    assert stage["predicted_compute_ms"] == pytest.approx(whole_ms)
+
+
+def test_a_node_tells_of_its_last_run_and_sends_on_to_the_head(
+    machine: Machine, parrots: Parrots
+) -> None:
+    anna, bert = machine.start_nodes("anna", "bert")
+    generate(machine, parrots, "--nodes", f"{bert.address},{anna.address}")
+    for asked in ([], ["--nodes", anna.address], ["--nodes", bert.address]):
+        told = last(machine, *asked)
+        assert [stage["name"] for stage in told["stages"]] == ["bert", "anna"]
+        assert all(stage["hop_ms"] >= 0 for stage in told["stages"])
+        assert all(stage["predicted_hop_ms"] > 0 for stage in told["stages"])
+        assert told["predicted_tok_s"] > 0
