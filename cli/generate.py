@@ -59,8 +59,14 @@ def generate(
         typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
     ] = "",
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Make at most so many tokens.")
+        int,
+        typer.Option(
+            "--max-tokens", min=0, help="Make at most so many tokens; 0 only reads the prompt."
+        ),
     ] = 256,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
+    ] = 0,
     temperature: Annotated[
         float, typer.Option("--temperature", help="0 takes the likeliest token every time.")
     ] = 0.0,
@@ -70,6 +76,40 @@ def generate(
     top_p: Annotated[
         float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
     ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="X",
+            help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
+        ),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            "--frequency-penalty",
+            metavar="X",
+            help="Lower the logit of tokens of the answer by X each time they come.",
+        ),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=X",
+            help="Add X, from -100 to 100, to a token's logit; may be given several times.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
@@ -112,6 +152,12 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple(_parse_bias(entry) for entry in logit_bias or ()),
+        min_tokens=min_tokens,
         seed=secrets.randbits(32) if seed is None else seed,
         n_logprobs=logprobs,
     )
@@ -135,6 +181,16 @@ def generate(
     check_sendable(message)
     access = Access(key_file=key_file, insecure=insecure)
     run_command(_run(message, local, peer or [], access, not no_mdns, as_json))
+
+
+def _parse_bias(entry: str) -> tuple[int, float]:
+    token_id, equals, bias = entry.partition("=")
+    try:
+        if equals:
+            return int(token_id), float(bias)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"'{entry}' is not ID=X, such as 50=-3.5", param_hint="--logit-bias")
 
 
 def _checked(sampling: SamplingParams) -> Sampling:

@@ -113,6 +113,9 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
     else:
         token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
     check_token_ids(token_ids, vocab_size)
+    for token_id, _ in message.sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
     return token_ids
 
 

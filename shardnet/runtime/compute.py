@@ -45,7 +45,8 @@ class Samples:
 class SequenceOpened:
     """The head gave a slot to a sequence.
 
-    Its first `n_kept` positions stay as they are, or are copied from the slot `source`.
+    Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
+    begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back.
     """
 
     sequence_id: SequenceId
@@ -53,6 +54,8 @@ class SequenceOpened:
     sampling: SamplingParams
     n_kept: int = 0
     source: SlotId | None = None
+    n_prompt: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import SamplingError, ShardnetError
 from shardnet.runtime.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
 from shardnet.runtime.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduler import Scheduler
@@ -27,7 +27,7 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.types import SamplingParams, SequenceId, TokenLogprobs
+from shardnet.types import MAX_STOP_IDS, SamplingParams, SequenceId, TokenLogprobs
 
 
 class TextAssembler(Protocol):
@@ -49,6 +49,14 @@ class GenerationRequest:
     max_tokens: int
     stop_ids: frozenset[int]
     text: TextAssembler
+
+    def check(self) -> None:
+        """Raise SamplingError that names what cannot be asked for."""
+        self.sampling.check()
+        if self.sampling.min_tokens and len(self.stop_ids) > MAX_STOP_IDS:
+            raise SamplingError(
+                f"min-tokens can hold back {MAX_STOP_IDS} stop ids, not {len(self.stop_ids)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +177,7 @@ class Engine:
         SamplingError, UsageError or CapacityError before a slot is taken, and whatever ended the
         ring or the request.
         """
-        request.sampling.check()
+        request.check()
         if self._broken is not None:
             raise self._broken
         sequence_id = SequenceId(self._next_sequence)
@@ -213,16 +221,9 @@ class Engine:
             match instruction:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
-                case OpenSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
-                    self.pipeline.operate(
-                        SequenceOpened(
-                            sequence_id=sequence_id,
-                            slot=slot,
-                            sampling=self._live[sequence_id].request.sampling,
-                            n_kept=n_kept,
-                            source=source,
-                        )
-                    )
+                case OpenSlot():
+                    request = self._live[instruction.sequence_id].request
+                    self.pipeline.operate(_opened(instruction, request))
                 case CloseSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
                     self.pipeline.operate(
                         SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
@@ -295,3 +296,17 @@ class Engine:
             total_s=(live.last_ns - live.submitted_ns) / 1e9,
             per_stage=live.sums.means(),
         )
+
+
+def _opened(instruction: OpenSlot, request: GenerationRequest) -> SequenceOpened:
+    """Tell the stages of a sequence; the tail alone looks at how it is sampled."""
+    holds_back = request.sampling.min_tokens > 0
+    return SequenceOpened(
+        sequence_id=instruction.sequence_id,
+        slot=instruction.slot,
+        sampling=request.sampling,
+        n_kept=instruction.n_kept,
+        source=instruction.source,
+        n_prompt=len(request.prompt),
+        stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
+    )

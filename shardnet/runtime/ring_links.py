@@ -225,6 +225,8 @@ def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
                 sampling=message.sampling.params(),
                 n_kept=n_kept,
                 source=None if source is None else SlotId(source),
+                n_prompt=message.n_prompt,
+                stop_ids=message.stop_ids,
             )
         case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return SequenceClosed(
@@ -245,6 +247,8 @@ def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
                 sampling=Sampling.of(operation.sampling),
                 n_kept=n_kept,
                 source=source,
+                n_prompt=operation.n_prompt,
+                stop_ids=operation.stop_ids,
             )
         case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError
-from shardnet.types import SamplingParams
+from shardnet.types import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.schema import (
     MAX_EXPLANATION,
@@ -82,6 +82,12 @@ class Sampling(Strict, frozen=True, kw_only=True):
     temperature: float = 0.0
     top_k: Count = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[tuple[tuple[U32, float], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    min_tokens: U32 = 0
     seed: U64 = 0
     sample_index: U32 = 0
     n_logprobs: U32 | None = None
@@ -99,7 +105,8 @@ class Sampling(Strict, frozen=True, kw_only=True):
 class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A sequence takes a slot; the tail learns how to sample it.
 
-    The first `n_kept` positions stay, or are copied from the slot `source`.
+    The first `n_kept` positions stay, or are copied from the slot `source`. Its output begins at
+    position `n_prompt`; `stop_ids` are those that `min_tokens` holds back.
     """
 
     sequence_id: U64
@@ -107,6 +114,8 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     sampling: Sampling
     n_kept: U32 = 0
     source: U32 | None = None
+    n_prompt: U32 = 0
+    stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
 
 
 class CloseSequence(Tagged, frozen=True, kw_only=True):
