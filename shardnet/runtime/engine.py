@@ -289,11 +289,14 @@ class Engine:
         )
 
     def _timing(self, live: _Live) -> RequestTiming:
-        decode_s = (live.last_ns - live.first_ns) / 1e9
+        """Sum the request's times up; without any token it ended when its prompt was computed."""
+        last_ns = live.last_ns or self._clock_ns()
+        first_ns = live.first_ns or last_ns
+        decode_s = (last_ns - first_ns) / 1e9
         return RequestTiming(
-            ttft_s=(live.first_ns - live.submitted_ns) / 1e9,
+            ttft_s=(first_ns - live.submitted_ns) / 1e9,
             decode_tok_s=(live.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
-            total_s=(live.last_ns - live.submitted_ns) / 1e9,
+            total_s=(last_ns - live.submitted_ns) / 1e9,
             per_stage=live.sums.means(),
         )
 

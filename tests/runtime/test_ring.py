@@ -6,7 +6,8 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from fake_ring import NoText, expected_tokens, fake_ring
+from fake_ring import expected_tokens, fake_ring
+from rings import NoText
 
 from shardnet.errors import CapacityError, SamplingError, ShardnetError, UsageError
 from shardnet.runtime.engine import GenerationRequest, TokenGenerated

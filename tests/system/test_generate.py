@@ -264,6 +264,38 @@ def test_a_prompt_may_be_token_ids(trio: Crew, parrots: Parrots) -> None:
     assert answer["text"] == "zab"
 
 
+def test_penalties_and_bias_change_what_is_said(trio: Crew, parrots: Parrots) -> None:
+    """The parrot's next letter has a logit of about 18, all others 0."""
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3", "--json"]
+    said = trio.generate("a", parrots.alphabet, *where).json["token_ids"]
+    bias = ["--logit-bias", f"{said[1]}=-100", "--logit-bias", "60=9.5", "--min-p", "0.1"]
+    changed = trio.generate("a", parrots.alphabet, *where, *bias, "--temperature", "1").json
+    assert changed["token_ids"][:2] == [said[0], 60]
+    penalty = ["--repetition-penalty", "100", "--logit-bias", "60=0.5"]
+    assert trio.generate("az", parrots.alphabet, *where).json["text"] == "abc"
+    assert trio.generate("az", parrots.alphabet, *where, *penalty).json["token_ids"][0] == 60
+
+
+def test_the_end_is_held_back(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "4", "--json"]
+    answer = trio.generate("z", parrots.signs, *where, "--min-tokens", "3").json
+    assert len(answer["token_ids"]) >= 3
+    assert EOS_ID not in answer["token_ids"][:3]
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2)]
+    error = trio.generate("a", parrots.alphabet, *where, "--logit-bias", "999=1").error
+    assert "logit-bias names token 999" in error
+
+
+def test_no_tokens_at_all(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "0", "--json"]
+    answer = trio.generate("abc", parrots.alphabet, *where).json
+    assert (answer["token_ids"], answer["text"], answer["finish_reason"]) == ([], "", "length")
+    assert answer["timing"]["total_s"] > 0
+
+
 def test_logprobs_tell_of_every_token(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2), "--json"]
     arguments = ["--logprobs", "2", "--max-tokens", "2", "--temperature", "0.1", "--seed", "1"]
