@@ -30,6 +30,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    absolute_path,
     check_sendable,
     model_choice,
 )
@@ -135,6 +136,33 @@ def generate(
     keep_special_tokens: Annotated[
         bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
     ] = False,
+    speculate: Annotated[
+        str,
+        typer.Option(
+            "--speculate",
+            metavar="off|ngram|PATH",
+            help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
+            "small model at PATH on the head.",
+            envvar="SHARDNET_SPECULATE",
+        ),
+    ] = "off",
+    draft_tokens: Annotated[
+        int,
+        typer.Option(
+            "--draft-tokens",
+            metavar="N",
+            min=0,
+            help="Guess at most N tokens at once. Default: as many as pay.",
+            show_default=False,
+        ),
+    ] = 0,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="The same tokens whoever else is served, with speculation or without; slower.",
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -177,6 +205,9 @@ def generate(
         ignore_eos=ignore_eos,
         bos=bos,  # type: ignore[arg-type]  # checked above
         keep_special_tokens=keep_special_tokens,
+        speculate=speculate if speculate in ("off", "ngram") else absolute_path(speculate),
+        draft_tokens=draft_tokens,
+        deterministic=deterministic,
     )
     check_sendable(message)
     access = Access(key_file=key_file, insecure=insecure)
@@ -314,5 +345,12 @@ def _closing_line(finished: Finished, n_tokens: int) -> str:
     loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
     return (
         f"{n_tokens} tokens ({finished.finish_reason}): {loaded}first after {timing.ttft_s:.2f} s, "
-        f"{timing.decode_tok_s:.1f} tokens/s" + (f"; per token {stages}" if stages else "")
+        f"{timing.decode_tok_s:.1f} tokens/s{_guessed(timing)}"
+        + (f"; per step {stages}" if stages else "")
     )
+
+
+def _guessed(timing: Timing) -> str:
+    if not timing.n_drafted:
+        return ""
+    return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"

@@ -164,7 +164,7 @@ def model_choice(
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
     return ModelChoice(
-        model=_absolute(model),
+        model=absolute_path(model),
         nodes=split_nodes(nodes),
         layers=[(part.start, part.end) for part in ranges],
         context=context,
@@ -181,6 +181,6 @@ def check_sendable(message: Generate | PlanRequest) -> None:
         raise typer.BadParameter(str(error)) from error
 
 
-def _absolute(model: str) -> str:
+def absolute_path(model: str) -> str:
     """Make a relative path absolute here; the nodes open it there."""
     return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())

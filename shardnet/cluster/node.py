@@ -17,6 +17,7 @@ from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.drafts import Drafts
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.neighbours import Neighbours
@@ -123,7 +124,13 @@ class Node:
             log=settings.log,
         )
         self._head = Head(self)
-        self._clients = Clients(self._head, self._reader)
+        self._drafts = Drafts(
+            reader=self._reader,
+            device=settings.budget.device.kind,
+            spare_bytes=lambda: self.info().memory_free_bytes,
+            threads=lambda: self._orders.threads,
+        )
+        self._clients = Clients(self._head, self._reader, self._drafts)
 
     @property
     def node(self) -> NodeId:
@@ -195,6 +202,7 @@ class Node:
             if not link.closed:
                 link.send(error_frame(leaving))
         await self._head.close()
+        self._drafts.close()
         await self._host.close()
         await self._peers.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
