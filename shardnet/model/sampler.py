@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import NumericalError
+from shardnet.model.logprobs import rows_logprobs
 from shardnet.model.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.philox import gumbel_noise
 from shardnet.types import SamplingParams, TokenLogprobs
@@ -85,13 +86,30 @@ class Sampler:
                 token_ids[index] = _draw(changed.get(index, logits[index]), row)
             elif index in changed:
                 token_ids[index] = int(changed[index].argmax())
-        logprobs = [
-            None
-            if row.params.n_logprobs is None
-            else token_logprobs(logits[index], token_ids[index], row.params.n_logprobs)
-            for index, row in enumerate(rows)
-        ]
-        return SampleResult(token_ids=token_ids, logprobs=logprobs)
+        return SampleResult(token_ids=token_ids, logprobs=_logprobs(logits, rows, token_ids))
+
+    def logprobs(self, logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+        """Give each row the logprob of its token and of the `n_top` best; see `rows_logprobs`.
+
+        `logits` is float32 [R, V]. Raises NumericalError as `sample` does.
+        """
+        logits = logits[:, : self._n_tokens]
+        _refuse_rows_without_maximum(logits.amax(1), range(len(logits)))
+        return rows_logprobs(logits, token_ids, n_top)
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Give the rows that ask for logprobs theirs."""
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    for n_top in {row.params.n_logprobs for row in rows} - {None}:
+        places = [index for index, row in enumerate(rows) if row.params.n_logprobs == n_top]
+        chosen = [token_ids[index] for index in places]
+        found = rows_logprobs(logits[places], chosen, n_top or 0)
+        for index, entry in zip(places, found, strict=True):
+            logprobs[index] = entry
+    return logprobs
 
 
 def _changed_rows(logits: Tensor, rows: Sequence[SampleRow]) -> dict[int, Tensor]:
@@ -135,23 +153,6 @@ def _select(mask: Tensor, ids: Tensor | None, values: Tensor) -> tuple[Tensor, T
     """Keep what `mask` says; `ids` None stands for 0, 1, 2, …"""
     places = mask.nonzero().squeeze(1)
     return places if ids is None else ids[places], values[places]
-
-
-def token_logprobs(row: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Log-softmax of one raw row: the token's own and the `n_top` best by rank.
-
-    `row` is float32 [V], before any filter; the sum is taken in float64. Equal logits rank by id,
-    the smaller first.
-    """
-    logprobs = torch.log_softmax(row.to(torch.float64), dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        n_top = min(n_top, len(row))
-        ids = (row >= torch.topk(row, n_top).values[-1]).nonzero().squeeze(1)  # ascending
-        order = torch.argsort(row[ids], descending=True, stable=True)[:n_top]
-        ids = ids[order]
-        top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
 
 
 def _draw(row: Tensor, sample: SampleRow) -> int:

@@ -10,6 +10,7 @@ from typing import assert_never
 from shardnet.errors import RemoteProtocolError, error_for_code
 from shardnet.runtime.compute import (
     Activations,
+    PromptLogprobs,
     Samples,
     SequenceClosed,
     SequenceOpened,
@@ -24,7 +25,7 @@ from shardnet.runtime.compute import (
 )
 from shardnet.runtime.pipeline import StepAnswer
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, SequenceId, SlotId, StepId, TokenLogprobs
+from shardnet.types import Epoch, MicroBatch, SequenceId, SlotId, StepId, TokenLogprobs
 from shardnet.wire import messages
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
@@ -33,6 +34,7 @@ from shardnet.wire.messages import (
     Extras,
     FreeSlot,
     OpenSequence,
+    Outputs,
     RowLogprobs,
     Sampling,
     TopLogprob,
@@ -43,8 +45,13 @@ from shardnet.wire.messages import (
     read_sequence,
     sequence_frame,
 )
+from shardnet.wire.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
+_NOTHING_SAMPLED = Samples(token_ids=(), logprobs=())
+
+MAX_STEP_ROWS_BYTES = 1 << 29
+"""Logits and hidden states of one step that the head takes: 256 rows of half a million columns."""
 
 
 class LinkSource:
@@ -89,6 +96,7 @@ class TailLink:
         self._link = link
         self._epoch = epoch
         self._extras = _PendingExtras(link)
+        self._rows = _PendingRows(link)
 
     async def receive(self) -> StepAnswer | StepFailed:
         """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
@@ -97,11 +105,14 @@ class TailLink:
             extras = self._extras.before(frame)
             match frame.kind:
                 case FrameKind.TOKENS:
-                    return _answer(frame, extras)
+                    return _answer(frame, extras, self._rows.before(frame))
                 case FrameKind.ERROR:
+                    self._rows.before(frame)
                     return _step_failed(frame)
                 case FrameKind.EXTRAS:
                     self._extras.keep(frame)
+                case FrameKind.ROWS:
+                    self._rows.keep(frame)
                 case _:
                     raise _unexpected(frame, self._link)
 
@@ -117,7 +128,11 @@ class LinkSink:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
             case StepComputed(batch=batch, timings=timings, result=result):
-                self._link.send(self._extras(batch.step, timings, result), self._result(output))
+                self._link.send(
+                    *self._rows(batch, result),
+                    self._extras(batch.step, timings, result),
+                    self._result(output),
+                )
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
             case SequenceOpened() | SequenceClosed() | SlotFreed():
@@ -137,16 +152,26 @@ class LinkSink:
             Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
         )
 
+    def _rows(self, batch: MicroBatch, result: Activations | Samples) -> list[Frame]:
+        if isinstance(result, Activations):
+            return []
+        return [
+            frame
+            for block in result.blocks
+            for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
+        ]
+
     def _extras(
         self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
     ) -> Frame:
-        logprobs = _logprob_rows(result) if isinstance(result, Samples) else []
+        samples = result if isinstance(result, Samples) else _NOTHING_SAMPLED
         extras = Extras(
             timings=[
                 messages.StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
                 for t in timings
             ],
-            logprobs=logprobs,
+            logprobs=_logprob_rows(samples),
+            prompt_logprobs=_prompt_rows(samples),
         )
         return extras_frame(extras, epoch=self._epoch, step=step)
 
@@ -170,12 +195,51 @@ class _PendingExtras:
         """
         step, extras = self._step, self._extras
         self._step, self._extras = 0, _NO_EXTRAS
-        if step and (step != frame.step or frame.kind is FrameKind.EXTRAS):
+        if step and (step != frame.step or frame.kind in (FrameKind.EXTRAS, FrameKind.ROWS)):
             raise RemoteProtocolError(
                 f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
                 f"step {frame.step}"
             )
         return extras
+
+
+class _PendingRows:
+    """The logits and hidden states that came and whose own step must come next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._step = 0
+        self._blocks: list[RowBlock] = []
+        self._n_bytes = 0
+
+    def keep(self, frame: Frame) -> None:
+        """Keep what came for the step that follows.
+
+        Raises RemoteProtocolError when it is of another step than the last, or too much.
+        """
+        if self._blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        self._n_bytes += len(frame.payload)
+        if self._n_bytes > MAX_STEP_ROWS_BYTES:
+            raise RemoteProtocolError(
+                f"{_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for step "
+                f"{frame.step}"
+            )
+        self._step = frame.step
+        self._blocks.append(read_rows(frame))
+
+    def before(self, frame: Frame) -> list[RowBlock]:
+        """Give what came before `frame`, once. Raises RemoteProtocolError for another step's."""
+        blocks, self._blocks, self._n_bytes = self._blocks, [], 0
+        if blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        return blocks
+
+    def _out_of_turn(self, frame: Frame) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"{_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
+            f"step {frame.step}"
+        )
 
 
 class TailSink(LinkSink):
@@ -187,7 +251,7 @@ class TailSink(LinkSink):
             super().send(output)
 
 
-def _answer(frame: Frame, extras: Extras) -> StepAnswer:
+def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
     token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
     return StepAnswer(
         epoch=Epoch(frame.epoch),
@@ -195,6 +259,15 @@ def _answer(frame: Frame, extras: Extras) -> StepAnswer:
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
         timings=_timings(extras),
+        prompt_logprobs=[
+            PromptLogprobs(
+                sequence_id=SequenceId(entry.sequence_id),
+                position=entry.position,
+                logprobs=_token_logprobs(entry),
+            )
+            for entry in extras.prompt_logprobs
+        ],
+        blocks=blocks,
     )
 
 
@@ -227,6 +300,7 @@ def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
                 source=None if source is None else SlotId(source),
                 n_prompt=message.n_prompt,
                 stop_ids=message.stop_ids,
+                outputs=message.outputs.params(),
             )
         case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return SequenceClosed(
@@ -249,6 +323,7 @@ def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
                 source=source,
                 n_prompt=operation.n_prompt,
                 stop_ids=operation.stop_ids,
+                outputs=Outputs.of(operation.outputs),
             )
         case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
@@ -276,11 +351,28 @@ def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
             row=row,
             token_id=logprobs.token_id,
             logprob=logprobs.logprob,
-            top=[TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+            top=_top(logprobs),
         )
         for row, logprobs in enumerate(samples.logprobs)
         if logprobs is not None
     ]
+
+
+def _prompt_rows(samples: Samples) -> list[messages.PromptLogprobs]:
+    return [
+        messages.PromptLogprobs(
+            sequence_id=scored.sequence_id,
+            position=scored.position,
+            token_id=scored.logprobs.token_id,
+            logprob=scored.logprobs.logprob,
+            top=_top(scored.logprobs),
+        )
+        for scored in samples.prompt_logprobs
+    ]
+
+
+def _top(logprobs: TokenLogprobs) -> list[TopLogprob]:
+    return [TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
 
 
 def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
@@ -289,9 +381,13 @@ def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
     for entry in extras.logprobs:
         if entry.row >= n_rows:
             raise RemoteProtocolError(f"logprobs of row {entry.row} came with {n_rows} tokens")
-        rows[entry.row] = TokenLogprobs(
-            token_id=entry.token_id,
-            logprob=entry.logprob,
-            top=tuple((top.token_id, top.logprob) for top in entry.top),
-        )
+        rows[entry.row] = _token_logprobs(entry)
     return rows
+
+
+def _token_logprobs(entry: RowLogprobs | messages.PromptLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=tuple((top.token_id, top.logprob) for top in entry.top),
+    )

@@ -35,7 +35,7 @@ class TorchCompute:
         self._model = model
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, SequenceOpened] = {}
-        self._tail = None if sampler is None else Tail(sampler, self._owners)
+        self._tail = None if sampler is None else Tail(model, sampler, self._owners)
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot; see StageCompute.
@@ -67,9 +67,9 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        output = self._model.forward(batch, self._hidden(batch, activations))
+        output = self._model.run(batch, self._hidden(batch, activations))
         if self._tail is not None:
-            return self._tail.sample(batch, output)
+            return self._tail.answer(batch, output)
         wire = output.to(torch_dtype(self._wire_dtype))
         return Activations(
             payload=to_bytes(wire), dtype=self._wire_dtype, width=int(output.shape[-1])
@@ -80,7 +80,7 @@ class TorchCompute:
         self._model.kv.clear()
         self._owners.clear()
         if self._tail is not None:
-            self._tail.history.clear()
+            self._tail.clear()
 
     def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep the first positions of the slot, its own or copied from `source`, and no others."""
@@ -88,9 +88,7 @@ class TorchCompute:
             self._model.kv.copy(source, slot, n_positions)
         self._model.kv.trim(slot, n_positions)
         if self._tail is not None:
-            if source is not None:
-                self._tail.history.copy(source, slot, n_positions)
-            self._tail.history.trim(slot, n_positions)
+            self._tail.keep(slot, n_positions, source)
 
     def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
         if activations is None:

@@ -43,6 +43,7 @@ class FrameKind(enum.IntEnum):
     EXTRAS = 8
     SEQUENCE = 9
     BULK = 10
+    ROWS = 11
 
 
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
@@ -76,6 +77,8 @@ class Limits:
     tokens_payload_bytes: int = 64 * KIB
     extras_meta_bytes: int = 16 * MIB
     sequence_meta_bytes: int = 64 * KIB
+    rows_meta_bytes: int = 24
+    rows_payload_bytes: int = 16 * MIB
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Give the largest meta and payload of `kind`, in bytes."""
@@ -94,6 +97,8 @@ class Limits:
                 return self.extras_meta_bytes, 0
             case FrameKind.SEQUENCE:
                 return self.sequence_meta_bytes, 0
+            case FrameKind.ROWS:
+                return self.rows_meta_bytes, self.rows_payload_bytes
             case FrameKind.HEARTBEAT | FrameKind.BYE | FrameKind.BULK:
                 return 0, 0
 
