@@ -5,7 +5,7 @@ Knows the client messages and turns the engine's events into them. Must not plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
 from shardnet.cluster.control import ControlLink
@@ -21,14 +21,17 @@ from shardnet.runtime.engine import (
     TokenGenerated,
 )
 from shardnet.runtime.executor import Executor
+from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
 from shardnet.types import TokenLogprobs
 from shardnet.wire.control import (
+    MAX_ROWS_BYTES,
     Done,
     Finished,
     Generate,
     NodeProgress,
     PlanRequest,
     Redirect,
+    RowsPiece,
     StageShare,
     TextPiece,
     Timing,
@@ -36,6 +39,10 @@ from shardnet.wire.control import (
     TopToken,
     Unload,
 )
+
+_PIECE_BYTES = 1 << 20
+_PIECE_LOGPROBS = 64
+"""What one message takes of rows and of prompt logprobs, whose top entries are texts too."""
 
 
 class Clients:
@@ -47,6 +54,7 @@ class Clients:
         """
         self._head = head
         self._reader = reader
+        self._outputs = OutputBudget()
         self._drafts = drafts
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
@@ -98,14 +106,26 @@ class Clients:
             text=_text_stream(message, lead),
             speculation=speculation,
             deterministic=message.deterministic,
+            outputs=message.outputs.params(),
         )
+        with self._outputs.room_for(_output_bytes(request, lead)):
+            await self._answer(control, message, request, lead)
+
+    async def _answer(
+        self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
+    ) -> None:
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
-                if isinstance(event, TokenGenerated):
-                    control.send(_piece(message, event, lead.tokenizer))
-                    await control.link.drain()
-                else:
-                    control.send(_finished(message, event, prompt, lead.load_s))
+                match event:
+                    case TokenGenerated():
+                        control.send(_piece(message, event, lead.tokenizer))
+                        await control.link.drain()
+                    case PromptScored() | RowsGiven():
+                        for piece in _output_pieces(message, event, lead.tokenizer):
+                            control.send(piece)
+                            await control.link.drain()
+                    case GenerationFinished():
+                        control.send(_finished(message, event, request.prompt, lead.load_s))
 
 
 def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
@@ -149,6 +169,44 @@ def _piece(message: Generate, event: TokenGenerated, tokenizer: Tokenizer | None
         text=event.text,
         logprobs=detail,
     )
+
+
+def _output_bytes(request: GenerationRequest, lead: Lead) -> int:
+    """Give the most bytes that a request's rows may take.
+
+    Raises UsageError for rows that are wider than any message.
+    """
+    request.outputs.check()
+    spec, width = lead.ring.spec, lead.plan.facts.config.hidden_size
+    if request.outputs.logit_rows is not None and 4 * spec.vocab_size > MAX_ROWS_BYTES:
+        raise UsageError(
+            f"logits of {spec.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
+            "one message carries: this model's cannot be asked for"
+        )
+    n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
+    return output_bytes(request.outputs, n_positions, vocab_size=spec.vocab_size, width=width)
+
+
+def _output_pieces(
+    message: Generate, event: PromptScored | RowsGiven, tokenizer: Tokenizer | None
+) -> Iterator[TextPiece | RowsPiece]:
+    """Cut an event into messages."""
+    if isinstance(event, PromptScored):
+        for start in range(0, len(event.logprobs), _PIECE_LOGPROBS):
+            part = event.logprobs[start : start + _PIECE_LOGPROBS]
+            details = [_detail(logprobs, tokenizer) for logprobs in part]
+            yield TextPiece(
+                request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
+            )
+        return
+    for block in event.block.parts(_PIECE_BYTES):
+        yield RowsPiece(
+            request=message.request,
+            kind=block.kind.value,
+            position=block.position,
+            width=block.width,
+            data=bytes(block.payload),
+        )
 
 
 def _detail(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenDetail:

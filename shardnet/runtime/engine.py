@@ -7,13 +7,20 @@ travels (pipeline.py), and knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
 from shardnet.errors import SamplingError, ShardnetError, UsageError
-from shardnet.runtime.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
+from shardnet.runtime.compute import (
+    NO_OUTPUTS,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    StepFailed,
+)
 from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter, Guesser, StepCost
+from shardnet.runtime.outputs import OutputCollector, OutputEvent
 from shardnet.runtime.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduler import Scheduler
 from shardnet.runtime.sequences import (
@@ -28,7 +35,7 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.types import MAX_STOP_IDS, SamplingParams, SequenceId, TokenLogprobs
+from shardnet.types import MAX_STOP_IDS, OutputParams, SamplingParams, SequenceId, TokenLogprobs
 
 
 class TextAssembler(Protocol):
@@ -64,10 +71,12 @@ class GenerationRequest:
     text: TextAssembler
     speculation: Speculation | None = None
     deterministic: bool = False
+    outputs: OutputParams = NO_OUTPUTS
 
     def check(self) -> None:
         """Raise SamplingError that names what cannot be asked for."""
         self.sampling.check()
+        self.outputs.check()
         if self.sampling.min_tokens and len(self.stop_ids) > MAX_STOP_IDS:
             raise SamplingError(
                 f"min-tokens can hold back {MAX_STOP_IDS} stop ids, not {len(self.stop_ids)}"
@@ -114,7 +123,7 @@ class GenerationFinished:
     timing: RequestTiming
 
 
-GenerationEvent = TokenGenerated | GenerationFinished
+GenerationEvent = TokenGenerated | OutputEvent | GenerationFinished
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +171,16 @@ class _Live:
     n_tokens: int = 0
     first_ns: int = 0
     last_ns: int = 0
+    outputs: OutputCollector | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.outputs.asks:
+            self.outputs = OutputCollector(self.request.outputs, len(self.request.prompt))
+
+    def give(self, events: Sequence[OutputEvent]) -> None:
+        """Hand events to whoever reads them."""
+        for event in events:
+            self.events.put_nowait(event)
 
 
 class Engine:
@@ -209,6 +228,7 @@ class Engine:
                 max_tokens=request.max_tokens,
                 stop_ids=request.stop_ids,
                 deterministic=request.deterministic,
+                whole_prompt=request.outputs.needs_whole_prompt,
                 drafter=drafter,
             )
         )
@@ -275,6 +295,7 @@ class Engine:
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         self._count_time(answered)
+        self._collect(answered)
         self._deliver(outcomes, answered)
         self._pump()
 
@@ -293,6 +314,20 @@ class Engine:
             live = self._live.get(group.sequence_id)
             if live is not None and group.position >= len(live.request.prompt):
                 live.sums.add(answered)
+
+    def _collect(self, answered: StepAnswered) -> None:
+        """Take outputs of a step's rows. Those of sampled rows count when their token does."""
+        for group in answered.batch.groups:
+            live = self._live.get(group.sequence_id)
+            if live is not None and live.outputs is not None:
+                answer = answered.answer
+                live.give(
+                    live.outputs.arrive(
+                        [s for s in answer.prompt_logprobs if s.sequence_id == group.sequence_id],
+                        [b for b in answer.blocks if b.sequence_id == group.sequence_id],
+                    )
+                )
+                live.give(live.outputs.release(group.position + group.n_rows - group.n_sampled))
 
     def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
         for outcome in outcomes:
@@ -314,6 +349,8 @@ class Engine:
     def _on_token(self, live: _Live, sampled: TokenSampled, logprobs: TokenLogprobs | None) -> None:
         live.last_ns = self._clock_ns()
         live.first_ns = live.first_ns or live.last_ns
+        if live.outputs is not None:
+            live.give(live.outputs.release(len(live.request.prompt) + live.n_tokens))
         live.n_tokens += 1
         is_stop_id = sampled.token_id in live.request.stop_ids
         text, stopped = ("", False) if is_stop_id else live.request.text.push(sampled.token_id)
@@ -326,6 +363,8 @@ class Engine:
 
     def _finish(self, live: _Live, sequence_id: SequenceId, reason: FinishReason) -> None:
         del self._live[sequence_id]
+        if live.outputs is not None:
+            live.give(live.outputs.finish())
         live.events.put_nowait(
             GenerationFinished(
                 reason=reason, text=live.request.text.finish(), timing=self._timing(live)
@@ -358,4 +397,5 @@ def _opened(instruction: OpenSlot, request: GenerationRequest) -> SequenceOpened
         source=instruction.source,
         n_prompt=len(request.prompt),
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
+        outputs=request.outputs,
     )

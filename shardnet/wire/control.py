@@ -6,14 +6,14 @@ is done with a message.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
 from shardnet.wire.frames import Frame, FrameKind
-from shardnet.wire.messages import ErrorReport, Sampling
+from shardnet.wire.messages import ErrorReport, Outputs, Sampling
 from shardnet.wire.schema import (
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
@@ -36,6 +36,9 @@ from shardnet.wire.schema import (
     decode,
     encode,
 )
+
+MAX_ROWS_BYTES: Final = 3 << 20
+"""The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
 # --- CONTROL frames between nodes ---------------------------------------------------------------
 
@@ -291,6 +294,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     speculate: PathText = "off"
     draft_tokens: U32 = 0
     deterministic: bool = False
+    outputs: Outputs = Outputs()
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -331,13 +335,30 @@ class TokenDetail(Strict, frozen=True, kw_only=True):
 
 
 class TextPiece(Tagged, frozen=True, kw_only=True):
-    """More of the answer: new tokens, and the text that is whole by now."""
+    """More of the answer: new tokens, and the text that is whole by now.
+
+    `prompt_logprobs` are those of the prompt's next tokens, the second one first.
+    """
 
     request: RequestId
     token_ids: TokenIds
     tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
     text: Text
     logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+    prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+
+
+class RowsPiece(Tagged, frozen=True, kw_only=True):
+    """The next rows of what a Generate's `outputs` ask for, the first at `position`.
+
+    `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
+    """
+
+    request: RequestId
+    kind: Literal["logits", "hidden"]
+    position: U32
+    width: U32
+    data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
 class StageShare(Strict, frozen=True, kw_only=True):
@@ -394,6 +415,7 @@ ControlMessage = (
     | Unload
     | Redirect
     | TextPiece
+    | RowsPiece
     | Finished
 )
 

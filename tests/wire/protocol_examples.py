@@ -9,6 +9,7 @@ from shardnet.types import (
     DType,
     Epoch,
     MicroBatch,
+    OutputKind,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -33,6 +34,7 @@ from shardnet.wire.messages import (
     hello_frame,
     sequence_frame,
 )
+from shardnet.wire.rows import RowBlock, rows_frames
 
 HELLO = Hello(
     purpose=Purpose.DATA, role=Role.NODE, node="n1", name="nas", version="0.1.0", ring="r", epoch=3
@@ -58,6 +60,14 @@ STEP = Step(
 
 SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
 
+ROWS = RowBlock(
+    sequence_id=SequenceId(9),
+    kind=OutputKind.HIDDEN,
+    position=12,
+    width=2,
+    payload=struct.pack("<2f", 2.0, -0.25),
+)
+
 EXAMPLES: dict[str, Frame] = {
     "hello": hello_frame(HELLO),
     "error": error_frame(BusyError("another ring is running")),
@@ -76,4 +86,5 @@ EXAMPLES: dict[str, Frame] = {
         epoch=3,
         step=7,
     ),
+    "rows": rows_frames(ROWS, epoch=3, step=7)[0],
 }

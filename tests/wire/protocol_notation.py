@@ -50,6 +50,8 @@ def _type(info: mi.Type) -> str:
             return "null"
         case mi.StrType(max_length=longest):
             return f"text({longest})"
+        case mi.BytesType(max_length=longest):
+            return f"bytes({longest})"
         case mi.LiteralType(values=values):
             return " or ".join(_value(value) for value in values)
         case mi.EnumType(cls=cls):

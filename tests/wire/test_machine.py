@@ -197,7 +197,13 @@ def test_before_the_hello_nothing_above_4_kib_is_taken() -> None:
 @pytest.mark.parametrize("kind", FrameKind)
 def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
     common = {FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE}
-    data = {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE}
+    data = {
+        FrameKind.DATA,
+        FrameKind.TOKENS,
+        FrameKind.EXTRAS,
+        FrameKind.SEQUENCE,
+        FrameKind.ROWS,
+    }
     allowed = common | (data if purpose is Purpose.DATA else {FrameKind.CONTROL})
     frame = error_frame(PlanError("x"), step=1) if kind is FrameKind.ERROR else Frame(kind=kind)
     made = pair(purpose)
