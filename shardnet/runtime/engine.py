@@ -7,6 +7,7 @@ travels (pipeline.py), and knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
@@ -201,6 +202,10 @@ class Engine:
         self._live: dict[SequenceId, _Live] = {}
         self._next_sequence = 1
         self._step_cost = StepCost()
+        self.n_steps = 0
+        """Steps that came round."""
+        self.compute_us: Counter[int] = Counter()
+        """Time that each rank has computed on them, microseconds."""
         self._broken: ShardnetError | None = None
 
     @property
@@ -305,6 +310,9 @@ class Engine:
 
     def _count_time(self, answered: StepAnswered) -> None:
         """Book a decode step's time with each of its sequences; prefill steps are not counted."""
+        self.n_steps += 1
+        for timing in answered.answer.timings:
+            self.compute_us[timing.rank] += timing.compute_us
         if answered.batch.n_sampled == answered.batch.n_rows:
             queued_us = sum(timing.queue_us for timing in answered.answer.timings)
             self._step_cost.learn(
