@@ -125,6 +125,15 @@ class MicroBatch:
         return sum(group.n_sampled for group in self.groups)
 
 
+class LiveState(enum.Enum):
+    """How a request stands that has not ended. The value is the name used on the wire."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
 MAX_SAMPLE_INDEX = 2**32 - 1

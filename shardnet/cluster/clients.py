@@ -16,6 +16,7 @@ from shardnet.model.tokenizer import Tokenizer, check_token_ids
 from shardnet.runtime.engine import (
     GenerationFinished,
     GenerationRequest,
+    RequestMoved,
     RequestTiming,
     TokenGenerated,
 )
@@ -29,6 +30,7 @@ from shardnet.wire.control import (
     PlanRequest,
     Redirect,
     StageShare,
+    StateChanged,
     TextPiece,
     Timing,
     TokenDetail,
@@ -85,14 +87,24 @@ class Clients:
             stop_ids=frozenset(message.stop_token_ids)
             | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),
             text=_text_stream(message, lead),
+            priority=message.priority,
+            deadline_s=message.deadline_s,
+            deterministic=message.deterministic,
         )
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
-                if isinstance(event, TokenGenerated):
-                    control.send(_piece(message, event, lead.tokenizer))
-                    await control.link.drain()
-                else:
-                    control.send(_finished(message, event, prompt, lead.load_s))
+                match event:
+                    case TokenGenerated():
+                        control.send(_piece(message, event, lead.tokenizer))
+                        await control.link.drain(shared=True)
+                    case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
+                        control.send(
+                            StateChanged(
+                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                            )
+                        )
+                    case GenerationFinished():
+                        control.send(_finished(message, event, prompt, lead.load_s))
 
 
 def _prompt_ids(message: Generate, lead: Lead) -> list[int]:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
+from shardnet.types import LiveState
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import ErrorReport, Sampling
 from shardnet.wire.schema import (
@@ -25,6 +26,7 @@ from shardnet.wire.schema import (
     Explanation,
     Name,
     PathText,
+    Priority,
     Rank,
     RequestId,
     Row,
@@ -267,7 +269,11 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
 
 
 class Generate(Tagged, frozen=True, kw_only=True):
-    """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`."""
+    """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`.
+
+    A larger `priority` goes first. `deadline_s` counts from when the ring has the request;
+    `deterministic` is design decision 4's.
+    """
 
     request: RequestId
     choice: ModelChoice
@@ -284,6 +290,21 @@ class Generate(Tagged, frozen=True, kw_only=True):
     ignore_eos: bool = False
     bos: Literal["auto", "on", "off"] = "auto"
     keep_special_tokens: bool = False
+    priority: Priority = 0
+    deadline_s: Seconds | None = None
+    deterministic: bool = False
+
+
+class StateChanged(Tagged, frozen=True, kw_only=True):
+    """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
+
+    The first `n_kept` positions of its prompt were there already when it began to run.
+    """
+
+    request: RequestId
+    state: LiveState
+    ahead: U32 = 0
+    n_kept: U32 = 0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -381,6 +402,7 @@ ControlMessage = (
     | PlanReply
     | NodeProgress
     | Generate
+    | StateChanged
     | Cancel
     | Unload
     | Redirect
