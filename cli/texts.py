@@ -54,7 +54,7 @@ class _Listed:
 
 @dataclass(slots=True)
 class _Counts:
-    started_s: float = field(default_factory=time.monotonic)
+    started_s: float = 0.0
     n_tokens: int = 0
     n_done: int = 0
     n_failed: int = 0
@@ -132,6 +132,7 @@ class ListedTexts:
 
     def _count(self, event: GenerationEvent) -> None:
         counts = self._counts
+        counts.started_s = counts.started_s or time.monotonic()
         counts.n_tokens += len(event.token_ids)
         counts.n_done += event.state is RequestState.FINISHED
         counts.n_failed += event.state is RequestState.FAILED
