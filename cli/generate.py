@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import GenerationOptions, Prompt, make_requests
+from shardnet.api.requests import GenerationOptions, Prompt, make_requests, name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
@@ -105,6 +105,33 @@ def generate(
     keep_special_tokens: Annotated[
         bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
     ] = False,
+    speculate: Annotated[
+        str,
+        typer.Option(
+            "--speculate",
+            metavar="off|ngram|PATH",
+            help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
+            "small model at PATH on the head.",
+            envvar="SHARDNET_SPECULATE",
+        ),
+    ] = "off",
+    draft_tokens: Annotated[
+        int,
+        typer.Option(
+            "--draft-tokens",
+            metavar="N",
+            min=0,
+            help="Guess at most N tokens at once. Default: as many as pay.",
+            show_default=False,
+        ),
+    ] = 0,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="The same tokens whoever else is served, with speculation or without; slower.",
+        ),
+    ] = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -127,12 +154,6 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic", help="Give the same bits whatever else the ring is doing; slower."
-        ),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Generate on the ring and stream the text.
@@ -168,6 +189,8 @@ def generate(
             "keep_special_tokens": keep_special_tokens,
             "priority": priority,
             "deadline_s": deadline,
+            "speculate": speculate if speculate in ("off", "ngram") else name_model(speculate),
+            "draft_tokens": draft_tokens,
             "deterministic": deterministic,
         },
         as_json=as_json,

@@ -13,7 +13,13 @@ from typing import Any
 
 import msgspec
 
-from shardnet.api.events import GenerationEvent, GenerationResult, RequestState, TokenLogprob
+from shardnet.api.events import (
+    GenerationEvent,
+    GenerationResult,
+    RequestState,
+    Timing,
+    TokenLogprob,
+)
 from shardnet.wire.control import PlanReply
 
 from .progress import ProgressLine
@@ -191,6 +197,12 @@ def _closing_line(result: GenerationResult) -> str:
     loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
     return (
         f"{result.usage.n_generated} tokens ({result.finish_reason}): {loaded}first after "
-        f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s"
-        + (f"; per token {stages}" if stages else "")
+        f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s{_guessed(timing)}"
+        + (f"; per step {stages}" if stages else "")
     )
+
+
+def _guessed(timing: Timing) -> str:
+    if not timing.n_drafted:
+        return ""
+    return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     settings = Settings(
-        checkpoint=_random_1b() if arguments.random_1b else arguments.checkpoint.absolute(),
+        checkpoint=random_1b() if arguments.random_1b else arguments.checkpoint.absolute(),
         stages=arguments.stages,
         layers=arguments.layers,
         threads=arguments.threads,
@@ -128,8 +129,10 @@ async def _measure(settings: Settings) -> dict[str, object]:
         async with connect(addresses[0], access.identity()) as client:
             first = await _ring_turn(client, message)
             rounds = [
-                await _turn(client, message, alone, model, settings, config.vocab_size)
-                for _ in range(settings.rounds)
+                await _turn(
+                    client, _other_prompt(message, turn), alone, model, settings, config.vocab_size
+                )
+                for turn in range(1, settings.rounds + 1)
             ]
     alone.close()
     return _report(settings, choice, limit_gb_s, step_bytes, alone_load_s, first, rounds)
@@ -227,6 +230,12 @@ def _prompt(settings: Settings, vocab_size: int) -> list[int]:
     return [(place * 7919 + 13) % vocab_size for place in range(settings.n_prompt)]
 
 
+def _other_prompt(message: Generate, turn: int) -> Generate:
+    """Begin the prompt with another token: a ring would not compute one again that it has seen."""
+    assert message.token_ids is not None
+    return msgspec.structs.replace(message, token_ids=[turn, *message.token_ids[1:]])
+
+
 def _message(
     settings: Settings, addresses: list[str], choice: KernelChoice, vocab_size: int
 ) -> Generate:
@@ -312,7 +321,7 @@ def _hop_us(timing: Timing) -> float:
     return 1000 * sum(stage.wire_ms + stage.queue_ms for stage in stages) / len(stages)
 
 
-def _random_1b() -> Path:
+def random_1b() -> Path:
     """Make the random checkpoint once, beside the system's other temporary files."""
     folder = Path(tempfile.gettempdir()) / "shardnet-bench-tinyllama-1.1b"
     if not (folder / "config.json").exists():

@@ -37,7 +37,14 @@ NOWHERE = {"transformers", "pickle", "cPickle", "marshal", "shelve", "importlib"
 def is_pure(path: str) -> bool:
     """Say whether a module decides and does nothing: no IO, no clocks, no chance, no tensors."""
     return path.startswith(
-        ("shardnet/wire/", "shardnet/runtime/scheduler.py", "shardnet/cluster/placement")
+        (
+            "shardnet/wire/",
+            "shardnet/runtime/scheduler.py",
+            "shardnet/runtime/sequences.py",
+            "shardnet/runtime/slot_book.py",
+            "shardnet/runtime/drafting.py",
+            "shardnet/cluster/placement",
+        )
     )
 
 

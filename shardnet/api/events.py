@@ -64,13 +64,18 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long a request took, by the head's clock. `load_s` is part of `total_s`."""
+    """How long a request took, by the head's clock. `load_s` is part of `total_s`.
+
+    `n_accepted` of `n_drafted` tokens that were guessed ahead were right.
+    """
 
     load_s: float
     ttft_s: float
     decode_tok_s: float
     total_s: float
     per_stage: tuple[StageTime, ...]
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

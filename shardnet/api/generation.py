@@ -293,4 +293,6 @@ def _timing(timing: wire.Timing) -> Timing:
             )
             for stage in timing.per_stage
         ),
+        n_drafted=timing.n_drafted,
+        n_accepted=timing.n_accepted,
     )

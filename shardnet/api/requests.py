@@ -32,8 +32,10 @@ class GenerationOptions(TypedDict, total=False):
     would end. `bos` ("auto"): put the bos token in front, as the tokenizer says, always or never.
     `keep_special_tokens` (False): show them in the text. `priority` (0): from -100 to 100, the
     larger goes first. `deadline_s` (None): fail with DeadlineError when it has not ended so many
-    seconds after the ring had it; loading a model does not count. `deterministic` (False): what
-    else runs changes no bit (design decision 4).
+    seconds after the ring had it; loading a model does not count. `speculate` ("off"): guess tokens
+    ahead, by look-up in the text with "ngram" or by the small model at a path on the head;
+    `draft_tokens` (0): guess at most so many at once, 0 is as many as pay. `deterministic` (False):
+    what else runs changes no bit (design decision 4).
     """
 
     max_tokens: int
@@ -44,6 +46,8 @@ class GenerationOptions(TypedDict, total=False):
     keep_special_tokens: bool
     priority: int
     deadline_s: float | None
+    speculate: str
+    draft_tokens: int
     deterministic: bool
 
 

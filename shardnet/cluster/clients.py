@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from shardnet.cluster.control import ControlLink
+from shardnet.cluster.drafts import Drafts
 from shardnet.cluster.head import Elsewhere, Head, Lead
 from shardnet.errors import UsageError
 from shardnet.model.text import TextStream
@@ -42,10 +43,13 @@ from shardnet.wire.control import (
 class Clients:
     """Serves the client messages of all control links of a node."""
 
-    def __init__(self, head: Head, reader: Executor) -> None:
-        """Take the head that makes rings and the thread that turns prompts into token ids."""
+    def __init__(self, head: Head, reader: Executor, drafts: Drafts) -> None:
+        """Take the head that makes rings, the thread that turns prompts into token ids, and what
+        guesses tokens ahead.
+        """
         self._head = head
         self._reader = reader
+        self._drafts = drafts
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Answer with the plan, or with where to ask."""
@@ -80,6 +84,13 @@ class Clients:
 
     async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
         prompt = await self._reader.run(lambda: _prompt_ids(message, lead))
+        spec = lead.ring.spec
+        speculation = await self._drafts.speculation(
+            message.speculate,
+            message.draft_tokens,
+            vocab_size=spec.vocab_size,
+            context=spec.context,
+        )
         request = GenerationRequest(
             prompt=tuple(prompt),
             sampling=message.sampling.params(),
@@ -89,6 +100,7 @@ class Clients:
             text=_text_stream(message, lead),
             priority=message.priority,
             deadline_s=message.deadline_s,
+            speculation=speculation,
             deterministic=message.deterministic,
         )
         async with aclosing(lead.ring.engine.generate(request)) as events:
@@ -192,4 +204,6 @@ def _timing(timing: RequestTiming, load_s: float) -> Timing:
             )
             for stage in timing.per_stage
         ],
+        n_drafted=timing.n_drafted,
+        n_accepted=timing.n_accepted,
     )

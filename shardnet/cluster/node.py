@@ -17,6 +17,7 @@ from shardnet import __version__
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.drafts import Drafts
 from shardnet.cluster.head import Elsewhere, Head
 from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.neighbours import Neighbours
@@ -122,8 +123,15 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
-        self._head = Head(self)
-        self._clients = Clients(self._head, self._reader)
+        self.head = Head(self)
+        """What this node does as a head."""
+        self._drafts = Drafts(
+            reader=self._reader,
+            device=settings.budget.device.kind,
+            spare_bytes=lambda: self.info().memory_free_bytes,
+            threads=lambda: self._orders.threads,
+        )
+        self._clients = Clients(self.head, self._reader, self._drafts)
 
     @property
     def node(self) -> NodeId:
@@ -194,7 +202,8 @@ class Node:
         for link in self._client_links:
             if not link.closed:
                 link.send(error_frame(leaving))
-        await self._head.close()
+        await self.head.close()
+        self._drafts.close()
         await self._host.close()
         await self._peers.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
@@ -297,7 +306,7 @@ class Node:
                 model_id = await self._identify_own(model)
                 control.send(ModelIdentity(request=request, model_id=model_id))
             case LoadStage():
-                self._head.check_idle()
+                self.head.check_idle()
                 await self._orders.load_for(control, message)
             case ConnectRing(request=request, ring=ring, epoch=epoch):
                 await self._host.join(ring, epoch)
@@ -307,7 +316,7 @@ class Node:
                 control.send(Done(request=request))
             case RingBroken(ring=ring, code=code, message=text):
                 cause = error_for_code(code, f"{control.peer_name}: {text}")
-                self._head.ring_broken(ring, cause)
+                self.head.ring_broken(ring, cause)
             case PlanRequest():
                 await self._clients.plan(control, message)
             case Generate():
@@ -317,7 +326,7 @@ class Node:
 
     async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
         def broken(error: ShardnetError) -> None:
-            self._head.ring_broken(message.ring, error)
+            self.head.ring_broken(message.ring, error)
 
         return await self._orders.load(message, self.node, progress, broken)
 

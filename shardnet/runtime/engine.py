@@ -7,12 +7,14 @@ travels (pipeline.py), and knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from shardnet.errors import DeadlineError, ShardnetError
+from shardnet.errors import DeadlineError, ShardnetError, UsageError
 from shardnet.runtime.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
+from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter, Guesser, StepCost
 from shardnet.runtime.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduler import Scheduler
 from shardnet.runtime.sequences import (
@@ -44,6 +46,18 @@ class TextAssembler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Guess tokens ahead and have the ring verify several at once (design decision 5).
+
+    `make_guesser` gives a request its own guesser, which calls what it is given when it has become
+    ready; `most` caps the tokens of one guess.
+    """
+
+    make_guesser: Callable[[Callable[[], None]], Guesser]
+    most: int = MAX_DRAFT_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
@@ -58,6 +72,7 @@ class GenerationRequest:
     text: TextAssembler
     priority: int = 0
     deadline_s: float | None = None
+    speculation: Speculation | None = None
     deterministic: bool = False
 
 
@@ -73,12 +88,14 @@ class StageMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """How long a request took, by the head's clock."""
+    """How long a request took, by the head's clock, and how many guessed tokens were right."""
 
     ttft_s: float
     decode_tok_s: float
     total_s: float
     per_stage: tuple[StageMean, ...]
+    n_drafted: int = 0
+    n_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +181,7 @@ class _Live:
     """A request whose end its client has not seen."""
 
     request: GenerationRequest
+    drafter: AdaptiveDrafter | None
     submitted_ns: int
     events: asyncio.Queue[GenerationEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     sums: _StageSums = field(default_factory=_StageSums)
@@ -191,6 +209,11 @@ class Engine:
         self._clock_ns = clock_ns
         self._live: dict[SequenceId, _Live] = {}
         self._next_sequence = 1
+        self._step_cost = StepCost()
+        self.n_steps = 0
+        """Steps that came round."""
+        self.compute_us: Counter[int] = Counter()
+        """Time that each rank has computed on them, microseconds."""
         self._broken: ShardnetError | None = None
 
     @property
@@ -223,6 +246,7 @@ class Engine:
         request.sampling.check()
         if self._broken is not None:
             raise self._broken
+        drafter = self._drafter(request)
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
         self._scheduler.submit(
@@ -233,9 +257,10 @@ class Engine:
                 stop_ids=request.stop_ids,
                 priority=request.priority,
                 deterministic=request.deterministic,
+                drafter=drafter,
             )
         )
-        live = _Live(request=request, submitted_ns=self._clock_ns())
+        live = _Live(request=request, drafter=drafter, submitted_ns=self._clock_ns())
         self._live[sequence_id] = live
         expiry = self._set_deadline(sequence_id, request)
         try:
@@ -252,6 +277,8 @@ class Engine:
             if expiry is not None:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
+            if drafter is not None:
+                drafter.guesser.close()
             if self._scheduler.end(sequence_id):
                 self._pump()
                 self._tell_places()
@@ -262,6 +289,21 @@ class Engine:
         for sequence_id, live in self._live.items():
             self._scheduler.end(sequence_id)
             live.events.put_nowait(error)
+
+    def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
+        """Make the request's drafter. Raises UsageError where guesses could change its bits."""
+        if request.speculation is None:
+            return None
+        if request.deterministic and self._scheduler.limits.exact_rows == 1:
+            raise UsageError(
+                "--deterministic and --speculate exclude each other here: on this ring a row's "
+                "bits depend on the rows beside it; leave one of them out"
+            )
+        return AdaptiveDrafter(
+            guesser=request.speculation.make_guesser(self._pump),
+            cost=self._step_cost,
+            most=request.speculation.most,
+        )
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
@@ -350,6 +392,14 @@ class Engine:
 
     def _count_time(self, answered: StepAnswered) -> None:
         """Book a decode step's time with each of its sequences; prefill steps are not counted."""
+        self.n_steps += 1
+        for timing in answered.answer.timings:
+            self.compute_us[timing.rank] += timing.compute_us
+        if answered.batch.n_sampled == answered.batch.n_rows:
+            queued_us = sum(timing.queue_us for timing in answered.answer.timings)
+            self._step_cost.learn(
+                answered.batch.n_rows, max(1, answered.round_trip_us - queued_us) / 1e6
+            )
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None and group.position >= len(live.request.prompt):
@@ -400,4 +450,6 @@ class Engine:
             decode_tok_s=(live.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             total_s=(live.last_ns - live.submitted_ns) / 1e9,
             per_stage=live.sums.means(),
+            n_drafted=live.drafter.n_proposed if live.drafter else 0,
+            n_accepted=live.drafter.n_accepted if live.drafter else 0,
         )

@@ -130,7 +130,9 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         config = checkpoint.config
         device = torch.device(order.device)
         choice = probe(device, order.dtype, config.checkpoint_dtype)
-        room_blocks = _room_blocks(order, config, choice.dtype, memory_bytes)
+        room_blocks = kv_room_blocks(
+            config, order.layers, choice.dtype, order.context, memory_bytes
+        )
         model = load_stage(
             checkpoint,
             order.layers,
@@ -175,19 +177,22 @@ def give_memory_back() -> None:
             library.malloc_trim(0)
 
 
-def _room_blocks(order: StageOrder, config: ModelConfig, dtype: DType, memory_bytes: int) -> int:
-    """KV blocks that fit beside weights and activations, enough for one context at least."""
-    weights = stage_weight_bytes(config, order.layers, dtype)
-    activations = activation_peak_bytes(
-        config, order.layers, PREFILL_CHUNK_ROWS, dtype, order.context
-    )
-    block_bytes = kv_block_bytes(config, order.layers, dtype)
+def kv_room_blocks(
+    config: ModelConfig, layers: LayerRange, dtype: DType, context: int, memory_bytes: int
+) -> int:
+    """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
+
+    Raises CapacityError when they do not hold one context.
+    """
+    weights = stage_weight_bytes(config, layers, dtype)
+    activations = activation_peak_bytes(config, layers, PREFILL_CHUNK_ROWS, dtype, context)
+    block_bytes = kv_block_bytes(config, layers, dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
-    needed = blocks_for(order.context)
+    needed = blocks_for(context)
     if blocks < needed:
         raise CapacityError(
-            f"layers {order.layers} need {weights + activations + needed * block_bytes} bytes for "
-            f"a context of {order.context} and this node may use {memory_bytes}: lower "
-            "--context, raise --memory or give it fewer layers"
+            f"layers {layers} need {weights + activations + needed * block_bytes} bytes for a "
+            f"context of {context} and this node may use {memory_bytes}: lower --context, raise "
+            "--memory or give it fewer layers"
         )
     return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)

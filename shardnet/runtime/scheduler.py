@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
 from shardnet.runtime.sequences import (
@@ -307,7 +308,8 @@ class Scheduler:
 
     def _decode_rows(self, share: int) -> list[_Rows]:
         """Take the newest token's row of up to `share` sequences, and drafts behind it."""
-        chosen = [*self._ready.values()][:share]
+        ready = (sequence for sequence in self._ready.values() if sequence.may_travel)
+        chosen = [*islice(ready, share)]
         is_exact = any(sequence.request.deterministic for sequence in chosen)
         if is_exact:
             chosen = chosen[: self.limits.exact_rows]

@@ -6,7 +6,7 @@ Knows token ids, positions and counts. Must not know slots' room or steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -24,6 +24,12 @@ class FinishReason(Enum):
 
 class Drafter(Protocol):
     """Guesses how a sequence goes on (design decision 5)."""
+
+    def prepare(self, tokens: Sequence[int]) -> bool:
+        """Begin to guess what follows `tokens`; return whether it can be asked now.
+
+        A sequence waits until it can.
+        """
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return at most `limit` tokens that may follow `tokens`; none where it has no idea."""
@@ -151,7 +157,6 @@ class LiveSequence:
     n_sent: int = 0
     n_in_flight: int = 0
     awaits_token: bool = False
-    drafts: list[int] = field(default_factory=list)
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -179,6 +184,12 @@ class LiveSequence:
         if self.n_generated:
             return self.n_sent < len(self.tokens) - 1
         return self.n_sent < len(self.tokens)
+
+    @property
+    def may_travel(self) -> bool:
+        """Whether nothing but a step with room for it is missing."""
+        drafter = self.request.drafter
+        return drafter is None or drafter.prepare(self.tokens)
 
     @property
     def is_decoding(self) -> bool:

@@ -271,8 +271,9 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
 class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`.
 
-    A larger `priority` goes first. `deadline_s` counts from when the ring has the request;
-    `deterministic` is design decision 4's.
+    `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
+    many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
+    `deadline_s` counts from when the ring has the request.
     """
 
     request: RequestId
@@ -290,9 +291,11 @@ class Generate(Tagged, frozen=True, kw_only=True):
     ignore_eos: bool = False
     bos: Literal["auto", "on", "off"] = "auto"
     keep_special_tokens: bool = False
+    speculate: PathText = "off"
+    draft_tokens: U32 = 0
+    deterministic: bool = False
     priority: Priority = 0
     deadline_s: Seconds | None = None
-    deterministic: bool = False
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):
@@ -364,13 +367,15 @@ class StageShare(Strict, frozen=True, kw_only=True):
 
 
 class Timing(Strict, frozen=True, kw_only=True):
-    """How long a request took, by the head's clock."""
+    """How long a request took, by the head's clock; how many tokens were guessed, and rightly."""
 
     load_s: Seconds
     ttft_s: Seconds
     decode_tok_s: Seconds
     total_s: Seconds
     per_stage: Annotated[list[StageShare], Meta(max_length=MAX_STAGES)]
+    n_drafted: Count = 0
+    n_accepted: Count = 0
 
 
 class Finished(Tagged, frozen=True, kw_only=True):

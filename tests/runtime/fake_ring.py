@@ -22,6 +22,7 @@ from shardnet.runtime.compute import (
     SequenceOpened,
     SlotFreed,
     SlotOperation,
+    StageCompute,
 )
 from shardnet.runtime.engine import (
     Engine,
@@ -160,21 +161,30 @@ async def fake_ring(
     n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8, room_blocks: int = 64
 ) -> AsyncIterator[FakeRing]:
     """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
-    epoch = Epoch(1)
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
-        epoch=epoch,
+        epoch=Epoch(1),
         n_stages=n_stages,
         room_blocks=room_blocks,
         context=1024,
         max_slots=max_slots,
         limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
     )
+    async with running_ring(computes, scheduler, vocab_size=VOCAB, over=over) as (engine, links):
+        yield FakeRing(engine, computes, links)
+
+
+@asynccontextmanager
+async def running_ring(
+    computes: Sequence[StageCompute], scheduler: Scheduler, *, vocab_size: int, over: str
+) -> AsyncIterator[tuple[Engine, list[Link]]]:
+    """Run these stages as a ring under this scheduler."""
+    epoch, n_stages = scheduler.epoch, len(computes)
     engine = Engine(
         scheduler=scheduler,
         make_pipeline=lambda on_answered, on_failed: Pipeline(
             epoch=epoch,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             clock_ns=time.perf_counter_ns,
             on_answered=on_answered,
             on_failed=on_failed,
@@ -207,7 +217,7 @@ async def fake_ring(
             running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
         links = [link for pair in pairs for link in pair]
         try:
-            yield FakeRing(engine, computes, links)
+            yield engine, links
         finally:
             for task in running:
                 task.cancel()

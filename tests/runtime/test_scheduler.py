@@ -59,6 +59,9 @@ class Oracle:
     errs: int = 0
     learned: list[tuple[int, int]] = field(default_factory=list)
 
+    def prepare(self, tokens: Sequence[int]) -> bool:
+        return True
+
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         guessed = list(tokens)
         for _ in range(limit):
