@@ -26,7 +26,13 @@ from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
-from shardnet.runtime.engine import Engine, GenerationRequest, Speculation, TokenGenerated
+from shardnet.runtime.engine import (
+    Engine,
+    GenerationFinished,
+    GenerationRequest,
+    Speculation,
+    TokenGenerated,
+)
 from shardnet.types import (
     Epoch,
     LayerRange,
@@ -141,7 +147,7 @@ async def follow(
             stream.times_s.append(time.perf_counter())
             stream.tokens.append(event.token_id)
             on_token()
-        else:
+        elif isinstance(event, GenerationFinished):
             stream.n_drafted, stream.n_accepted = event.timing.n_drafted, event.timing.n_accepted
     return stream
 

@@ -125,6 +125,15 @@ class MicroBatch:
         return sum(group.n_sampled for group in self.groups)
 
 
+class LiveState(enum.Enum):
+    """How a request stands that has not ended. The value is the name used on the wire."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 2048

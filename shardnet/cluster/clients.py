@@ -17,6 +17,7 @@ from shardnet.model.tokenizer import Tokenizer, check_token_ids
 from shardnet.runtime.engine import (
     GenerationFinished,
     GenerationRequest,
+    RequestMoved,
     RequestTiming,
     TokenGenerated,
 )
@@ -33,6 +34,7 @@ from shardnet.wire.control import (
     Redirect,
     RowsPiece,
     StageShare,
+    StateChanged,
     TextPiece,
     Timing,
     TokenDetail,
@@ -104,6 +106,8 @@ class Clients:
             stop_ids=frozenset(message.stop_token_ids)
             | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),
             text=_text_stream(message, lead),
+            priority=message.priority,
+            deadline_s=message.deadline_s,
             speculation=speculation,
             deterministic=message.deterministic,
             outputs=message.outputs.params(),
@@ -119,11 +123,17 @@ class Clients:
                 match event:
                     case TokenGenerated():
                         control.send(_piece(message, event, lead.tokenizer))
-                        await control.link.drain()
+                        await control.link.drain(shared=True)
                     case PromptScored() | RowsGiven():
                         for piece in _output_pieces(message, event, lead.tokenizer):
                             control.send(piece)
-                            await control.link.drain()
+                            await control.link.drain(shared=True)
+                    case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
+                        control.send(
+                            StateChanged(
+                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                            )
+                        )
                     case GenerationFinished():
                         control.send(_finished(message, event, request.prompt, lead.load_s))
 

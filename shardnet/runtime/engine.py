@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from shardnet.errors import SamplingError, ShardnetError, UsageError
+from shardnet.errors import DeadlineError, SamplingError, ShardnetError, UsageError
 from shardnet.runtime.compute import (
     NO_OUTPUTS,
     SequenceClosed,
@@ -36,7 +36,17 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.types import MAX_STOP_IDS, OutputParams, SamplingParams, SequenceId, TokenLogprobs
+from shardnet.types import (
+    MAX_STOP_IDS,
+    LiveState,
+    OutputParams,
+    SamplingParams,
+    SequenceId,
+    TokenLogprobs,
+)
+
+LONGEST_DEADLINE_S = 1e8
+"""Three years: what is longer is no deadline, and more than timers take."""
 
 
 class TextAssembler(Protocol):
@@ -63,13 +73,19 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt to continue. `stop_ids` end it and their text is not shown."""
+    """One prompt to continue. `stop_ids` end it and their text is not shown.
+
+    A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
+    `deterministic` is design decision 4's.
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
     stop_ids: frozenset[int]
     text: TextAssembler
+    priority: int = 0
+    deadline_s: float | None = None
     speculation: Speculation | None = None
     deterministic: bool = False
     outputs: OutputParams = NO_OUTPUTS
@@ -107,6 +123,30 @@ class RequestTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What an engine has in hand. Blocks are those of one stage, warm ones among the used."""
+
+    running: int
+    waiting: int
+    paused: int
+    warm_slots: int
+    used_blocks: int
+    room_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMoved:
+    """A request waits behind `ahead` others, or runs, or is paused for want of room.
+
+    The first `n_kept` positions of its prompt were there already when it began to run.
+    """
+
+    state: LiveState
+    ahead: int = 0
+    n_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGenerated:
     """One more token, and the text that became certain with it."""
 
@@ -124,7 +164,7 @@ class GenerationFinished:
     timing: RequestTiming
 
 
-GenerationEvent = TokenGenerated | OutputEvent | GenerationFinished
+GenerationEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +209,8 @@ class _Live:
     submitted_ns: int
     events: asyncio.Queue[GenerationEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     sums: _StageSums = field(default_factory=_StageSums)
+    state: LiveState = LiveState.QUEUED
+    told_ahead: int | None = None
     n_tokens: int = 0
     first_ns: int = 0
     last_ns: int = 0
@@ -213,12 +255,27 @@ class Engine:
         """Requests that wait or run."""
         return self._scheduler.n_active
 
+    @property
+    def counters(self) -> EngineCounters:
+        """What it has in hand now."""
+        n_paused = sum(live.state is LiveState.PAUSED for live in self._live.values())
+        n_waiting = len(self._scheduler.waiting)
+        book = self._scheduler.book
+        return EngineCounters(
+            running=self._scheduler.n_active - n_waiting,
+            waiting=n_waiting - n_paused,
+            paused=n_paused,
+            warm_slots=len(book.warm()),
+            used_blocks=book.booked_blocks,
+            room_blocks=book.room_blocks,
+        )
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Run one request and yield its events, the last a GenerationFinished.
 
         Closing the iterator early cancels the request and frees its slot on every stage. Raises
-        SamplingError, UsageError or CapacityError before a slot is taken, and whatever ended the
-        ring or the request.
+        SamplingError, UsageError, CapacityError or BusyError before a slot is taken, DeadlineError
+        when its deadline passes, and whatever ended the ring or the request.
         """
         request.check()
         if self._broken is not None:
@@ -232,6 +289,7 @@ class Engine:
                 prompt=request.prompt,
                 max_tokens=request.max_tokens,
                 stop_ids=request.stop_ids,
+                priority=request.priority,
                 deterministic=request.deterministic,
                 whole_prompt=request.outputs.needs_whole_prompt,
                 drafter=drafter,
@@ -239,8 +297,10 @@ class Engine:
         )
         live = _Live(request=request, drafter=drafter, submitted_ns=self._clock_ns())
         self._live[sequence_id] = live
+        expiry = self._set_deadline(sequence_id, request)
         try:
             self._pump()
+            self._tell_places()
             while True:
                 event = await live.events.get()
                 if isinstance(event, ShardnetError):
@@ -249,11 +309,14 @@ class Engine:
                 if isinstance(event, GenerationFinished):
                     return
         finally:
+            if expiry is not None:
+                expiry.cancel()
             self._live.pop(sequence_id, None)
             if drafter is not None:
                 drafter.guesser.close()
             if self._scheduler.end(sequence_id):
                 self._pump()
+                self._tell_places()
 
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
@@ -281,14 +344,19 @@ class Engine:
         """Carry out what the scheduler wants sent now."""
         if self._broken is not None:
             return
-        for instruction in self._scheduler.next_instructions():
+        instructions = self._scheduler.next_instructions()
+        for instruction in instructions:
             match instruction:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
-                case OpenSlot():
-                    request = self._live[instruction.sequence_id].request
-                    self.pipeline.operate(_opened(instruction, request))
+                case OpenSlot(sequence_id=sequence_id, n_kept=n_kept):
+                    was_paused = self._live[sequence_id].state is LiveState.PAUSED
+                    state = LiveState.RESUMED if was_paused else LiveState.RUNNING
+                    self._move(sequence_id, state, n_kept=n_kept)
+                    self.pipeline.operate(_opened(instruction, self._live[sequence_id].request))
                 case CloseSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                    if instruction.is_pause:
+                        self._move(sequence_id, LiveState.PAUSED)
                     self.pipeline.operate(
                         SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
                     )
@@ -296,6 +364,48 @@ class Engine:
                     self.pipeline.operate(SlotFreed(slot=slot))
                 case _:
                     assert_never(instruction)
+        if any(isinstance(instruction, OpenSlot) for instruction in instructions):
+            self._tell_places()
+
+    def _set_deadline(
+        self, sequence_id: SequenceId, request: GenerationRequest
+    ) -> asyncio.TimerHandle | None:
+        if request.deadline_s is None:
+            return None
+        delay_s = min(request.deadline_s, LONGEST_DEADLINE_S)
+        return asyncio.get_running_loop().call_later(delay_s, self._expire, sequence_id)
+
+    def _expire(self, sequence_id: SequenceId) -> None:
+        """End a request whose deadline has passed, wherever it is."""
+        live = self._live.pop(sequence_id, None)
+        if live is None:
+            return
+        self._scheduler.end(sequence_id)
+        live.events.put_nowait(
+            DeadlineError(
+                f"the request did not end within its deadline of {live.request.deadline_s:g} s, "
+                f"after {live.n_tokens} tokens: allow more time, or ask for fewer tokens"
+            )
+        )
+        self._pump()
+        self._tell_places()
+
+    def _move(self, sequence_id: SequenceId, state: LiveState, *, n_kept: int = 0) -> None:
+        """Tell a request that it runs, goes on or is paused."""
+        live = self._live.get(sequence_id)
+        if live is not None:
+            live.state = state
+            live.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
+
+    def _tell_places(self) -> None:
+        """Tell those that wait how many go before them: at first, and when that has halved."""
+        for ahead, sequence_id in enumerate(self._scheduler.waiting):
+            live = self._live.get(sequence_id)
+            if live is None or live.state is not LiveState.QUEUED:
+                continue
+            if live.told_ahead is None or ahead <= live.told_ahead // 2 < live.told_ahead:
+                live.told_ahead = ahead
+                live.events.put_nowait(RequestMoved(state=LiveState.QUEUED, ahead=ahead))
 
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
+from shardnet.types import LiveState
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import ErrorReport, Outputs, Sampling
 from shardnet.wire.schema import (
@@ -25,6 +26,7 @@ from shardnet.wire.schema import (
     Explanation,
     Name,
     PathText,
+    Priority,
     Rank,
     RequestId,
     Row,
@@ -273,7 +275,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
-    many as pay. `deterministic` is design decision 4's.
+    many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
+    `deadline_s` counts from when the ring has the request.
     """
 
     request: RequestId
@@ -294,7 +297,21 @@ class Generate(Tagged, frozen=True, kw_only=True):
     speculate: PathText = "off"
     draft_tokens: U32 = 0
     deterministic: bool = False
+    priority: Priority = 0
+    deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()
+
+
+class StateChanged(Tagged, frozen=True, kw_only=True):
+    """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
+
+    The first `n_kept` positions of its prompt were there already when it began to run.
+    """
+
+    request: RequestId
+    state: LiveState
+    ahead: U32 = 0
+    n_kept: U32 = 0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -411,6 +428,7 @@ ControlMessage = (
     | PlanReply
     | NodeProgress
     | Generate
+    | StateChanged
     | Cancel
     | Unload
     | Redirect

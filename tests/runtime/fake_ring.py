@@ -112,33 +112,40 @@ class FakeRing:
 
     async def generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         """Generate and return the tokens."""
-        request = GenerationRequest(
-            prompt=tuple(prompt),
-            sampling=SamplingParams(),
-            max_tokens=n_tokens,
-            stop_ids=frozenset(),
-            text=NoText(),
-        )
         tokens = []
-        async for event in self.engine.generate(request):
+        async for event in self.engine.generate(request_of(prompt, n_tokens)):
             if isinstance(event, TokenGenerated):
                 tokens.append(event.token_id)
-            else:
-                assert isinstance(event, GenerationFinished)
+            elif isinstance(event, GenerationFinished):
                 self.timing = event.timing
         return tokens
 
 
+def request_of(
+    prompt: Sequence[int], n_tokens: int, *, priority: int = 0, deadline_s: float | None = None
+) -> GenerationRequest:
+    """A greedy request without text."""
+    return GenerationRequest(
+        prompt=tuple(prompt),
+        sampling=SamplingParams(),
+        max_tokens=n_tokens,
+        stop_ids=frozenset(),
+        text=NoText(),
+        priority=priority,
+        deadline_s=deadline_s,
+    )
+
+
 @asynccontextmanager
 async def fake_ring(
-    n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8
+    n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8, room_blocks: int = 64
 ) -> AsyncIterator[FakeRing]:
     """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
         epoch=Epoch(1),
         n_stages=n_stages,
-        room_blocks=64,
+        room_blocks=room_blocks,
         context=1024,
         max_slots=max_slots,
         limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),

@@ -13,8 +13,7 @@ from nodes import Crew, Machine, open_machine
 from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
-from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece
-from shardnet.wire.messages import Sampling
+from shardnet.wire.control import ModelChoice
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SIGNS = "é€😀 Жz."
@@ -188,20 +187,17 @@ def test_a_long_prompt_goes_round_in_chunks(trio: Crew, parrots: Parrots) -> Non
 
 def test_pieces_hold_whole_characters_only(trio: Crew, parrots: Parrots) -> None:
     pieces = asyncio.run(_pieces(trio, parrots.signs))
-    assert "".join(piece.text for piece in pieces) == SIGNS
-    assert [piece.text for piece in pieces if piece.text] == list(SIGNS)
+    assert pieces == list(SIGNS)
 
 
-async def _pieces(trio: Crew, model: Path) -> list[TextPiece | Finished]:
+async def _pieces(trio: Crew, model: Path) -> list[str]:
     nodes = trio.addresses(0, 2).split(",")
-    message = Generate(
-        request=0,
-        choice=ModelChoice(model=str(model), nodes=nodes),
-        sampling=Sampling(),
-        prompt="a",
-    )
-    async with connect(nodes[0]) as client, aclosing(client.generate(message)) as events:
-        return [event async for event in events if isinstance(event, TextPiece | Finished)]
+    choice = ModelChoice(model=str(model), nodes=nodes)
+    async with (
+        connect(nodes[0]) as client,
+        aclosing(client.generate("a", model=choice)) as events,
+    ):
+        return [event.text async for event in events if event.text]
 
 
 def test_a_cut_character_is_marked(trio: Crew, parrots: Parrots) -> None:
