@@ -36,7 +36,8 @@ from .options import (
 from .progress import LoadBars
 from .prompts_file import read_prompts
 from .run import EXIT_FAILURE, run_command
-from .target import open_target
+from .saved_rows import SavedRows, SaveFlags
+from .target import Target, open_target
 from .texts import ListedTexts, OneText
 
 
@@ -178,6 +179,45 @@ def generate(
             "--logprobs", metavar="K", help="With --json: each token's logprob and the K likeliest."
         ),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-logprobs",
+            metavar="K",
+            help="With --json: the same for the prompt's tokens.",
+        ),
+    ] = None,
+    save_logits: Annotated[
+        str,
+        typer.Option("--save-logits", metavar="FILE.npz", help="Save the raw logits of rows."),
+    ] = "",
+    logits_rows: Annotated[
+        str,
+        typer.Option(
+            "--logits-rows",
+            metavar="all|last|K",
+            help="Of all rows, those of the prompt and of new tokens but the last, or of the last "
+            "K. Default: all.",
+        ),
+    ] = "",
+    save_hidden: Annotated[
+        str,
+        typer.Option("--save-hidden", metavar="FILE.npz", help="Save the hidden states of rows."),
+    ] = "",
+    hidden_rows: Annotated[
+        str,
+        typer.Option(
+            "--hidden-rows",
+            metavar="all|last|K|mean",
+            help="As --logits-rows, or the mean of all. Default: all.",
+        ),
+    ] = "",
+    hidden_before_norm: Annotated[
+        bool,
+        typer.Option(
+            "--hidden-before-norm", help="Hidden states in front of the final norm, not behind it."
+        ),
+    ] = False,
     priority: Annotated[
         int,
         typer.Option(
@@ -219,6 +259,14 @@ def generate(
     choice = model_choice(
         model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
     )
+    save = SaveFlags(
+        save_logits=save_logits,
+        logits_rows=logits_rows,
+        save_hidden=save_hidden,
+        hidden_rows=hidden_rows,
+        hidden_before_norm=hidden_before_norm,
+    )
+    outputs = save.outputs(prompt_logprobs)
     lines, prompts = _prompts(prompt, token_ids, prompts_file, _checked(sampling))
     job = _Job(
         prompts=prompts,
@@ -238,7 +286,9 @@ def generate(
             "speculate": speculate if speculate in ("off", "ngram") else name_model(speculate),
             "draft_tokens": draft_tokens,
             "deterministic": deterministic,
+            "outputs": outputs,
         },
+        saved=SavedRows(save.files(), len(prompts)),
         as_json=as_json,
     )
     job.check()
@@ -266,6 +316,7 @@ class _Job:
     choice: ModelChoice
     sampling: SamplingParams
     options: GenerationOptions
+    saved: SavedRows
     as_json: bool
 
     def check(self) -> None:
@@ -322,26 +373,35 @@ def _parse_ids(text: str) -> list[int]:
 
 async def _run(job: _Job, local: int, peers: list[str], access: Access, mdns: bool) -> None:
     output = job.output()
-    async with open_target(
-        job.choice, local=local, peers=peers, access=access, mdns=mdns
-    ) as target:
-        with LoadBars() as bars:
-
-            def on_plan(plan: PlanReply) -> None:
-                bars.expect(plan)
-                output.plan = plan
-
-            events = target.client.generate(
-                job.prompts if job.file else job.prompts[0],
-                job.sampling,
-                model=target.choice,
-                on_plan=on_plan,
-                on_loading=bars.update,
-                **job.options,
-            )
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    bars.stop()
-                    output.take(event)
+    with job.saved:
+        async with open_target(
+            job.choice, local=local, peers=peers, access=access, mdns=mdns
+        ) as target:
+            await _show(job, target, output)
+        job.saved.write()
     if not output.close():
         raise typer.Exit(EXIT_FAILURE)
+
+
+async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> None:
+    """Ask for everything, and hand on what comes."""
+    with LoadBars() as bars:
+
+        def on_plan(plan: PlanReply) -> None:
+            bars.expect(plan)
+            output.plan = plan
+
+        events = target.client.generate(
+            job.prompts if job.file else job.prompts[0],
+            job.sampling,
+            model=target.choice,
+            on_plan=on_plan,
+            on_loading=bars.update,
+            **job.options,
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                bars.stop()
+                output.take(event)
+                if event.result is not None:
+                    job.saved.take(event.result)

@@ -34,6 +34,11 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     temperature: float | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
+    min_p: float | UnsetType = UNSET
+    repetition_penalty: float | UnsetType = UNSET
+    presence_penalty: float | UnsetType = UNSET
+    frequency_penalty: float | UnsetType = UNSET
+    min_tokens: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     sample_index: int | None = None
     stop: list[str] | UnsetType = UNSET
@@ -43,7 +48,10 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: float | UnsetType = UNSET
 
 
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "seed")
+SAMPLING_KEYS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 OPTION_KEYS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "deadline_s")
 
 _ids = msgspec.json.Decoder(list[int])

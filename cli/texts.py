@@ -167,6 +167,9 @@ def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any
         "seed": result.seed,
         "sample_index": result.sample_index,
         "logprobs": None if result.logprobs is None else [*map(_as_entry, result.logprobs)],
+        "prompt_logprobs": None
+        if result.prompt_logprobs is None
+        else [entry and _as_entry(entry) for entry in result.prompt_logprobs],
         "n_reused": result.usage.n_reused,
         "stages": _stages(plan),
         "timing": msgspec.to_builtins(result.timing),

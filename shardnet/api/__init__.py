@@ -10,6 +10,7 @@ from shardnet.api.events import (
     GenerationResult,
     LikelyToken,
     RequestState,
+    Rows,
     StageTime,
     Timing,
     TokenLogprob,
@@ -17,10 +18,11 @@ from shardnet.api.events import (
 )
 from shardnet.api.opening import connect, in_process, local_ring
 from shardnet.api.requests import GenerationOptions, Prompt
-from shardnet.types import SamplingParams
+from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
 from shardnet.wire.control import ModelChoice
 
 __all__ = [
+    "ALL_ROWS",
     "Client",
     "Generation",
     "GenerationEvent",
@@ -28,8 +30,10 @@ __all__ = [
     "GenerationResult",
     "LikelyToken",
     "ModelChoice",
+    "OutputParams",
     "Prompt",
     "RequestState",
+    "Rows",
     "SamplingParams",
     "StageTime",
     "Timing",

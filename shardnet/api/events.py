@@ -8,9 +8,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardnet.errors import ShardnetError
+
+if TYPE_CHECKING:  # most programs ask for no rows
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class RequestState(enum.Enum):
@@ -50,6 +54,34 @@ class TokenLogprob:
     bytes: bytes
     logprob: float
     top: tuple[LikelyToken, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Logits or hidden states of consecutive rows, the first that of the token at `position`.
+
+    `data` is float32, little-endian, row after row of `width` elements.
+    """
+
+    position: int
+    width: int
+    data: bytes | bytearray
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows these are."""
+        return len(self.data) // (4 * self.width)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.position + self.n_rows
+
+    def array(self) -> NDArray[np.float32]:
+        """Return them as an array [n_rows, width], which shares their memory."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<f4").reshape(-1, self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +125,8 @@ class GenerationResult:
 
     `index` is the prompt's number in the list, `sample` which of its samples this is. With `seed`
     and `sample_index` it can be had again. `token_ids` are all new tokens, a stop id included;
-    `text` has neither that nor a stop string. `logprobs` is None unless they were asked for.
+    `text` has neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits` and `hidden`
+    are None unless they were asked for; a prompt's first token has no logprob.
     """
 
     model: str
@@ -109,6 +142,9 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage
     timing: Timing
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    logits: Rows | None = None
+    hidden: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +153,9 @@ class GenerationEvent:
 
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests go before it. Tokens
     come in events that are RUNNING or RESUMED; `text` is what became certain with them and may be
-    empty. The FINISHED event has the text that was held back and the `result`, the FAILED one the
-    `error`.
+    empty. `prompt_logprobs`, `logits` and `hidden` are the next ones; the prompt's first token has
+    no logprob. The FINISHED event has the text that was held back and the `result`, the FAILED one
+    the `error`.
     """
 
     request_id: int
@@ -129,6 +166,9 @@ class GenerationEvent:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    logits: Rows | None = None
+    hidden: Rows | None = None
     result: GenerationResult | None = None
     error: ShardnetError | None = None
 

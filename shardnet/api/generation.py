@@ -21,6 +21,7 @@ from shardnet.api.events import (
     GenerationResult,
     LikelyToken,
     RequestState,
+    Rows,
     StageTime,
     Timing,
     TokenLogprob,
@@ -67,6 +68,8 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    rows: dict[str, Rows] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.view.token_ids = self.token_ids
@@ -93,6 +96,8 @@ class _Running:
                 return changed(self._event(), ahead=ahead)
             case wire.TextPiece():
                 return self._piece(answer)
+            case wire.RowsPiece():
+                return self._more_rows(answer)
             case wire.Finished():
                 return self._finished(answer)
             case wire.Failed():
@@ -124,12 +129,36 @@ class _Running:
         if piece.logprobs is not None:
             logprobs = tuple(map(_logprob, piece.logprobs))
             self.logprobs += logprobs
+        scored = None
+        if piece.prompt_logprobs is not None:
+            scored = tuple(map(_logprob, piece.prompt_logprobs))
+            self.prompt_logprobs += scored
         self.token_ids += piece.token_ids
         self.tokens += piece.tokens
         self.view.text += piece.text
         return changed(
-            self._event(), token_ids=tuple(piece.token_ids), text=piece.text, logprobs=logprobs
+            self._event(),
+            token_ids=tuple(piece.token_ids),
+            text=piece.text,
+            logprobs=logprobs,
+            prompt_logprobs=scored,
         )
+
+    def _more_rows(self, piece: wire.RowsPiece) -> GenerationEvent:
+        """Take rows, and keep all of a kind in one place for the result."""
+        rows = Rows(position=piece.position, width=piece.width, data=piece.data)
+        nothing = Rows(position=piece.position, width=piece.width, data=bytearray())
+        held = self.rows.setdefault(piece.kind, nothing)
+        is_whole = piece.width > 0 and len(piece.data) % (4 * piece.width) == 0
+        if not is_whole or rows.width != held.width or rows.position != held.end:
+            return self.failed(
+                RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of turn")
+            )
+        assert isinstance(held.data, bytearray)
+        held.data.extend(piece.data)
+        if piece.kind == "logits":
+            return changed(self._event(), logits=rows)
+        return changed(self._event(), hidden=rows)
 
     def _finished(self, finished: wire.Finished) -> GenerationEvent:
         self.view.state = RequestState.FINISHED
@@ -150,6 +179,11 @@ class _Running:
             logprobs=None if sampling.n_logprobs is None else tuple(self.logprobs),
             usage=Usage(n_prompt=n_prompt, n_generated=len(self.token_ids), n_reused=self.n_reused),
             timing=_timing(finished.timing),
+            prompt_logprobs=None
+            if message.outputs.n_prompt_logprobs is None
+            else tuple(self.prompt_logprobs),
+            logits=self.rows.get("logits"),
+            hidden=self.rows.get("hidden"),
         )
         return changed(self._event(), text=finished.text, result=result)
 

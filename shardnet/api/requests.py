@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, cast
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
-from shardnet.types import SamplingParams
+from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.control import (
     Generate,
     ModelChoice,
@@ -21,7 +21,7 @@ from shardnet.wire.control import (
     control_frame,
     read_control,
 )
-from shardnet.wire.messages import Sampling
+from shardnet.wire.messages import Outputs, Sampling
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -35,7 +35,8 @@ class GenerationOptions(TypedDict, total=False):
     seconds after the ring had it; loading a model does not count. `speculate` ("off"): guess tokens
     ahead, by look-up in the text with "ngram" or by the small model at a path on the head;
     `draft_tokens` (0): guess at most so many at once, 0 is as many as pay. `deterministic` (False):
-    what else runs changes no bit (design decision 4).
+    what else runs changes no bit (design decision 4). `outputs` (none): prompt logprobs, logits and
+    hidden states.
     """
 
     max_tokens: int
@@ -49,6 +50,7 @@ class GenerationOptions(TypedDict, total=False):
     speculate: str
     draft_tokens: int
     deterministic: bool
+    outputs: OutputParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,9 @@ def _message(
     content = prompt.content
     text, token_ids = (content, None) if isinstance(content, str) else ("", list(content))
     fields: dict[str, Any] = dict(options)
+    if "outputs" in options:
+        options["outputs"].check()
+        fields["outputs"] = Outputs.of(options["outputs"])
     try:
         message = Generate(
             request=0,

@@ -40,5 +40,9 @@ def test_the_examples_do_as_the_text_says(examples: dict[str, Any]) -> None:
             assert "priority" in examples["refused"](client)
             first, second = await examples["again"](client)
             assert first == second
+            result = await examples["look_inside"](client)
+            n_rows = result.usage.n_prompt + result.usage.n_generated - 1
+            assert (result.logits.n_rows, result.hidden.n_rows) == (2, n_rows)
+            assert len(result.prompt_logprobs) == result.usage.n_prompt
 
     asyncio.run(main())
