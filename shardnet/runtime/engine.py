@@ -106,6 +106,7 @@ class EngineCounters:
     waiting: int
     paused: int
     warm_slots: int
+    warm_blocks: int
     used_blocks: int
     room_blocks: int
 
@@ -232,6 +233,7 @@ class Engine:
             waiting=n_waiting - n_paused,
             paused=n_paused,
             warm_slots=len(book.warm()),
+            warm_blocks=book.warm_blocks,
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
         )
