@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from shardnet.api.events import (
     Timing,
     TokenLogprob,
 )
+from shardnet.errors import ShardnetError
 from shardnet.wire.control import PlanReply
 
 from .progress import ProgressLine
@@ -75,7 +77,7 @@ class ListedTexts:
     """Texts or results of many prompts in order of the file, each as soon as its turn has come.
 
     `lines` are the prompts' lines in the file called `name`. A failure is one line on standard
-    error, when it happens.
+    error, when it happens; of those that say the same only the first ten.
     """
 
     def __init__(self, name: str, lines: Sequence[int], *, as_json: bool) -> None:
@@ -85,6 +87,7 @@ class ListedTexts:
         self._prompts = [_Listed(line) for line in lines]
         self._next = 0
         self._counts = _Counts()
+        self._said: Counter[str] = Counter()
         self._progress = ProgressLine(beside_text=not as_json)
 
     def take(self, event: GenerationEvent) -> None:
@@ -95,9 +98,7 @@ class ListedTexts:
         prompt.result = event.result
         prompt.has_ended = event.state.is_end
         if event.error is not None:
-            self._progress.clear()
-            said = " ".join(str(event.error).split())
-            say(f"error: {self._name} line {prompt.line}: {said}")
+            self._say_failure(prompt.line, event.error)
         if event.index == self._next:
             self._show()
         self._progress.show(self._standing())
@@ -106,12 +107,22 @@ class ListedTexts:
         """Sum up, and say whether all went well."""
         self._progress.clear()
         counts = self._counts
+        for said, n in self._said.items():
+            if n > 10:
+                say(f"error: {self._name}: {n - 10} more prompts: {said}")
         failed = f", {counts.n_failed} failed" if counts.n_failed else ""
         say(
             f"{counts.n_done} of {len(self._prompts)} prompts done{failed}: {counts.n_tokens} "
             f"tokens, {counts.tok_s:.1f} tokens/s"
         )
         return not counts.n_failed
+
+    def _say_failure(self, line: int, error: ShardnetError) -> None:
+        said = " ".join(str(error).split())
+        self._said[said] += 1
+        if self._said[said] <= 10:
+            self._progress.clear()
+            say(f"error: {self._name} line {line}: {said}")
 
     def _show(self) -> None:
         """Show prompts from the next one on, up to the first that has not ended."""

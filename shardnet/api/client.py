@@ -102,7 +102,7 @@ class Client:
         """Where the node is."""
         return self._control.link.peer_address
 
-    async def status(self, *, with_peers: bool) -> StatusReply:
+    async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Ask the node who it is and, with `with_peers`, whom it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)

@@ -29,7 +29,16 @@ from shardnet.api.events import (
 )
 from shardnet.api.requests import Request
 from shardnet.cluster.control import ControlLink
-from shardnet.errors import LinkError, PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import (
+    CapacityError,
+    DeadlineError,
+    LinkError,
+    NumericalError,
+    PeerFailedError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.wire import control as wire
 from shardnet.wire.control import ControlMessage, NodeProgress, PlanReply
 
@@ -37,6 +46,9 @@ MAX_REDIRECTS = 3
 
 WINDOW = 128
 """Requests of one call that a node has at one time: more than run at once, far fewer than wait."""
+
+OF_THE_PROMPT = (UsageError, CapacityError, DeadlineError, NumericalError)
+"""Errors that say something of one request, even where no request has been served yet."""
 
 ShouldStop = Callable[[Sequence[Generation]], Iterable[int]]
 """Takes the requests that have not ended and returns the ids of those to end."""
@@ -189,7 +201,11 @@ class _Running:
 
 
 class Generations:
-    """The requests of one call. `first` is the link to ask on, `link_to` opens others."""
+    """The requests of one call. `first` is the link to ask on, `link_to` opens others.
+
+    The first request goes alone until a ring has taken it. If there is no ring to be had, the
+    others fail as it did and nobody is asked to plan and load again for each.
+    """
 
     def __init__(
         self,
@@ -207,6 +223,7 @@ class Generations:
         self._running: dict[int, _Running] = {}
         self._answers: asyncio.Queue[tuple[int, _Answer]] = asyncio.Queue()
         self._plan: PlanReply | None = None
+        self._is_served = False
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator ends those that run."""
@@ -219,22 +236,26 @@ class Generations:
                 if event is None:
                     continue
                 yield event
-                for cancelled in self._ended_by_hook():
-                    yield cancelled
+                for other in (*self._failed_alike(event), *self._ended_by_hook()):
+                    yield other
         finally:
             for running in self._running.values():
                 running.leave(give_up=True)
 
     async def _send_more(self) -> None:
         """Send requests that wait, as far as the window is open."""
-        while self._waiting and len(self._running) < WINDOW:
-            request = self._waiting.popleft()
-            request_id = next(self._ids)
-            view = Generation(request_id=request_id, index=request.index, sample=request.sample)
-            running = self._running[request_id] = _Running(request=request, view=view)
+        window = WINDOW if self._is_served else 1
+        while self._waiting and len(self._running) < window:
+            running = self._next()
+            self._running[running.view.request_id] = running
             with contextlib.suppress(LinkError):  # it fails the requests, each by its own event
                 self._send(running, self._first)
                 await self._first.link.drain(shared=True)
+
+    def _next(self) -> _Running:
+        request = self._waiting.popleft()
+        view = Generation(request_id=next(self._ids), index=request.index, sample=request.sample)
+        return _Running(request=request, view=view)
 
     def _send(self, running: _Running, control: ControlLink) -> None:
         request_id = running.view.request_id
@@ -279,6 +300,13 @@ class Generations:
             return running.failed(error)
         self._send(running, control)
         return None
+
+    def _failed_alike(self, event: GenerationEvent) -> Iterator[GenerationEvent]:
+        """Fail what waits where a request has shown that there is no ring to be had."""
+        error = event.error
+        self._is_served = self._is_served or error is None or isinstance(error, OF_THE_PROMPT)
+        while self._waiting and error is not None and not self._is_served:
+            yield self._next().failed(error)
 
     def _tell_plan(self, plan: PlanReply) -> None:
         """Hand on a plan unless it is the one that was told last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts, resolve_model, stamp
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.control import ModelChoice, NodeInfo
+from shardnet.wire.control import ModelChoice, NodeInfo, RingLoad
 
 CLOSE_S = 3.0
 """How long a leaving head waits for its stages to be freed."""
@@ -87,6 +87,13 @@ class Head:
     def model(self) -> str | None:
         """The model of the ring that stands, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
+
+    @property
+    def load(self) -> RingLoad | None:
+        """What the ring that stands has in hand, None without one."""
+        if self._lead is None or self._lead.ring.broken is not None:
+            return None
+        return RingLoad(**asdict(self._lead.ring.engine.counters))
 
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""

@@ -295,7 +295,8 @@ class Node:
         match message:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._neighbours.peers() if with_peers else []
-                control.send(StatusReply(request=request, node=self.info(), peers=peers))
+                load = self.head.load
+                control.send(StatusReply(request=request, node=self.info(), peers=peers, load=load))
             case Ping(request=request):
                 control.send(Done(request=request))
             case PeersKnown():

@@ -130,6 +130,7 @@ class EngineCounters:
     waiting: int
     paused: int
     warm_slots: int
+    warm_blocks: int
     used_blocks: int
     room_blocks: int
 
@@ -266,6 +267,7 @@ class Engine:
             waiting=n_waiting - n_paused,
             paused=n_paused,
             warm_slots=len(book.warm()),
+            warm_blocks=book.warm_blocks,
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
         )

@@ -77,12 +77,28 @@ class Status(Tagged, frozen=True, kw_only=True):
     with_peers: bool
 
 
+class RingLoad(Strict, frozen=True, kw_only=True):
+    """What a ring has in hand: requests, slots that lie warm, and KV blocks of one stage.
+
+    Warm slots' blocks are among the used ones.
+    """
+
+    running: U32
+    waiting: U32
+    paused: U32
+    warm_slots: U32
+    warm_blocks: Count
+    used_blocks: Count
+    room_blocks: Count
+
+
 class StatusReply(Tagged, frozen=True, kw_only=True):
-    """Answers Status."""
+    """Answers Status. `load` is that of the ring which the node leads."""
 
     request: RequestId
     node: NodeInfo
     peers: Annotated[list[NodeInfo], Meta(max_length=1024)]
+    load: RingLoad | None = None
 
 
 class Ping(Tagged, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """A node in a few lines: what it answers to a prompt is what the prompt says.
 
-Texts are echoed, one token per character. `fail…` fails, `wait…` says its first character and then
-nothing more, `elsewhere…` is sent to another address.
+Texts are echoed, one token per character. `fail…` fails, for `unplanned…` there is no plan, `wait…`
+says its first character and then nothing more, `elsewhere…` is sent to another address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.control import ControlLink, Incoming
-from shardnet.errors import CapacityError, ShardnetError
+from shardnet.errors import CapacityError, PlanError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
@@ -78,6 +78,8 @@ class ScriptedNode:
             return
         if prompt.startswith("fail"):
             raise CapacityError(f"no room for {prompt}")
+        if prompt.startswith("unplanned"):
+            raise PlanError("the model fits nowhere")
         answers: list[ControlMessage] = [
             _plan(number, message.choice),
             StateChanged(request=number, state=LiveState.QUEUED, ahead=2),

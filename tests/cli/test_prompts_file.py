@@ -177,3 +177,14 @@ def test_a_list_of_which_nothing_failed_says_so(capsys: pytest.CaptureFixture[st
     texts = ListedTexts("f", [1], as_json=True)
     texts.take(finished(0, "a"))
     assert texts.close()
+
+
+def test_many_failures_of_one_cause_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ListedTexts("f", range(1, 31), as_json=True)
+    for index in range(30):
+        texts.take(failed(index))
+    assert not texts.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:10] == [f"error: f line {line}: no room" for line in range(1, 11)]
+    assert lines[10] == "error: f: 20 more prompts: no room"
+    assert len(lines) == 12
