@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,8 +125,10 @@ class _LastRows(_Stream):
         self._rows: deque[RowBlock] = deque(maxlen=n_rows)
 
     def take(self, rows: RowBlock) -> None:
-        """Keep rows, each by itself, so that others are forgotten."""
-        self._rows.extend(rows.part(index, index + 1) for index in range(rows.n_rows))
+        """Keep rows, each copied, so that what they came in is forgotten."""
+        for index in range(max(0, rows.n_rows - (self._rows.maxlen or 0)), rows.n_rows):
+            row = rows.part(index, index + 1)
+            self._rows.append(replace(row, payload=bytes(row.payload)))
 
     def finish(self) -> list[RowBlock]:
         """Return them as one block."""
