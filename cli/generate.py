@@ -31,6 +31,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    WireDTypeName,
     model_choice,
 )
 from .progress import LoadBars
@@ -54,6 +55,7 @@ def generate(
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
+    wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -257,7 +259,13 @@ def generate(
     if bos not in ("auto", "on", "off"):
         raise typer.BadParameter(f"'{bos}': choose auto, on or off", param_hint="--bos")
     choice = model_choice(
-        model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
+        model=model,
+        nodes=nodes,
+        layers=layers,
+        context=context,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        threads=threads,
     )
     save = SaveFlags(
         save_logits=save_logits,

@@ -132,6 +132,7 @@ def node(
 
 
 async def _run(flags: _Flags) -> None:
+    from shardnet.cluster.cache_dir import cache_dir
     from shardnet.cluster.discovery import Discovery
     from shardnet.cluster.node import NodeSettings, listening
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
@@ -146,6 +147,7 @@ async def _run(flags: _Flags) -> None:
         threads=flags.threads,
         peers=flags.peers,
         local_nodes=local_nodes,
+        cache=cache_dir(os.environ),
         log=say,
         identity=identity,
         discovery=None

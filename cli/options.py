@@ -86,6 +86,16 @@ DTypeName = Annotated[
         envvar="SHARDNET_DTYPE",
     ),
 ]
+WireDTypeName = Annotated[
+    str,
+    typer.Option(
+        "--wire-dtype",
+        metavar="bfloat16|float16|int8",
+        help="Round activations for slow links; `plan` shows the error. Default: round nothing.",
+        envvar="SHARDNET_WIRE_DTYPE",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -150,12 +160,23 @@ def split_nodes(text: str) -> list[str]:
 
 
 def model_choice(
-    *, model: str, nodes: str, layers: str, context: int, dtype: str, threads: int
+    *,
+    model: str,
+    nodes: str,
+    layers: str,
+    context: int,
+    dtype: str,
+    wire_dtype: str,
+    threads: int,
 ) -> ModelChoice:
-    """Put the shared options together. Raises typer.BadParameter for --layers or --dtype."""
+    """Put the shared options together. Raises typer.BadParameter for a value that is none."""
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise typer.BadParameter(
             f"'{dtype}': choose auto, bfloat16, float16 or float32", param_hint="--dtype"
+        )
+    if wire_dtype not in ("", "bfloat16", "float16", "int8"):
+        raise typer.BadParameter(
+            f"'{wire_dtype}': choose bfloat16, float16 or int8", param_hint="--wire-dtype"
         )
     try:
         ranges = parse_layers(layers) if layers else ()
@@ -167,6 +188,7 @@ def model_choice(
         layers=[(part.start, part.end) for part in ranges],
         context=context,
         dtype=dtype,
+        wire_dtype=wire_dtype,
         threads=threads,
     )
 

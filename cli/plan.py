@@ -10,6 +10,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.control import ModelChoice, PlannedStage, PlanReply, PlanRequest
 
 from .access import Access
+from .narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
 from .options import (
     Context,
     DTypeName,
@@ -23,6 +24,7 @@ from .options import (
     NoMdns,
     Peer,
     Threads,
+    WireDTypeName,
     check_sendable,
     model_choice,
 )
@@ -39,6 +41,7 @@ def plan(
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
+    wire_dtype: WireDTypeName = "",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -46,7 +49,13 @@ def plan(
 ) -> None:
     """Show the plan that would be used, why, and which nodes were left out."""
     choice = model_choice(
-        model=model, nodes=nodes, layers=layers, context=context, dtype=dtype, threads=threads
+        model=model,
+        nodes=nodes,
+        layers=layers,
+        context=context,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        threads=threads,
     )
     check_sendable(PlanRequest(request=0, choice=choice))
     access = Access(key_file=key_file, insecure=insecure)
@@ -57,7 +66,8 @@ async def _run(
     choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
 ) -> None:
     async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
-        reply = await target.client.plan(target.choice)
+        with WireBar(choice.wire_dtype) as bar:
+            reply = await target.client.plan(target.choice, bar.update)
     print(msgspec.json.encode(_as_json(reply)).decode() if as_json else _as_text(reply))
 
 
@@ -66,6 +76,7 @@ def _as_json(plan: PlanReply) -> dict[str, Any]:
         "model": plan.model,
         "model_id": plan.model_id,
         "dtype": plan.dtype,
+        "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "stages": [
             {
@@ -83,6 +94,7 @@ def _as_json(plan: PlanReply) -> dict[str, Any]:
         "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
         "predicted_tok_s": plan.predicted_tok_s,
         "why": plan.why,
+        **narrow_wire_json(plan.wire),
     }
 
 
@@ -95,6 +107,8 @@ def _as_text(plan: PlanReply) -> str:
         for stage in plan.stages
     ]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
+    if plan.wire is not None:
+        lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
     return "\n".join(lines)
 
 

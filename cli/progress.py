@@ -50,7 +50,8 @@ class LoadBars:
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
         ring = ", ".join(self._names.values())
-        say(f"ring: {ring} ({plan.dtype}, context {plan.context}): {plan.why}")
+        wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
+        say(f"ring: {ring} ({plan.dtype}{wire}, context {plan.context}): {plan.why}")
 
     def update(self, report: NodeProgress) -> None:
         """Move the bar of one node."""

@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NewType
 
 from shardnet.errors import SamplingError, UsageError
@@ -43,6 +44,53 @@ class DType(enum.Enum):
     def size_bytes(self) -> int:
         """Bytes of one element."""
         return 4 if self is DType.FLOAT32 else 2
+
+
+INT8_GROUP_COLUMNS = 64
+"""Columns of a row that share one scale on an int8 wire; a row's last group may have fewer."""
+
+
+class WireDType(enum.Enum):
+    """How activations travel from stage to stage. The value is the name used in flags and JSON.
+
+    A ring's own is the dtype it computes in, which rounds nothing. INT8 is 8 bits a column and a
+    float32 scale per group of columns (docs/protocol.md section 9).
+    """
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+    def __init__(self, name: str) -> None:
+        self.plain = None if name == "int8" else DType(name)
+        """The dtype whose elements travel as they are, None for a layout of its own."""
+        self._plain_bytes = self.plain.size_bytes if self.plain else 0
+
+    @classmethod
+    def own(cls, dtype: DType) -> WireDType:
+        """The wire dtype that keeps every bit of a ring that computes in `dtype`."""
+        return cls(dtype.value)
+
+    @classmethod
+    def named(cls, name: str) -> WireDType:
+        """Read a name. Raises UsageError for one that is none."""
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(dtype.value for dtype in cls)
+            raise UsageError(f"'{name}' is no wire dtype: choose one of {names}") from None
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one row of `width` columns."""
+        if self._plain_bytes:
+            return width * self._plain_bytes
+        return width + 4 * int8_groups(width)
+
+
+def int8_groups(width: int) -> int:
+    """Count the groups of columns, and so the scales, of a row on an int8 wire."""
+    return -(-width // INT8_GROUP_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,6 +150,10 @@ class RowGroup:
     n_sampled: int
 
 
+_N_ROWS = attrgetter("n_rows")
+_N_SAMPLED = attrgetter("n_sampled")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """The rows that travel round the ring in one step, without their activations.
@@ -117,12 +169,12 @@ class MicroBatch:
     @property
     def n_rows(self) -> int:
         """Rows of all groups."""
-        return sum(group.n_rows for group in self.groups)
+        return sum(map(_N_ROWS, self.groups))
 
     @property
     def n_sampled(self) -> int:
         """Rows that the tail samples: the number of ids in the answering token frame."""
-        return sum(group.n_sampled for group in self.groups)
+        return sum(map(_N_SAMPLED, self.groups))
 
 
 class LiveState(enum.Enum):

@@ -41,8 +41,9 @@ async def running_ring(
     *,
     vocab_size: int,
     over: str = "memory",
+    options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
-    """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
+    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     n_stages, epoch = len(computes), scheduler.epoch
     engine = Engine(
         scheduler=scheduler,
@@ -56,7 +57,7 @@ async def running_ring(
         clock_ns=time.perf_counter_ns,
     )
     pipeline = engine.pipeline
-    pairs = [await _pair(over) for _ in range(n_stages if n_stages > 1 else 0)]
+    pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
     executors = [Executor(f"stage-{rank}") for rank in range(n_stages)]
     async with asyncio.TaskGroup() as tasks:
         running = []
@@ -108,7 +109,7 @@ async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
         return
 
 
-async def _pair(over: str) -> tuple[Link, Link]:
+async def _pair(over: str, options: LinkOptions) -> tuple[Link, Link]:
     hello = Hello(
         purpose=Purpose.DATA,
         role=Role.NODE,
@@ -119,14 +120,14 @@ async def _pair(over: str) -> tuple[Link, Link]:
         epoch=Epoch(1),
     )
     if over == "memory":
-        return await memory_pair(hello, hello, options=SMALLEST)
+        return await memory_pair(hello, hello, options=options)
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
 
     async def accept(link: Link) -> None:
         accepted.set_result(link)
 
-    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=SMALLEST)
-    near = await tcp.connect("127.0.0.1", listener.port, hello, options=SMALLEST)
+    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=options)
+    near = await tcp.connect("127.0.0.1", listener.port, hello, options=options)
     far = await accepted
     await listener.close()
     return near, far

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import (
@@ -23,6 +24,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 
 CPU = torch.device("cpu")
@@ -123,6 +125,24 @@ class StageChain:
             for slot, row in enumerate(out):
                 logits[slot].append(row[None])
         return [torch.cat(parts) for parts in logits]
+
+
+class RoundingChain(StageChain):
+    """The stages of one model, rows rounded between them as on a wire of `dtype`."""
+
+    def __init__(self, stages: Sequence[StageModel], dtype: WireDType) -> None:
+        super().__init__(stages)
+        self.dtype = dtype
+
+    def step(self, *groups: Rows, hidden: Tensor | None = None) -> Tensor:
+        """As StageChain's, from the first stage to the last."""
+        for stage in self.stages:
+            if hidden is not None:
+                payload = pack_rows(hidden, self.dtype)
+                hidden = unpack_rows(payload, self.dtype, *hidden.shape, CPU)
+            hidden = StageChain([stage]).step(*groups, hidden=hidden)
+        assert hidden is not None
+        return hidden
 
 
 def even_split(n_layers: int, n_stages: int) -> list[LayerRange]:

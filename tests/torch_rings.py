@@ -26,7 +26,6 @@ from shardnet.runtime.engine import (
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.runtime.torch_compute import TorchCompute
 from shardnet.types import (
-    DType,
     Epoch,
     LayerRange,
     MicroBatch,
@@ -35,6 +34,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 
 CONTEXT = 512
@@ -50,7 +50,8 @@ class TorchStages:
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
         self.computes = [
-            TorchCompute(stage, sampler if stage.last else None, DType.FLOAT32) for stage in stages
+            TorchCompute(stage, sampler if stage.last else None, WireDType.FLOAT32)
+            for stage in stages
         ]
 
     def step(self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0) -> Samples:

@@ -52,9 +52,11 @@ class Client:
         """Ask the node who it is and, with `with_peers`, whom it knows."""
         return self._loop.call(self._client.status(with_peers=with_peers))
 
-    def plan(self, model: str | ModelChoice | None = None) -> PlanReply:
+    def plan(
+        self, model: str | ModelChoice | None = None, on_progress: OnLoading | None = None
+    ) -> PlanReply:
         """Ask for the plan that `model` would get; see `shardnet.api.Client.plan`."""
-        return self._loop.call(self._client.plan(model))
+        return self._loop.call(self._client.plan(model, on_progress))
 
     def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""

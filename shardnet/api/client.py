@@ -43,6 +43,7 @@ from shardnet.types import SamplingParams
 from shardnet.wire.control import (
     Done,
     ModelChoice,
+    NodeProgress,
     PlanReply,
     PlanRequest,
     Redirect,
@@ -107,13 +108,18 @@ class Client:
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
-    async def plan(self, model: str | ModelChoice | None = None) -> PlanReply:
+    async def plan(
+        self, model: str | ModelChoice | None = None, on_progress: OnLoading | None = None
+    ) -> PlanReply:
         """Ask for the plan that `model` would get.
+
+        `on_progress` is called while a narrower wire is measured, which takes as long as the head
+        needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
         message = PlanRequest(request=0, choice=self._chosen(model))
-        return await self._follow(message, PlanReply)
+        return await self._follow(message, PlanReply, on_progress)
 
     async def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""
@@ -172,14 +178,18 @@ class Client:
             return self.choice
         return replace(self.choice, model=name_model(model)) if isinstance(model, str) else model
 
-    async def _follow(self, message: Ask, expected: type[Answer]) -> Answer:
+    async def _follow(
+        self, message: Ask, expected: type[Answer], on_progress: OnLoading | None = None
+    ) -> Answer:
         """Ask the node, or the one it sends us to, and return the answer."""
         check_request(message)
         control = self._control
         for _ in range(MAX_REDIRECTS + 1):
             numbered = replace(message, request=control.next_request())
             async with control.conversation(numbered) as answers:
-                answer = await anext(answers)
+                while isinstance(answer := await anext(answers), NodeProgress):
+                    if on_progress is not None:
+                        on_progress(answer)
             if isinstance(answer, expected):
                 return answer
             if not isinstance(answer, Redirect):

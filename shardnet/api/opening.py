@@ -107,6 +107,7 @@ async def local_ring(
 @asynccontextmanager
 async def node_in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
     """Run a node inside this process that reaches others with `identity`."""
+    from shardnet.cluster.cache_dir import cache_dir
     from shardnet.cluster.node import NodeSettings, running
     from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 
@@ -117,6 +118,7 @@ async def node_in_process(threads: int, identity: Identity | None) -> AsyncItera
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
+        cache=cache_dir(os.environ),
         log=lambda line: None,
         identity=identity,
     )

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.drafts import Drafts
 from shardnet.cluster.head import Elsewhere, Head, Lead
+from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import UsageError
 from shardnet.model.text import TextStream
 from shardnet.model.tokenizer import Tokenizer, check_token_ids
@@ -50,22 +51,30 @@ _PIECE_LOGPROBS = 64
 class Clients:
     """Serves the client messages of all control links of a node."""
 
-    def __init__(self, head: Head, reader: Executor, drafts: Drafts) -> None:
-        """Take the head that makes rings, the thread that turns prompts into token ids, and what
-        guesses tokens ahead.
+    def __init__(
+        self, head: Head, reader: Executor, drafts: Drafts, wire_errors: WireErrors
+    ) -> None:
+        """Take the head that makes rings, the thread that turns prompts into token ids, what
+        guesses tokens ahead, and what measures narrower wires.
         """
         self._head = head
         self._reader = reader
         self._outputs = OutputBudget()
         self._drafts = drafts
+        self._wire_errors = wire_errors
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
-        """Answer with the plan, or with where to ask."""
+        """Answer with the plan, or with where to ask. A wire that is asked for is measured."""
         plan = await self._head.plan(message.choice)
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
-        else:
+        elif not plan.choice.wire_dtype:
             control.send(plan.reply(message.request))
+        else:
+            wire = await self._wire_errors.narrow(
+                plan, lambda done, total: _report(control, message.request, done, total)
+            )
+            control.send(plan.reply(message.request, wire))
 
     async def unload(self, control: ControlLink, message: Unload) -> None:
         """Free the model of the ring this node leads, or tell where to ask."""
@@ -136,6 +145,15 @@ class Clients:
                         )
                     case GenerationFinished():
                         control.send(_finished(message, event, request.prompt, lead.load_s))
+
+
+def _report(control: ControlLink, request: int, done_bytes: int, total_bytes: int) -> None:
+    """Tell a client how far this node is; one that has gone need not know."""
+    if not control.link.closed:
+        progress = NodeProgress(
+            request=request, rank=0, done_bytes=done_bytes, total_bytes=total_bytes
+        )
+        control.send(progress)
 
 
 def _prompt_ids(message: Generate, lead: Lead) -> list[int]:

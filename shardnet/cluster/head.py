@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.planning import Plan, check_same_model, make_plan
+from shardnet.cluster.planning import Plan, check_same_model, make_plan, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_port import StagePort
 from shardnet.errors import BusyError, ShardnetError
@@ -190,7 +190,8 @@ class Head:
     def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
 
-        A client that names no nodes takes any ring with its model; settings it leaves open match.
+        A client that names no nodes takes any ring with its model; settings it leaves open match,
+        but for the wire dtype: without one nothing is rounded.
         """
         lead = self._lead
         if lead is None or lead.ring.broken is not None or lead.plan.choice.model != choice.model:
@@ -201,6 +202,7 @@ class Head:
             and (not choice.layers or choice.layers == had.layers)
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
+            and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and spec.stamp == stamp(resolve_model(choice.model))
         )
@@ -240,6 +242,7 @@ def _spec(plan: Plan) -> RingSpec:
         addresses=tuple(node.address for node in plan.nodes),
         layers=tuple(stage.layers for stage in plan.placement.stages),
         dtype=plan.dtype,
+        wire_dtype=plan.wire_dtype,
         context=plan.context,
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,

@@ -28,6 +28,7 @@ from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import (
     PeerFailedError,
     ProtocolError,
@@ -74,7 +75,8 @@ class NodeSettings:
     """What a node is told at its start. `threads` 0 is a share of the machine's cores.
 
     Without `identity` its links are neither encrypted nor authenticated. `discovery` finds other
-    nodes and makes this one found; without it there are only `peers`, and whom they know.
+    nodes and makes this one found; without it there are only `peers`, and whom they know. `cache`
+    is the folder for what can be made again.
     """
 
     node: NodeId
@@ -83,6 +85,7 @@ class NodeSettings:
     threads: int
     peers: tuple[str, ...]
     local_nodes: LocalNodes
+    cache: Path
     log: Callable[[str], None]
     identity: Identity | None = None
     discovery: Discovery | None = None
@@ -131,7 +134,10 @@ class Node:
             spare_bytes=lambda: self.info().memory_free_bytes,
             threads=lambda: self._orders.threads,
         )
-        self._clients = Clients(self.head, self._reader, self._drafts)
+        self._wire_errors = WireErrors(
+            cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
+        )
+        self._clients = Clients(self.head, self._reader, self._drafts, self._wire_errors)
 
     @property
     def node(self) -> NodeId:
@@ -208,6 +214,7 @@ class Node:
         await self._peers.close()
         await asyncio.gather(*(link.close() for link in self._client_links))
         self._reader.close()
+        self._wire_errors.close()
 
     # --- what the head needs to know (head.Neighbourhood)
 

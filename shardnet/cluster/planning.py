@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from shardnet.cluster.placement import place, place_exactly
 from shardnet.cluster.placement_figures import (
@@ -29,8 +30,22 @@ from shardnet.model.footprint import (
     layer_weight_bytes,
 )
 from shardnet.runtime.loading import ModelFacts
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, NodeId
-from shardnet.wire.control import LeftOut, ModelChoice, NodeInfo, PlannedStage, PlanReply
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    DType,
+    LayerRange,
+    NodeId,
+    WireDType,
+)
+from shardnet.wire.control import (
+    LeftOut,
+    ModelChoice,
+    NodeInfo,
+    PlannedStage,
+    PlanReply,
+)
+from shardnet.wire.narrow import NarrowWire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +58,41 @@ class Measured:
 
 NOTHING_MEASURED = Measured()
 
+NARROW_WIRES = ("bfloat16", "float16", "int8")
+"""What may be asked for with --wire-dtype."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan with everything a ring needs to be built from it."""
+    """A plan with everything a ring needs to be built from it.
+
+    `wire_saved_s` is what the wire dtype saves one token on all links together, against the ring's
+    own: None where a link was not measured.
+    """
 
     choice: ModelChoice
     facts: ModelFacts
     dtype: DType
+    wire_dtype: WireDType
+    wire_saved_s: float | None
     context: int
     nodes: tuple[NodeInfo, ...]
     placement: Placement
     left_out_names: dict[NodeId, str]
 
-    def reply(self, request: int) -> PlanReply:
-        """Tell the plan."""
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """The layers before which activations cross a wire."""
+        return tuple(stage.layers.start for stage in self.placement.stages[1:])
+
+    def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
+        """Tell the plan, and what is known of the `wire` that was asked for."""
         return PlanReply(
             request=request,
             model=self.choice.model,
             model_id=self.facts.model_id,
             dtype=self.dtype.value,
+            wire_dtype=self.wire_dtype.value,
             context=self.context,
             stages=[
                 PlannedStage(
@@ -85,6 +115,7 @@ class Plan:
             ],
             predicted_tok_s=self.placement.predicted_tok_s,
             why=self.placement.why,
+            wire=wire,
         )
 
 
@@ -100,11 +131,13 @@ def make_plan(
     The first node is the one that was asked. Nodes and links that were not measured are planned
     with as placement.py says.
 
-    Raises PlanError when it does not fit, UsageError for a context the model does not have.
+    Raises PlanError when it does not fit, UsageError for a context the model does not have and for
+    a dtype that is none.
     """
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
-    shape = model_shape(facts.config, dtype, context)
+    wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
+    shape = model_shape(facts.config, dtype, context, wire_dtype)
     candidates = [
         Candidate(
             node=NodeId(n.node),
@@ -128,10 +161,13 @@ def make_plan(
     else:
         placement = place(shape, candidates, measured.links, objective)
     by_node = {node.node: node for node in nodes}
+    saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
     return Plan(
         choice=choice,
         facts=facts,
         dtype=dtype,
+        wire_dtype=wire_dtype,
+        wire_saved_s=_sending_s(placement, measured.links, saved_bytes),
         context=context,
         nodes=tuple(by_node[stage.node] for stage in placement.stages),
         placement=placement,
@@ -185,8 +221,26 @@ def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo])
     return DType.FLOAT32
 
 
-def model_shape(config: ModelConfig, dtype: DType, context: int) -> ModelShape:
-    """Say what the model weighs in `dtype` with one sequence of `context` positions."""
+def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:
+    """Settle how activations travel in a ring that computes in `dtype`: "" keeps every bit.
+
+    Raises UsageError for an unknown name, and for float32, which no ring gains anything by.
+    """
+    if not requested:
+        return WireDType.own(dtype)
+    if requested not in NARROW_WIRES:
+        raise UsageError(f"--wire-dtype {requested}: choose {', '.join(NARROW_WIRES)}")
+    return WireDType(requested)
+
+
+def model_shape(
+    config: ModelConfig, dtype: DType, context: int, wire_dtype: WireDType | None = None
+) -> ModelShape:
+    """Say what the model weighs in `dtype` with one sequence of `context` positions.
+
+    `wire_dtype` is how rows travel, None as the model computes.
+    """
+    wire_dtype = wire_dtype or WireDType.own(dtype)
     one_layer = LayerRange(config.n_layers - 1, config.n_layers)
 
     def activation_bytes(positions: int) -> int:
@@ -200,7 +254,7 @@ def model_shape(config: ModelConfig, dtype: DType, context: int) -> ModelShape:
         layer_bytes=layer_weight_bytes(config, dtype),
         embedding_bytes=embedding_weight_bytes(config, dtype),
         head_bytes=head_weight_bytes(config, dtype),
-        hop_bytes=config.hidden_size * dtype.size_bytes,
+        hop_bytes=wire_dtype.row_bytes(config.hidden_size),
         context=context,
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype),
         activation_bytes=activation_bytes(context),
@@ -214,3 +268,17 @@ def _context(choice: ModelChoice, config: ModelConfig) -> int:
             f"--context {choice.context}: the model has {config.max_positions} positions at most"
         )
     return choice.context or config.default_context
+
+
+def _sending_s(placement: Placement, links: Links, size_bytes: int) -> float | None:
+    """Seconds that so many bytes take over all links that carry activations, one after another.
+
+    None where one of them was not measured.
+    """
+    total_s = 0.0
+    for sender, receiver in pairwise(stage.node for stage in placement.stages):
+        link = links.get((sender, receiver)) or links.get((receiver, sender))
+        if link is None:
+            return None
+        total_s += link.send_s(size_bytes)
+    return total_s

@@ -19,7 +19,7 @@ from shardnet.errors import PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
-from shardnet.types import DType, Epoch, LayerRange
+from shardnet.types import DType, Epoch, LayerRange, WireDType
 from shardnet.wire.control import LoadStage, StageReady
 
 MAX_SLOTS = 64
@@ -48,6 +48,7 @@ class RingSpec:
     addresses: tuple[str, ...]
     layers: tuple[LayerRange, ...]
     dtype: DType
+    wire_dtype: WireDType
     context: int
     threads: int
     vocab_size: int
@@ -155,6 +156,7 @@ class Ring:
             model_id=spec.model_id,
             layers=(spec.layers[rank].start, spec.layers[rank].end),
             dtype=spec.dtype.value,
+            wire_dtype=spec.wire_dtype.value,
             context=spec.context,
             threads=spec.threads,
             addresses=list(spec.addresses),

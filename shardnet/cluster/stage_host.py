@@ -7,17 +7,10 @@ not plan, nor know clients.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from shardnet.cluster.seat import DialData, RingSeat
-from shardnet.errors import (
-    BusyError,
-    CancelledRequestError,
-    PeerFailedError,
-    ShardnetError,
-    UsageError,
-)
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import (
     LoadedStage,
@@ -27,12 +20,11 @@ from shardnet.runtime.loading import (
     use_threads,
 )
 from shardnet.runtime.pipeline import Pipeline
+from shardnet.runtime.reporter import Reporter
 from shardnet.transport.link import Link
-from shardnet.types import Epoch
+from shardnet.types import Epoch, WireDType
 from shardnet.wire.control import LoadStage
 from shardnet.wire.messages import Hello
-
-PROGRESS_EVERY_S = 0.1
 
 
 class StageHost:
@@ -64,10 +56,12 @@ class StageHost:
     ) -> tuple[LoadedStage, bool]:
         """Take the seat that `message` gives and have the stage of `order` loaded.
 
-        Returns the stage and whether it was there already. A stage of another order is freed first.
-        `owner` is the head's node id. Raises BusyError while sequences of another head are open,
-        and what loading raises; then nothing is left loaded.
+        Returns the stage and whether it was there already. A stage of another order is freed first;
+        for another wire dtype it need not be. `owner` is the head's node id. Raises UsageError for
+        a wire dtype that is none, BusyError while sequences of another head are open, and what
+        loading raises; then nothing is left loaded.
         """
+        wire_dtype = WireDType.named(message.wire_dtype)
         async with self._changing:
             self._refuse_if_busy(owner)
             if self.seat is not None and self.seat.ring != message.ring:
@@ -84,11 +78,13 @@ class StageHost:
                 on_broken=on_broken,
             )
             await self._compute.run(lambda: use_threads(threads))
-            if self.loaded is not None and self.loaded.fits(order):
-                return self.loaded, True
-            await self._free()
-            self.loaded = await self._load(order, memory_bytes, on_progress)
-            return self.loaded, False
+            reused = self.loaded is not None and self.loaded.fits(order)
+            if self.loaded is None or not reused:
+                await self._free()
+                self.loaded = await self._load(order, memory_bytes, on_progress)
+            compute = self.loaded.compute
+            await self._compute.run(lambda: compute.use_wire(wire_dtype))
+            return self.loaded, reused
 
     async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
         """Connect the seat to its neighbours and start to work; see RingSeat.join."""
@@ -127,7 +123,7 @@ class StageHost:
         self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
     ) -> LoadedStage:
         """Load on the loading thread. When cancelled, wait until the thread has given up."""
-        reporter = _Reporter(on_progress, asyncio.get_running_loop())
+        reporter = Reporter(on_progress, asyncio.get_running_loop())
         loading = asyncio.ensure_future(
             self._loader.run(lambda: load(order, memory_bytes, reporter.report))
         )
@@ -164,28 +160,3 @@ class StageHost:
         if self.loaded is not None:
             self.loaded = None
             await self._loader.run(give_memory_back)
-
-
-class _Reporter:
-    """Carries progress from the loading thread to the loop, a few times a second and at the end."""
-
-    def __init__(
-        self, on_progress: Callable[[int, int], None], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._on_progress = on_progress
-        self._loop = loop
-        self._last_s = 0.0
-        self._given_up = False
-
-    def give_up(self) -> None:
-        """Make the next report raise, so that the loading ends."""
-        self._given_up = True
-
-    def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Report from the loading thread. Raises CancelledRequestError after `give_up`."""
-        if self._given_up:
-            raise CancelledRequestError("loading was given up")
-        now = time.monotonic()
-        if done_bytes >= total_bytes or now - self._last_s >= PROGRESS_EVERY_S:
-            self._last_s = now
-            self._loop.call_soon_threadsafe(self._on_progress, done_bytes, total_bytes)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
-    DType,
     MicroBatch,
     OutputParams,
     SamplingParams,
@@ -20,7 +19,9 @@ from shardnet.types import (
     SlotId,
     StepId,
     TokenLogprobs,
+    WireDType,
 )
+from shardnet.wire.messages import StageTiming
 from shardnet.wire.rows import RowBlock
 
 NO_OUTPUTS = OutputParams()
@@ -30,10 +31,10 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The hidden states of a micro-batch: `rows x width` of `dtype`, row-major, little-endian."""
+    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`."""
 
     payload: Buffer
-    dtype: DType
+    dtype: WireDType
     width: int
 
 
@@ -103,6 +104,9 @@ class StageCompute(Protocol):
     Calls come in data order: what a step sees is what the calls before it left.
     """
 
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
+
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot."""
 
@@ -116,15 +120,6 @@ class StageCompute(Protocol):
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTiming:
-    """Where one step's time went in one stage, read from that stage's clock."""
-
-    rank: int
-    compute_us: int
-    queue_us: int
 
 
 # What travels through a stage, decoded. A stage forwards what it does not consume.

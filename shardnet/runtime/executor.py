@@ -42,6 +42,19 @@ class Executor:
         """
         return asyncio.get_running_loop().run_in_executor(self._pool, job)
 
+    def post(
+        self,
+        job: Callable[[], T],
+        done: Callable[[T], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Queue `job`; on the loop, `done` gets its result or `failed` what it raised.
+
+        Like `submit` without a future on the loop, which costs a turn of it. Neither is called
+        when the loop has closed meanwhile.
+        """
+        self._pool.submit(_finish, job, done, failed, asyncio.get_running_loop())
+
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result, or raise what it raised."""
         return await self.submit(job)
@@ -53,6 +66,24 @@ class Executor:
     def join(self) -> None:
         """Wait for the thread to end. For the end of the process, off the loop."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(
+    job: Callable[[], T],
+    done: Callable[[T], None],
+    failed: Callable[[BaseException], None],
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """Run `job` on this thread and hand what becomes of it to the loop.
+
+    Where the loop has closed meanwhile, what that raises ends here: nobody is left to tell.
+    """
+    try:
+        result = job()
+    except BaseException as error:  # as in a future: whoever waits for the result gets it
+        loop.call_soon_threadsafe(failed, error)
+    else:
+        loop.call_soon_threadsafe(done, result)
 
 
 def _lower_priority(niceness: int) -> None:

@@ -20,7 +20,14 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
 from shardnet.runtime.compute import StageCompute
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, blocks_for
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    DType,
+    LayerRange,
+    WireDType,
+    blocks_for,
+)
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
@@ -32,7 +39,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What to load. Equal orders give the same stage. `dtype` is the ring's wire dtype."""
+    """What to load. Equal orders give the same stage. `dtype` is the ring's."""
 
     model: str
     model_id: str
@@ -149,7 +156,7 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
     return LoadedStage(
         order=order,
         stamp=stamped,
-        compute=TorchCompute(model, sampler, order.dtype),
+        compute=TorchCompute(model, sampler, WireDType.own(order.dtype)),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
         load_s=time.perf_counter() - started,

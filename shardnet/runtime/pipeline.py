@@ -23,12 +23,12 @@ from shardnet.runtime.compute import (
     SlotOperation,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
 )
 from shardnet.types import Epoch, MicroBatch, OutputKind, StepId, TokenLogprobs
+from shardnet.wire.messages import StageTiming
 from shardnet.wire.rows import RowBlock
 
 STUCK_FACTOR = 10

@@ -18,7 +18,6 @@ from shardnet.runtime.compute import (
     SlotOperation,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
@@ -37,6 +36,7 @@ from shardnet.wire.messages import (
     Outputs,
     RowLogprobs,
     Sampling,
+    StageTiming,
     TopLogprob,
     error_frame,
     extras_frame,
@@ -45,10 +45,12 @@ from shardnet.wire.messages import (
     read_sequence,
     sequence_frame,
 )
+from shardnet.wire.messages import (
+    SlotOperation as SlotMessage,
+)
 from shardnet.wire.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
-_NOTHING_SAMPLED = Samples(token_ids=(), logprobs=())
 
 MAX_STEP_ROWS_BYTES = 1 << 29
 """Logits and hidden states of one step that the head takes: 256 rows of half a million columns."""
@@ -84,7 +86,7 @@ class LinkSource:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
-            timings=_timings(extras),
+            timings=tuple(extras.timings),
             arrived_ns=self._link.arrived_ns,
         )
 
@@ -105,7 +107,8 @@ class TailLink:
             extras = self._extras.before(frame)
             match frame.kind:
                 case FrameKind.TOKENS:
-                    return _answer(frame, extras, self._rows.before(frame))
+                    blocks = self._rows.before(frame) if self._rows.blocks else []
+                    return _answer(frame, extras, blocks)
                 case FrameKind.ERROR:
                     self._rows.before(frame)
                     return _step_failed(frame)
@@ -128,11 +131,11 @@ class LinkSink:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
             case StepComputed(batch=batch, timings=timings, result=result):
-                self._link.send(
-                    *self._rows(batch, result),
-                    self._extras(batch.step, timings, result),
-                    self._result(output),
-                )
+                extras = self._extras(batch.step, timings, result)
+                if isinstance(result, Samples) and result.blocks:
+                    self._link.send(*_rows(batch, result), extras, self._result(output))
+                else:
+                    self._link.send(extras, self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
             case SequenceOpened() | SequenceClosed() | SlotFreed():
@@ -152,27 +155,16 @@ class LinkSink:
             Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
         )
 
-    def _rows(self, batch: MicroBatch, result: Activations | Samples) -> list[Frame]:
-        if isinstance(result, Activations):
-            return []
-        return [
-            frame
-            for block in result.blocks
-            for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
-        ]
-
     def _extras(
         self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
     ) -> Frame:
-        samples = result if isinstance(result, Samples) else _NOTHING_SAMPLED
-        extras = Extras(
-            timings=[
-                messages.StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-                for t in timings
-            ],
-            logprobs=_logprob_rows(samples),
-            prompt_logprobs=_prompt_rows(samples),
-        )
+        extras = Extras(timings=list(timings))
+        if isinstance(result, Samples):
+            extras = Extras(
+                timings=extras.timings,
+                logprobs=_logprob_rows(result),
+                prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
+            )
         return extras_frame(extras, epoch=self._epoch, step=step)
 
 
@@ -209,7 +201,7 @@ class _PendingRows:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._step = 0
-        self._blocks: list[RowBlock] = []
+        self.blocks: list[RowBlock] = []
         self._n_bytes = 0
 
     def keep(self, frame: Frame) -> None:
@@ -217,7 +209,7 @@ class _PendingRows:
 
         Raises RemoteProtocolError when it is of another step than the last, or too much.
         """
-        if self._blocks and frame.step != self._step:
+        if self.blocks and frame.step != self._step:
             raise self._out_of_turn(frame)
         self._n_bytes += len(frame.payload)
         if self._n_bytes > MAX_STEP_ROWS_BYTES:
@@ -226,11 +218,11 @@ class _PendingRows:
                 f"{frame.step}"
             )
         self._step = frame.step
-        self._blocks.append(read_rows(frame))
+        self.blocks.append(read_rows(frame))
 
     def before(self, frame: Frame) -> list[RowBlock]:
         """Give what came before `frame`, once. Raises RemoteProtocolError for another step's."""
-        blocks, self._blocks, self._n_bytes = self._blocks, [], 0
+        blocks, self.blocks, self._n_bytes = self.blocks, [], 0
         if blocks and frame.step != self._step:
             raise self._out_of_turn(frame)
         return blocks
@@ -258,15 +250,8 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         step=StepId(frame.step),
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
-        timings=_timings(extras),
-        prompt_logprobs=[
-            PromptLogprobs(
-                sequence_id=SequenceId(entry.sequence_id),
-                position=entry.position,
-                logprobs=_token_logprobs(entry),
-            )
-            for entry in extras.prompt_logprobs
-        ],
+        timings=tuple(extras.timings),
+        prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
     )
 
@@ -289,7 +274,7 @@ def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
     )
 
 
-def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
+def _slot_operation(message: SlotMessage) -> SlotOperation:
     match message:
         case OpenSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
             return SequenceOpened(
@@ -312,7 +297,7 @@ def _slot_operation(message: messages.SlotOperation) -> SlotOperation:
             assert_never(message)
 
 
-def _slot_message(operation: SlotOperation) -> messages.SlotOperation:
+def _slot_message(operation: SlotOperation) -> SlotMessage:
     match operation:
         case SequenceOpened(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
             return OpenSequence(
@@ -338,13 +323,6 @@ def _step_failed(frame: Frame) -> StepFailed:
     return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
 
 
-def _timings(extras: Extras) -> tuple[StageTiming, ...]:
-    return tuple(
-        StageTiming(rank=t.rank, compute_us=t.compute_us, queue_us=t.queue_us)
-        for t in extras.timings
-    )
-
-
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
     return [
         RowLogprobs(
@@ -368,6 +346,25 @@ def _prompt_rows(samples: Samples) -> list[messages.PromptLogprobs]:
             top=_top(scored.logprobs),
         )
         for scored in samples.prompt_logprobs
+    ]
+
+
+def _prompt_logprobs(extras: Extras) -> list[PromptLogprobs]:
+    return [
+        PromptLogprobs(
+            sequence_id=SequenceId(entry.sequence_id),
+            position=entry.position,
+            logprobs=_token_logprobs(entry),
+        )
+        for entry in extras.prompt_logprobs
+    ]
+
+
+def _rows(batch: MicroBatch, samples: Samples) -> list[Frame]:
+    return [
+        frame
+        for block in samples.blocks
+        for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
     ]
 
 

@@ -289,13 +289,14 @@ class Scheduler:
         )
 
     def _free(self, slots: Iterable[Slot]) -> None:
-        self._pending += [FreeSlot(slot=slot.slot) for slot in slots]
+        for slot in slots:
+            self._pending.append(FreeSlot(slot=slot.slot))
 
     # --- what travels
 
     def _send_step(self) -> bool:
         """Send one step if there is anything to send."""
-        n_decoding = sum(sequence.is_decoding for sequence in self._running.values())
+        n_decoding = [sequence.is_decoding for sequence in self._running.values()].count(True)
         if not n_decoding:
             rows = self._prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)

@@ -6,7 +6,7 @@ Knows token ids, positions and counts. Must not know slots' room or steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -157,21 +157,17 @@ class LiveSequence:
     n_sent: int = 0
     n_in_flight: int = 0
     awaits_token: bool = False
+    sequence_id: SequenceId = field(init=False)
+    n_prompt: int = field(init=False)
 
-    @property
-    def sequence_id(self) -> SequenceId:
-        """Its id."""
-        return self.request.sequence_id
+    def __post_init__(self) -> None:
+        self.sequence_id = self.request.sequence_id
+        self.n_prompt = len(self.request.prompt)
 
     @property
     def rank(self) -> tuple[int, int]:
         """Who goes before whom, the smaller first: by priority, then by arrival."""
         return (-self.request.priority, self.order)
-
-    @property
-    def n_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
 
     @property
     def n_generated(self) -> int:

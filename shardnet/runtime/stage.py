@@ -20,13 +20,13 @@ from shardnet.runtime.compute import (
     StageCompute,
     StageInput,
     StageOutput,
-    StageTiming,
     StepArrived,
     StepComputed,
     StepFailed,
 )
 from shardnet.runtime.executor import Executor
 from shardnet.types import SequenceId, StepId
+from shardnet.wire.messages import StageTiming
 
 _HANDED_OVER = 2
 """Inputs given to the compute thread and not sent on yet: one computes, one waits at its side."""
@@ -72,15 +72,19 @@ class StageWorker:
         self._clock_ns = clock_ns
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot here, as far as this stage has taken them in."""
-        self._under_way: asyncio.Queue[asyncio.Future[StageOutput]] = asyncio.Queue(_HANDED_OVER)
+        self._n_handed_over = 0
+        self._room = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Work until cancelled. Raises the LinkError that broke the ring, in a group of one."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._take_in(), name=f"stage {self._rank}: take in")
-                tasks.create_task(self._pass_on(), name=f"stage {self._rank}: pass on")
+                tasks.create_task(self._watch(), name=f"stage {self._rank}: watch")
         finally:
+            if not self._failure.cancel() and not self._failure.cancelled():
+                self._failure.exception()  # raised by now, or nobody's
             await self._executor.run(self._compute.reset)
 
     async def _take_in(self) -> None:
@@ -90,15 +94,33 @@ class StageWorker:
                 self.open_sequences.add(arrived.sequence_id)
             elif isinstance(arrived, SequenceClosed):
                 self.open_sequences.discard(arrived.sequence_id)
-            await self._under_way.put(self._executor.submit(partial(self._process, arrived)))
+            while self._n_handed_over == _HANDED_OVER:
+                self._room.clear()
+                await self._room.wait()
+            self._n_handed_over += 1
+            self._executor.post(partial(self._process, arrived), self._pass_on, self._fail)
+            await self._sink.drain()
 
-    async def _pass_on(self) -> None:
-        while True:
-            output = await (await self._under_way.get())
+    async def _watch(self) -> None:
+        """Raise what went wrong outside of `_take_in`."""
+        await self._failure
+
+    def _pass_on(self, output: StageOutput) -> None:
+        """Send on what the compute thread has made. Called by the loop."""
+        if self._failure.done():
+            return  # what comes after the end is for nobody
+        try:
             self._sink.send(output)
             if isinstance(output, StepComputed):
                 self._on_step_done(output.batch.step)
-            await self._sink.drain()
+        except Exception as error:  # no task calls this: whatever it is must end the worker
+            self._fail(error)
+        self._n_handed_over -= 1
+        self._room.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     # --- on the compute thread
 

@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.codec import from_bytes, to_bytes, torch_dtype
+from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.sampler import Sampler
 from shardnet.model.stage_model import StageModel
 from shardnet.runtime.compute import (
@@ -22,20 +22,25 @@ from shardnet.runtime.compute import (
     SlotOperation,
 )
 from shardnet.runtime.tail import Tail
-from shardnet.types import DType, MicroBatch, SlotId
+from shardnet.types import MicroBatch, SlotId, WireDType
 
 
 class TorchCompute:
     """StageCompute over a loaded StageModel. `sampler` is None but on the tail.
 
-    Activations travel in `wire_dtype`; a stage that computes in another dtype rounds at its border.
+    Activations travel in the wire dtype, and are rounded to it at the stage's border where it is
+    not the one that the stage computes in.
     """
 
-    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: DType) -> None:
+    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, SequenceOpened] = {}
         self._tail = None if sampler is None else Tail(model, sampler, self._owners)
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
+        self._wire_dtype = dtype
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot; see StageCompute.
@@ -70,10 +75,8 @@ class TorchCompute:
         output = self._model.run(batch, self._hidden(batch, activations))
         if self._tail is not None:
             return self._tail.answer(batch, output)
-        wire = output.to(torch_dtype(self._wire_dtype))
-        return Activations(
-            payload=to_bytes(wire), dtype=self._wire_dtype, width=int(output.shape[-1])
-        )
+        payload = pack_rows(output, self._wire_dtype)
+        return Activations(payload=payload, dtype=self._wire_dtype, width=self._model.width)
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
@@ -97,7 +100,12 @@ class TorchCompute:
             raise RemoteProtocolError(
                 f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
             )
-        hidden = from_bytes(
+        if activations.dtype is not self._wire_dtype:
+            raise RemoteProtocolError(
+                f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
+                f"{self._wire_dtype.value}"
+            )
+        hidden = unpack_rows(
             activations.payload,
             activations.dtype,
             batch.n_rows,

@@ -15,6 +15,7 @@ from shardnet.errors import ShardnetError, error_for_code
 from shardnet.types import LiveState
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import ErrorReport, Outputs, Sampling
+from shardnet.wire.narrow import NarrowWire
 from shardnet.wire.schema import (
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
@@ -153,6 +154,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     model_id: Digest
     layers: tuple[U32, U32]
     dtype: Name
+    wire_dtype: Name
     context: U32
     threads: U32
     addresses: Addresses
@@ -234,6 +236,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     context: U32 = 0
     dtype: Name = "auto"
     threads: U32 = 0
+    wire_dtype: Name = ""
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -265,21 +268,29 @@ class LeftOut(Strict, frozen=True, kw_only=True):
 
 
 class PlanReply(Tagged, frozen=True, kw_only=True):
-    """A plan. It answers PlanRequest, and precedes the tokens of Generate."""
+    """A plan. It answers PlanRequest, and precedes the tokens of Generate.
+
+    `wire` is there in answer to a PlanRequest that asks for a wire dtype.
+    """
 
     request: RequestId
     model: PathText
     model_id: Digest
     dtype: Name
+    wire_dtype: Name
     context: U32
     stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
     left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
     predicted_tok_s: Seconds | None = None
     why: Explanation
+    wire: NarrowWire | None = None
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):
-    """Tells the client of a Generate how far the node of a stage is with loading."""
+    """Tells the client of a Generate how far the node of a stage is with loading.
+
+    The client of a PlanRequest: how far the head, rank 0, is with measuring a narrower wire.
+    """
 
     request: RequestId
     rank: Rank

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.frames import Buffer, Frame, FrameKind
 
 _HEAD: Final = struct.Struct("<HBBII")
@@ -23,7 +23,12 @@ _GROUP: Final = struct.Struct("<QIIII")
 _TOKEN_BYTES: Final = 4
 _MAX_POSITIONS: Final = 2**32 - 1
 
-_CODE_OF_DTYPE: Final = {DType.FLOAT32: 1, DType.FLOAT16: 2, DType.BFLOAT16: 3}
+_CODE_OF_DTYPE: Final = {
+    WireDType.FLOAT32: 1,
+    WireDType.FLOAT16: 2,
+    WireDType.BFLOAT16: 3,
+    WireDType.INT8: 4,
+}
 _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 
 
@@ -31,11 +36,11 @@ _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 class Step:
     """What a DATA frame says: the micro-batch and its activations.
 
-    `payload` is the raw tensor, `batch.n_rows` rows of `width` elements of `dtype`, little-endian.
+    `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says.
     """
 
     batch: MicroBatch
-    dtype: DType
+    dtype: WireDType
     width: int
     payload: Buffer
 
@@ -46,19 +51,12 @@ def data_frame(step: Step) -> Frame:
     Raises LocalProtocolError when the peer would refuse the frame.
     """
     batch = step.batch
+    n_rows, code = len(batch.token_ids), _CODE_OF_DTYPE[step.dtype]
     try:
-        meta = b"".join(
-            (
-                _HEAD.pack(
-                    len(batch.groups), _CODE_OF_DTYPE[step.dtype], 0, batch.n_rows, step.width
-                ),
-                *(
-                    _GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled)
-                    for g in batch.groups
-                ),
-                _pack_tokens(batch.token_ids),
-            )
-        )
+        parts = [_HEAD.pack(len(batch.groups), code, 0, n_rows, step.width)]
+        for g in batch.groups:
+            parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
+        parts.append(_pack_tokens(batch.token_ids))
     except struct.error as error:
         raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
     fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
@@ -68,7 +66,7 @@ def data_frame(step: Step) -> Frame:
         kind=FrameKind.DATA,
         epoch=batch.epoch,
         step=batch.step,
-        meta=meta,
+        meta=b"".join(parts),
         payload=step.payload,
     )
 
@@ -124,7 +122,7 @@ class _MalformedMeta(Exception):
     """The meta cannot be taken apart; the text says why."""
 
 
-def _read_meta(frame: Frame) -> tuple[MicroBatch, DType, int]:
+def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
     meta = memoryview(frame.meta)
     if len(meta) < _HEAD.size:
         raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
@@ -139,52 +137,57 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, DType, int]:
     if code not in _DTYPE_OF_CODE:
         raise _MalformedMeta(f"dtype code {code} is not one of {sorted(_DTYPE_OF_CODE)}")
     tokens_start = _HEAD.size + n_groups * _GROUP.size
-    groups = tuple(
-        RowGroup(
-            sequence_id=SequenceId(sequence_id),
-            slot=SlotId(slot),
-            position=position,
-            n_rows=rows,
-            n_sampled=n_sampled,
+    groups = []
+    for unpacked in _GROUP.iter_unpack(meta[_HEAD.size : tokens_start]):
+        sequence_id, slot, position, rows, n_sampled = unpacked
+        groups.append(
+            RowGroup(
+                sequence_id=SequenceId(sequence_id),
+                slot=SlotId(slot),
+                position=position,
+                n_rows=rows,
+                n_sampled=n_sampled,
+            )
         )
-        for sequence_id, slot, position, rows, n_sampled in _GROUP.iter_unpack(
-            meta[_HEAD.size : tokens_start]
-        )
-    )
-    if sum(group.n_rows for group in groups) != n_rows:
-        raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
     batch = MicroBatch(
         epoch=Epoch(frame.epoch),
         step=StepId(frame.step),
-        groups=groups,
+        groups=tuple(groups),
         token_ids=struct.unpack_from(f"<{n_rows}I", meta, tokens_start),
     )
+    if batch.n_rows != n_rows:
+        raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
     return batch, _DTYPE_OF_CODE[code], width
 
 
-def _fault(batch: MicroBatch, dtype: DType, width: int, payload_bytes: int) -> str | None:
+def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:
     """Say what is wrong with a step, whoever made it; None when all is well."""
     if not batch.groups:
         return "it has no row group"
+    n_rows = 0
+    slots, sequences = set(), set()
     for group in batch.groups:
+        n_rows += group.n_rows
+        slots.add(group.slot)
+        sequences.add(group.sequence_id)
         if group.n_rows < 1:
             return f"sequence {group.sequence_id} has no row"
         if group.n_sampled > group.n_rows:
             return f"{group.n_sampled} of {group.n_rows} rows cannot be sampled"
         if group.position + group.n_rows > _MAX_POSITIONS:
             return f"position {group.position} + {group.n_rows} rows is out of range"
-    if len({group.slot for group in batch.groups}) != len(batch.groups):
+    if len(slots) != len(batch.groups):
         return "one slot stands in two row groups"
-    if len({group.sequence_id for group in batch.groups}) != len(batch.groups):
+    if len(sequences) != len(batch.groups):
         return "one sequence stands in two row groups"
-    if len(batch.token_ids) != batch.n_rows:
-        return f"it has {len(batch.token_ids)} token ids for {batch.n_rows} rows"
+    if len(batch.token_ids) != n_rows:
+        return f"it has {len(batch.token_ids)} token ids for {n_rows} rows"
     if width < 1:
         return "its width is 0"
-    expected = batch.n_rows * width * dtype.size_bytes
+    expected = n_rows * dtype.row_bytes(width)
     if payload_bytes != expected:
         return (
-            f"its payload has {payload_bytes} bytes; {batch.n_rows} rows x {width} x "
+            f"its payload has {payload_bytes} bytes; {n_rows} rows x {width} x "
             f"{dtype.value} need {expected}"
         )
     return None

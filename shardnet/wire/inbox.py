@@ -30,7 +30,7 @@ class Inbox:
 
     def room(self) -> memoryview:
         """Give the free space behind the waiting bytes, which move to the front."""
-        waiting = len(self)
+        waiting = self._end - self._start
         if self._start:
             self._view[:waiting] = self._view[self._start : self._end]
             self._start, self._end = 0, waiting
@@ -58,32 +58,29 @@ class Inbox:
 class Part:
     """The meta or the payload of a frame while it is filled. Takes the memory for it."""
 
-    __slots__ = ("_filled", "view")
+    __slots__ = ("missing", "view")
 
     def __init__(self, n: int, *, aligned: bool = False) -> None:
         self.view = _aligned(n) if aligned else memoryview(bytearray(n))
-        self._filled = 0
-
-    @property
-    def missing(self) -> int:
+        self.missing = n
         """Bytes still to come."""
-        return len(self.view) - self._filled
 
     def room(self) -> memoryview:
         """Give the place of the bytes still to come."""
-        return self.view[self._filled :]
+        return self.view[len(self.view) - self.missing :]
 
     def filled(self, n: int) -> None:
         """Take note that `n` bytes were put at the start of `room`."""
-        self._filled += n
+        self.missing -= n
 
     def fill_from(self, inbox: Inbox) -> bool:
         """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
-        data = inbox.take(self.missing)
-        end = self._filled + len(data)
-        self.view[self._filled : end] = data
-        self._filled = end
-        return end == len(self.view)
+        if self.missing:
+            data = inbox.take(self.missing)
+            start = len(self.view) - self.missing
+            self.view[start : start + len(data)] = data
+            self.missing -= len(data)
+        return not self.missing
 
 
 def _aligned(n: int) -> memoryview:

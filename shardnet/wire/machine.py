@@ -87,8 +87,8 @@ class LinkFailed:
 Event = HelloReceived | FrameReceived | ProgressReported | PeerLeft | LinkFailed
 
 
-class LinkState(enum.Enum):
-    """What may be received next. The values are read in error messages."""
+class LinkState(enum.StrEnum):
+    """What may be received next, as error messages say it."""
 
     PREAMBLE = "before the preamble"
     HELLO = "before the hello"
@@ -152,9 +152,7 @@ class LinkMachine:
         if self._state is LinkState.ENDED or self._said_last_word:
             raise LinkClosedError("the link has ended; nothing can be sent on it")
         if self._state is not LinkState.UP:
-            raise LocalProtocolError(
-                f"a {frame.kind.name} frame cannot be sent {self._state.value}"
-            )
+            raise LocalProtocolError(f"a {frame.kind.name} frame cannot be sent {self._state}")
         if frame.kind not in self._allowed:
             raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
         buffers = pack_frame(frame, self._limits)
@@ -257,7 +255,7 @@ class LinkMachine:
             self._inbox.take(HEADER.size),
             allowed=self._allowed,
             limits=self._limits,
-            state=self._state.value,
+            state=self._state,
         )
         self._header = header
         self._meta = Part(header.meta_length) if header.meta_length else _NOTHING

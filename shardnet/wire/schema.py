@@ -24,6 +24,8 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
+Share = Annotated[float, Meta(ge=0)]
+"""A part of something, which it may exceed."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256)]
 Address = Annotated[str, Meta(max_length=300)]

@@ -14,11 +14,12 @@ from shardnet.cluster.planning import (
     make_plan,
     model_shape,
     settle_dtype,
+    settle_wire_dtype,
 )
 from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.model.config import parse_config
 from shardnet.runtime.loading import ModelFacts
-from shardnet.types import DType, NodeId
+from shardnet.types import DType, NodeId, WireDType
 from shardnet.wire.control import ModelChoice, NodeInfo
 
 GIB = 2**30
@@ -160,3 +161,69 @@ def test_nodes_with_different_models_are_both_named_with_both_ids() -> None:
         asyncio.run(check_same_model("a" * 64, "near", [("good", same), ("far", other)]))
     with pytest.raises(CheckpointError, match="far: there is no checkpoint"):
         asyncio.run(check_same_model("a" * 64, "near", [("far", missing)]))
+
+
+@pytest.mark.parametrize(
+    ("requested", "dtype", "settled"),
+    [
+        ("", DType.BFLOAT16, WireDType.BFLOAT16),
+        ("", DType.FLOAT32, WireDType.FLOAT32),
+        ("bfloat16", DType.FLOAT32, WireDType.BFLOAT16),
+        ("float16", DType.BFLOAT16, WireDType.FLOAT16),
+        ("int8", DType.BFLOAT16, WireDType.INT8),
+    ],
+)
+def test_one_wire_dtype_for_the_ring(requested: str, dtype: DType, settled: WireDType) -> None:
+    assert settle_wire_dtype(requested, dtype) is settled
+
+
+@pytest.mark.parametrize("requested", ["float32", "int4", "INT8"])
+def test_an_unknown_wire_dtype_is_refused(requested: str) -> None:
+    with pytest.raises(UsageError, match=f"--wire-dtype {requested}: choose bfloat16, float16"):
+        make_plan(ModelChoice(model="/m", wire_dtype=requested), facts(), [node("a")])
+
+
+def test_a_narrower_wire_shortens_the_hops_and_the_prediction() -> None:
+    """64 columns: 128 bytes in bfloat16, 68 in int8."""
+    speed = StageSpeed(layer_s=0.001, layer_256_s=0.1, embed_s=0.0, head_s=0.0)
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e4)
+    measured = Measured(
+        speeds={NodeId("id-a"): speed, NodeId("id-b"): speed, NodeId("id-c"): speed},
+        links={
+            (NodeId("id-a"), NodeId("id-b")): link,
+            (NodeId("id-c"), NodeId("id-b")): link,
+            (NodeId("id-c"), NodeId("id-a")): link,
+        },
+    )
+    nodes = [node("a"), node("b"), node("c")]
+    exact, int8 = (
+        make_plan(
+            ModelChoice(
+                model="/m",
+                nodes=["a:1", "b:1", "c:1"],
+                layers=[(0, 2), (2, 4), (4, 6)],
+                wire_dtype=wire,
+            ),
+            facts(),
+            nodes,
+            measured,
+        )
+        for wire in ("", "int8")
+    )
+    assert (exact.wire_dtype, int8.wire_dtype) == (WireDType.BFLOAT16, WireDType.INT8)
+    assert exact.wire_saved_s == 0
+    assert int8.wire_saved_s == pytest.approx(2 * 60 / 1e4)
+    assert int8.borders == (2, 4)
+    for plan, row_bytes in ((exact, 128), (int8, 68)):
+        hops = [stage.hop_s for stage in plan.placement.stages]
+        assert hops == pytest.approx([0.0005 + size / 1e4 for size in (row_bytes, row_bytes, 4)])
+        assert plan.placement.predicted_tok_s == pytest.approx(1 / (0.006 + sum(map(float, hops))))
+    assert int8.reply(1).wire_dtype == "int8"
+    assert int8.reply(1).wire is None
+
+
+def test_what_a_wire_saves_is_unknown_where_a_link_is() -> None:
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], wire_dtype="int8")
+    assert make_plan(choice, facts(), [node("a"), node("b")]).wire_saved_s is None
+    alone = ModelChoice(model="/m", nodes=["a:1"], wire_dtype="int8")
+    assert make_plan(alone, facts(), [node("a")]).wire_saved_s == 0

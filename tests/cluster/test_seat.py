@@ -14,12 +14,23 @@ from shardnet.runtime.compute import Activations, Samples, SlotOperation
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import (
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
 from shardnet.wire.messages import Hello, Purpose, Role
 
 
 class BrokenCompute:
     """A compute with a bug."""
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Nothing."""
 
     def operate(self, operation: SlotOperation) -> None:
         """Nothing."""

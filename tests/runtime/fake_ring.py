@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rings import NoText, running_ring
+from rings import SMALLEST, NoText, running_ring
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.compute import (
@@ -30,8 +30,8 @@ from shardnet.runtime.engine import (
     TokenGenerated,
 )
 from shardnet.runtime.scheduler import Scheduler, StepLimits
-from shardnet.transport.link import Link
-from shardnet.types import DType, Epoch, MicroBatch, SamplingParams, SequenceId, SlotId
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
 
 VOCAB = 50
 WIDTH = 8192
@@ -60,6 +60,9 @@ class FakeCompute:
     owners: dict[SlotId, SequenceId] = field(default_factory=dict)
     history: dict[SlotId, list[int]] = field(default_factory=dict)
 
+    def use_wire(self, dtype: WireDType) -> None:
+        assert dtype is WireDType.FLOAT32
+
     def operate(self, operation: SlotOperation) -> None:
         match operation:
             case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
@@ -83,7 +86,7 @@ class FakeCompute:
             raise ShardnetError(f"rank {self.rank} met token {self.fail_at}")
         passed = 0.0
         if activations is not None:
-            assert (activations.dtype, activations.width) == (DType.FLOAT32, WIDTH)
+            assert (activations.dtype, activations.width) == (WireDType.FLOAT32, WIDTH)
             rows = struct.unpack(f"<{batch.n_rows * WIDTH}f", activations.payload)
             assert len(set(rows)) == 1
             passed = rows[0]
@@ -99,7 +102,7 @@ class FakeCompute:
         if self.rank == self.n_stages - 1:
             return Samples(token_ids=ids, logprobs=[None] * len(ids))
         payload = struct.pack("<f", passed + 1) * (batch.n_rows * WIDTH)
-        return Activations(payload=payload, dtype=DType.FLOAT32, width=WIDTH)
+        return Activations(payload=payload, dtype=WireDType.FLOAT32, width=WIDTH)
 
 
 @dataclass
@@ -138,9 +141,15 @@ def request_of(
 
 @asynccontextmanager
 async def fake_ring(
-    n_stages: int, *, over: str, chunk_rows: int = 4, max_slots: int = 8, room_blocks: int = 64
+    n_stages: int,
+    *,
+    over: str,
+    chunk_rows: int = 4,
+    max_slots: int = 8,
+    room_blocks: int = 64,
+    options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[FakeRing]:
-    """Run a ring over "memory" or "tcp" links with the smallest queues and buffers."""
+    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
         epoch=Epoch(1),
@@ -150,5 +159,8 @@ async def fake_ring(
         max_slots=max_slots,
         limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
     )
-    async with running_ring(computes, scheduler, vocab_size=VOCAB, over=over) as (engine, links):
+    async with running_ring(computes, scheduler, vocab_size=VOCAB, over=over, options=options) as (
+        engine,
+        links,
+    ):
         yield FakeRing(engine, computes, links)

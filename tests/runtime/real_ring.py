@@ -22,7 +22,7 @@ from shardnet.runtime.engine import (
 )
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.runtime.torch_compute import TorchCompute
-from shardnet.types import Epoch, SamplingParams
+from shardnet.types import Epoch, SamplingParams, WireDType
 
 N_LAYERS = 4
 CONTEXT = 512
@@ -45,7 +45,9 @@ async def real_ring(
     chain = StageChain.load(folder, even_split(N_LAYERS, n_stages), choice)
     computes = [
         TorchCompute(
-            stage, Sampler(stage.vocab_size) if stage.last else None, wire_dtype=choice.dtype
+            stage,
+            Sampler(stage.vocab_size) if stage.last else None,
+            wire_dtype=WireDType.own(choice.dtype),
         )
         for stage in chain.stages
     ]

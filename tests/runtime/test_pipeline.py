@@ -16,7 +16,6 @@ from shardnet.runtime.compute import (
 )
 from shardnet.runtime.pipeline import Pipeline, StepAnswer, StepAnswered, as_answer
 from shardnet.types import (
-    DType,
     Epoch,
     MicroBatch,
     RowGroup,
@@ -24,6 +23,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 
 SECOND_NS = 10**9
@@ -161,6 +161,6 @@ def test_a_fast_ring_is_given_a_minute() -> None:
 
 
 def test_activations_are_no_answer() -> None:
-    activations = Activations(payload=b"", dtype=DType.FLOAT32, width=1)
+    activations = Activations(payload=b"", dtype=WireDType.FLOAT32, width=1)
     with pytest.raises(ShardnetError, match="made activations"):
         as_answer(StepComputed(batch=batch(1), result=activations, timings=()))

@@ -236,6 +236,7 @@ class Machine:
         self._environment = inherited | {
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
+            "SHARDNET_CACHE_DIR": str(folder / "cache"),
             RUNTIME_DIR_VARIABLE: str(self.runtime_dir),
             **environment,
             "PYTHONWARNINGS": "error::ResourceWarning",

@@ -6,7 +6,6 @@ import struct
 
 from shardnet.errors import BusyError
 from shardnet.types import (
-    DType,
     Epoch,
     MicroBatch,
     OutputKind,
@@ -15,6 +14,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 from shardnet.wire.control import Cancel, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
@@ -52,11 +52,34 @@ STEP = Step(
         ),
         token_ids=(5, 6, 31999),
     ),
-    dtype=DType.FLOAT32,
+    dtype=WireDType.FLOAT32,
     width=2,
     payload=struct.pack("<6f", 0.0, 1.0, -1.0, 0.5, 2.0, -0.25),
 )
 """Two rows of a prompt's end and one generated row; the tail samples the last of each."""
+
+INT8_STEP = Step(
+    batch=MicroBatch(
+        epoch=Epoch(3),
+        step=StepId(7),
+        groups=(
+            RowGroup(
+                sequence_id=SequenceId(1), slot=SlotId(0), position=256, n_rows=3, n_sampled=1
+            ),
+        ),
+        token_ids=(5, 6, 31999),
+    ),
+    dtype=WireDType.INT8,
+    width=5,
+    payload=struct.pack("<3f15b", 1.0, float("nan"), 0.0, 127, -64, 2, *[0] * 12),
+)
+
+INT8_ROWS = (
+    (127.0, -63.5, 2.5, 0.0, 0.4),
+    (1.0, float("inf"), -1.0, 0.0, 0.0),
+    (0.0, 0.0, 0.0, 1e-37, 0.0),
+)
+"""What INT8_STEP carries, before it was rounded."""
 
 SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
 
@@ -75,6 +98,7 @@ EXAMPLES: dict[str, Frame] = {
     "bye": Frame(kind=FrameKind.BYE),
     "control": control_frame(Cancel(request=300)),
     "data": data_frame(STEP),
+    "data-int8": data_frame(INT8_STEP),
     "tokens": tokens_frame([411, 31999], epoch=3, step=7),
     "tokens-none": tokens_frame([], epoch=3, step=8),
     "sequence": sequence_frame(OpenSequence(sequence_id=9, slot=4, sampling=SAMPLING), epoch=3),

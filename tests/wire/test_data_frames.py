@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wire_strategies import U32, U64, steps
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import DType, Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
 
@@ -21,12 +21,12 @@ def group(sequence_id: int = 1, slot: int = 0, **changes: int) -> RowGroup:
     return RowGroup(sequence_id=SequenceId(sequence_id), slot=SlotId(slot), **fields)
 
 
-def step_of(*groups: RowGroup, width: int = 4, dtype: DType = DType.BFLOAT16) -> Step:
+def step_of(*groups: RowGroup, width: int = 4, dtype: WireDType = WireDType.BFLOAT16) -> Step:
     n_rows = sum(g.n_rows for g in groups)
     batch = MicroBatch(
         epoch=Epoch(1), step=StepId(2), groups=groups, token_ids=tuple(range(n_rows))
     )
-    payload = bytes(n_rows * width * dtype.size_bytes)
+    payload = bytes(n_rows * dtype.row_bytes(width))
     return Step(batch=batch, dtype=dtype, width=width, payload=payload)
 
 

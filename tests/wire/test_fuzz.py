@@ -12,7 +12,6 @@ from wire_strategies import feed, hello, joined, pair
 
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
 from shardnet.types import (
-    DType,
     Epoch,
     MicroBatch,
     RowGroup,
@@ -20,6 +19,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 from shardnet.wire import machine as machine_module
 from shardnet.wire.control import Cancel, control_frame, read_control
@@ -108,7 +108,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         ],
         Purpose.DATA: [
             data_frame(
-                Step(batch=batch, dtype=DType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
+                Step(batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
             ),
             sequence_frame(OpenSequence(sequence_id=1, slot=2, sampling=sampling), epoch=1),
             extras_frame(

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_examples import EXAMPLES, HELLO, STEP
+from protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
 from protocol_notation import fields_of
 from wire_strategies import feed, hello, pair
 
 from shardnet import errors
 from shardnet.cluster.cluster_key import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
-from shardnet.wire import control, messages, schema
+from shardnet.wire import control, messages, narrow, schema
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.machine import (
@@ -33,9 +33,10 @@ HEX = {
     name: bytes.fromhex(re.sub(r"#.*", "", body))
     for name, body in re.findall(r"```hex (\S+)\n(.*?)```", DOCUMENT, re.DOTALL)
 }
+STEPS = {"data": STEP, "data-int8": INT8_STEP}
 STRUCTS = {
     name: kind
-    for module in (messages, control)
+    for module in (messages, control, narrow)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }
@@ -76,7 +77,7 @@ def test_an_example_is_what_the_code_receives(name: str) -> None:
             assert type(event.error) is errors.BusyError
         case _:
             assert event == FrameReceived(frame=frame)
-            assert frame.kind is not FrameKind.DATA or read_data(event.frame) == STEP
+            assert frame.kind is not FrameKind.DATA or read_data(event.frame) == STEPS[name]
 
 
 def test_the_hello_example_makes_a_link() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec import inspect as mi
 
 from shardnet.types import (
-    DType,
     Epoch,
     MicroBatch,
     OutputKind,
@@ -19,6 +18,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    WireDType,
 )
 from shardnet.wire.control import ControlMessage, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
@@ -109,10 +109,10 @@ def steps(draw: st.DrawFn) -> Step:
             )
         )
     n_rows = sum(group.n_rows for group in groups)
-    dtype = draw(st.sampled_from(list(DType)))
+    dtype = draw(st.sampled_from(list(WireDType)))
     width = draw(st.one_of(st.integers(1, 8), st.just(20_000)))
     fill = draw(st.binary(min_size=1, max_size=4))
-    n_bytes = n_rows * width * dtype.size_bytes
+    n_bytes = n_rows * dtype.row_bytes(width)
     return Step(
         batch=MicroBatch(
             epoch=Epoch(draw(U32)),

@@ -1,0 +1,45 @@
+"""The folder in which shardnet keeps what it can make again: figures, runs, weights.
+
+Knows where the folder is, and how to put a small file there whole or not at all. Must not know what
+the files say.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+
+def cache_dir(environment: Mapping[str, str]) -> Path:
+    """Return the folder: $SHARDNET_CACHE_DIR, else shardnet's place in $XDG_CACHE_HOME or ~/.cache.
+
+    It may not exist. A relative $XDG_CACHE_HOME does not count, as the XDG specification asks.
+    """
+    if environment.get("SHARDNET_CACHE_DIR"):
+        return Path(environment["SHARDNET_CACHE_DIR"])
+    base = environment.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "shardnet"
+    home = environment.get("HOME", "")
+    return (Path(home) if home else Path.home()) / ".cache" / "shardnet"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file for its owner alone, so that whoever reads it sees the old content or the new.
+
+    Makes the folder where it is missing. Raises OSError when that or writing fails; then the old
+    file is still there.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise

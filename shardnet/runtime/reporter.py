@@ -1,0 +1,39 @@
+"""Progress of long work: from the thread that does it to the event loop.
+
+Knows how often the loop is told, and how the work is given up. Must not know what the work is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from shardnet.errors import CancelledRequestError
+
+PROGRESS_EVERY_S = 0.1
+
+
+class Reporter:
+    """Carries progress from a thread to the loop, a few times a second and at the end."""
+
+    def __init__(
+        self, on_progress: Callable[[int, int], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._on_progress = on_progress
+        self._loop = loop
+        self._last_s = 0.0
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Make the next report raise, so that the work ends."""
+        self._given_up = True
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        """Report from the working thread. Raises CancelledRequestError after `give_up`."""
+        if self._given_up:
+            raise CancelledRequestError("the work was given up")
+        now = time.monotonic()
+        if done_bytes >= total_bytes or now - self._last_s >= PROGRESS_EVERY_S:
+            self._last_s = now
+            self._loop.call_soon_threadsafe(self._on_progress, done_bytes, total_bytes)

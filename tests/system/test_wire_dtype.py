@@ -1,0 +1,89 @@
+"""A narrower wire on real nodes: named, measured, exactly rounded, and only where asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nodes import Crew, Machine
+from stage_chain import CPU, RoundingChain, StageChain
+
+from shardnet.assets import DEFAULT_MODEL_PATH
+from shardnet.model.kernels import probe
+from shardnet.model.sampler import Sampler, SampleRow
+from shardnet.types import DType, LayerRange, SamplingParams, WireDType
+
+PROMPT = ["It is a truth universally acknowledged", "--threads", "1", "--json"]
+N_TOKENS = 12
+
+
+def run_of(machine: Machine, *arguments: str) -> dict[str, Any]:
+    """Generate greedily with the bundled model over three nodes of this run."""
+    command = ["generate", *PROMPT, "--max-tokens", str(N_TOKENS), "--logprobs", "2"]
+    result = machine.run(*command, "--local", "3", *arguments)
+    answer: dict[str, Any] = result.json
+    assert ("wire int8" in result.stderr) == ("int8" in arguments)
+    return answer
+
+
+def test_local_nodes_make_what_a_model_that_rounds_says(machine: Machine) -> None:
+    """Token by token and logprob by logprob, bit for bit."""
+    answer = run_of(machine, "--wire-dtype", "int8")
+    ranges = [LayerRange(*stage["layers"]) for stage in answer["stages"]]
+    assert len(ranges) == 3
+    stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, probe(CPU, DType.BFLOAT16, None)).stages
+    prompt = answer["prompt_token_ids"]
+    (logits,) = RoundingChain(stages, WireDType.INT8).generate([prompt], N_TOKENS)
+    (exact,) = StageChain(stages).generate([prompt], N_TOKENS)
+    for logits_of, is_equal in ((logits, True), (exact, False)):
+        params = SamplingParams(n_logprobs=2)
+        rows = [SampleRow(params=params, position=len(prompt) - 1 + n) for n in range(N_TOKENS)]
+        said = Sampler(4096, None).sample(logits_of[-N_TOKENS:], rows).logprobs
+        logprobs = [one.logprob for one in said if one is not None]
+        assert ([entry["logprob"] for entry in answer["logprobs"]] == logprobs) is is_equal
+
+
+def test_a_ring_rounds_only_when_asked_and_keeps_its_weights(trio: Crew) -> None:
+    """Another wire is another ring, of the same stages."""
+    where = ["--nodes", trio.addresses(), "--max-tokens", "3", "--logprobs", "1", "--json"]
+    exact = trio.machine.call("generate", "She had", *where).json
+    logs = [len(node.log) for node in trio.nodes]
+    int8 = trio.machine.call("generate", "She had", *where, "--wire-dtype", "int8").json
+    again = trio.machine.call("generate", "She had", *where, "--wire-dtype", "int8").json
+    back = trio.machine.call("generate", "She had", *where).json
+    assert again["timing"]["load_s"] == 0
+    assert again["logprobs"] == int8["logprobs"] != exact["logprobs"]
+    assert back["logprobs"] == exact["logprobs"]
+    for node, before in zip(trio.nodes, logs, strict=True):
+        assert node.log[before:].count("kept layers") == 2
+        assert "loaded layers" not in node.log[before:]
+
+
+def test_plan_measures_what_it_changes_and_keeps_that(trio: Crew) -> None:
+    where = ["--nodes", trio.addresses(0, 1)]
+    first = trio.machine.run("plan", *where, "--wire-dtype", "int8", "--json")
+    assert "measuring what a wire of int8 changes" in first.stderr
+    plan = first.json
+    assert plan["wire_dtype"] == "int8"
+    assert plan["wire_error"]["n_rows"] == 64
+    assert plan["wire_error"]["max_error"] > 0
+    assert (plan["wire_saves_ms"], plan["wire_why"]) == (None, "")
+    second = trio.machine.run("plan", *where, "--wire-dtype", "int8")
+    assert "measuring" not in second.stderr
+    assert "logits off by at most" in second.stdout
+    alone = trio.machine.run("plan", "--nodes", trio.addresses(0), "--wire-dtype", "int8")
+    assert "one stage, so nothing crosses a wire" in alone.stdout
+    plain = trio.machine.run("plan", *where, "--json").json
+    assert plain["wire_dtype"] == plain["dtype"]
+    assert (plain["wire_error"], plain["wire_saves_ms"]) == (None, None)
+
+
+@pytest.mark.parametrize("command", [["generate", "a"], ["plan"]])
+@pytest.mark.parametrize("name", ["int4", "float32", "auto"])
+def test_an_unknown_wire_dtype_is_wrong_usage(
+    machine: Machine, command: list[str], name: str
+) -> None:
+    result = machine.call(*command, "--wire-dtype", name)
+    assert result.code == 2
+    assert name in result.stderr
+    assert "int8" in result.stderr
