@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from shardnet.api.opening import key_path
+from shardnet.api.requests import name_model
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
-from .access import Access, key_path
-from .options import Insecure, Json, KeyFile, ModelToCheck, NoMdns, Peer, absolute_model
+from .access import Access
+from .options import Insecure, Json, KeyFile, ModelToCheck, NoMdns, Peer
 from .run import EXIT_FAILURE, run_command
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def doctor(
     One line per finding. Ends with 1 when something is wrong.
     """
     access = Access(key_file=key_file, insecure=insecure)
-    model = absolute_model(model) if model else ""
+    model = name_model(model) if model else ""
     run_command(_run(model, peer or [], access, not no_mdns, timeout, as_json))
 
 

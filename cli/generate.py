@@ -1,20 +1,21 @@
-"""`shardnet generate`: one prompt to the ring, its text to the terminal."""
+"""`shardnet generate`: prompts to the ring, their text to the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import sys
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-import msgspec
 import typer
 
+from shardnet.api.requests import GenerationOptions, Prompt, make_requests, name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import SamplingError
+from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
-from shardnet.wire.control import Finished, Generate, NodeProgress, PlanReply, TextPiece, Timing
-from shardnet.wire.messages import Sampling
+from shardnet.wire.control import ModelChoice, PlanReply
 
 from .access import Access
 from .options import (
@@ -32,13 +33,14 @@ from .options import (
     Peer,
     Threads,
     WireDTypeName,
-    absolute_model,
-    check_sendable,
     model_choice,
 )
 from .progress import LoadBars
-from .run import run_command, say
-from .target import open_target
+from .prompts_file import read_prompts
+from .run import EXIT_FAILURE, run_command
+from .saved_rows import SavedRows, SaveFlags
+from .target import Target, open_target
+from .texts import ListedTexts, OneText
 
 
 def generate(
@@ -63,9 +65,23 @@ def generate(
         str,
         typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
     ] = "",
+    prompts_file: Annotated[
+        str,
+        typer.Option(
+            "--prompts-file",
+            metavar="F",
+            help="Many prompts: one a line, as text or JSON; - reads standard input.",
+        ),
+    ] = "",
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Make at most so many tokens.")
+        int,
+        typer.Option(
+            "--max-tokens", min=0, help="Make at most so many tokens; 0 only reads the prompt."
+        ),
     ] = 256,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
+    ] = 0,
     temperature: Annotated[
         float, typer.Option("--temperature", help="0 takes the likeliest token every time.")
     ] = 0.0,
@@ -75,6 +91,40 @@ def generate(
     top_p: Annotated[
         float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
     ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="X",
+            help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
+        ),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            "--frequency-penalty",
+            metavar="X",
+            help="Lower the logit of tokens of the answer by X each time they come.",
+        ),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=X",
+            help="Add X, from -100 to 100, to a token's logit; may be given several times.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
@@ -133,6 +183,61 @@ def generate(
             "--logprobs", metavar="K", help="With --json: each token's logprob and the K likeliest."
         ),
     ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-logprobs",
+            metavar="K",
+            help="With --json: the same for the prompt's tokens.",
+        ),
+    ] = None,
+    save_logits: Annotated[
+        str,
+        typer.Option("--save-logits", metavar="FILE.npz", help="Save the raw logits of rows."),
+    ] = "",
+    logits_rows: Annotated[
+        str,
+        typer.Option(
+            "--logits-rows",
+            metavar="all|last|K",
+            help="Of all rows, those of the prompt and of new tokens but the last, or of the last "
+            "K. Default: all.",
+        ),
+    ] = "",
+    save_hidden: Annotated[
+        str,
+        typer.Option("--save-hidden", metavar="FILE.npz", help="Save the hidden states of rows."),
+    ] = "",
+    hidden_rows: Annotated[
+        str,
+        typer.Option(
+            "--hidden-rows",
+            metavar="all|last|K|mean",
+            help="As --logits-rows, or the mean of all. Default: all.",
+        ),
+    ] = "",
+    hidden_before_norm: Annotated[
+        bool,
+        typer.Option(
+            "--hidden-before-norm", help="Hidden states in front of the final norm, not behind it."
+        ),
+    ] = False,
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority", min=-100, max=100, help="Go before requests with a smaller one."
+        ),
+    ] = 0,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            min=0,
+            help="Fail when not done so long after the ring had the prompt.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Generate on the ring and stream the text.
@@ -144,54 +249,124 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple(_parse_bias(entry) for entry in logit_bias or ()),
+        min_tokens=min_tokens,
         seed=secrets.randbits(32) if seed is None else seed,
         n_logprobs=logprobs,
     )
     if bos not in ("auto", "on", "off"):
         raise typer.BadParameter(f"'{bos}': choose auto, on or off", param_hint="--bos")
-    message = Generate(
-        request=0,
-        choice=model_choice(
-            model=model,
-            nodes=nodes,
-            layers=layers,
-            context=context,
-            dtype=dtype,
-            wire_dtype=wire_dtype,
-            threads=threads,
-            optimise=optimise,
-        ),
-        sampling=_checked(sampling),
-        prompt=_prompt_text(prompt, token_ids),
-        token_ids=_parse_ids(token_ids) if token_ids else None,
-        max_tokens=max_tokens,
-        stop=stop or [],
-        stop_token_ids=stop_token_id or [],
-        ignore_eos=ignore_eos,
-        bos=bos,  # type: ignore[arg-type]  # checked above
-        keep_special_tokens=keep_special_tokens,
-        speculate=speculate if speculate in ("off", "ngram") else absolute_model(speculate),
-        draft_tokens=draft_tokens,
-        deterministic=deterministic,
+    choice = model_choice(
+        model=model,
+        nodes=nodes,
+        layers=layers,
+        context=context,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        threads=threads,
+        optimise=optimise,
     )
-    check_sendable(message)
+    save = SaveFlags(
+        save_logits=save_logits,
+        logits_rows=logits_rows,
+        save_hidden=save_hidden,
+        hidden_rows=hidden_rows,
+        hidden_before_norm=hidden_before_norm,
+    )
+    outputs = save.outputs(prompt_logprobs)
+    lines, prompts = _prompts(prompt, token_ids, prompts_file, _checked(sampling))
+    job = _Job(
+        prompts=prompts,
+        lines=lines,
+        file=prompts_file,
+        choice=choice,
+        sampling=sampling,
+        options={
+            "max_tokens": max_tokens,
+            "stop": stop or [],
+            "stop_token_ids": stop_token_id or [],
+            "ignore_eos": ignore_eos,
+            "bos": bos,  # type: ignore[typeddict-item]  # checked above
+            "keep_special_tokens": keep_special_tokens,
+            "priority": priority,
+            "deadline_s": deadline,
+            "speculate": speculate if speculate in ("off", "ngram") else name_model(speculate),
+            "draft_tokens": draft_tokens,
+            "deterministic": deterministic,
+            "outputs": outputs,
+        },
+        saved=SavedRows(save.files(), len(prompts)),
+        as_json=as_json,
+    )
+    job.check()
     access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(message, local, peer or [], access, not no_mdns, as_json))
+    run_command(_run(job, local, peer or [], access, not no_mdns))
 
 
-def _checked(sampling: SamplingParams) -> Sampling:
+def _parse_bias(entry: str) -> tuple[int, float]:
+    token_id, equals, bias = entry.partition("=")
+    try:
+        if equals:
+            return int(token_id), float(bias)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"'{entry}' is not ID=X, such as 50=-3.5", param_hint="--logit-bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What to generate, and how to show it. `lines` are those of `file`, "" where there is none."""
+
+    prompts: Sequence[Prompt]
+    lines: Sequence[int]
+    file: str
+    choice: ModelChoice
+    sampling: SamplingParams
+    options: GenerationOptions
+    saved: SavedRows
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise typer.BadParameter for what cannot be asked, before anybody is asked."""
+        for number, prompt in enumerate(self.prompts):
+            where = f"{self.file} line {self.lines[number]}: " if self.file else ""
+            try:
+                make_requests(prompt, self.sampling, self.choice, **self.options)
+            except UsageError as error:
+                raise typer.BadParameter(f"{where}{error}") from error
+
+    def output(self) -> OneText | ListedTexts:
+        """Make what shows the texts."""
+        if not self.file:
+            return OneText(as_json=self.as_json)
+        return ListedTexts(self.file, self.lines, as_json=self.as_json)
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
     try:
         sampling.check()
     except SamplingError as error:
         raise typer.BadParameter(str(error)) from error
-    return Sampling.of(sampling)
+    return sampling
 
 
-def _prompt_text(prompt: str | None, token_ids: str) -> str:
-    if (prompt is None) == (not token_ids):
-        raise typer.BadParameter("give either PROMPT or --token-ids")
-    if prompt != "-":
-        return prompt or ""
+def _prompts(
+    prompt: str | None, token_ids: str, prompts_file: str, sampling: SamplingParams
+) -> tuple[list[int], list[Prompt]]:
+    if sum((prompt is not None, bool(token_ids), bool(prompts_file))) != 1:
+        raise typer.BadParameter("give one of PROMPT, --token-ids and --prompts-file")
+    if prompts_file:
+        return read_prompts(prompts_file, sampling)
+    if token_ids:
+        return [], [Prompt(_parse_ids(token_ids))]
+    return [], [Prompt(_read_standard_input() if prompt == "-" else prompt or "")]
+
+
+def _read_standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -207,105 +382,37 @@ def _parse_ids(text: str) -> list[int]:
         ) from error
 
 
-async def _run(
-    message: Generate, local: int, peers: list[str], access: Access, mdns: bool, as_json: bool
-) -> None:
-    async with open_target(
-        message.choice, local=local, peers=peers, access=access, mdns=mdns
-    ) as target:
-        message = msgspec.structs.replace(message, choice=target.choice)
-        output = _JsonOutput(message) if as_json else _TextOutput()
-        with LoadBars() as bars:
-            async with contextlib.aclosing(target.client.generate(message)) as events:
-                async for event in events:
-                    match event:
-                        case PlanReply():
-                            bars.expect(event)
-                            output.plan = event
-                        case NodeProgress():
-                            bars.update(event)
-                        case TextPiece():
-                            bars.stop()
-                            output.add(event)
-                        case Finished():
-                            output.finish(event)
-                            say(_closing_line(event, output.n_tokens))
+async def _run(job: _Job, local: int, peers: list[str], access: Access, mdns: bool) -> None:
+    output = job.output()
+    with job.saved:
+        async with open_target(
+            job.choice, local=local, peers=peers, access=access, mdns=mdns
+        ) as target:
+            await _show(job, target, output)
+        job.saved.write()
+    if not output.close():
+        raise typer.Exit(EXIT_FAILURE)
 
 
-class _TextOutput:
-    """Streams the text to standard output."""
+async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> None:
+    """Ask for everything, and hand on what comes."""
+    with LoadBars() as bars:
 
-    def __init__(self) -> None:
-        self.plan: PlanReply | None = None
-        self.n_tokens = 0
+        def on_plan(plan: PlanReply) -> None:
+            bars.expect(plan)
+            output.plan = plan
 
-    def add(self, piece: TextPiece) -> None:
-        """Show what is new."""
-        self.n_tokens += len(piece.token_ids)
-        print(piece.text, end="", flush=True)
-
-    def finish(self, finished: Finished) -> None:
-        """Show what was held back, and end the line."""
-        print(finished.text, flush=True)
-
-
-class _JsonOutput(_TextOutput):
-    """Collects everything and prints one JSON object at the end."""
-
-    def __init__(self, message: Generate) -> None:
-        super().__init__()
-        self._message = message
-        self._pieces: list[TextPiece] = []
-
-    def add(self, piece: TextPiece) -> None:
-        """Keep what is new."""
-        self.n_tokens += len(piece.token_ids)
-        self._pieces.append(piece)
-
-    def finish(self, finished: Finished) -> None:
-        """Print the object."""
-        wants_logprobs = self._message.sampling.n_logprobs is not None
-        result: dict[str, Any] = {
-            "model": self._message.choice.model,
-            "prompt_token_ids": finished.prompt_token_ids,
-            "token_ids": [token for piece in self._pieces for token in piece.token_ids],
-            "tokens": [token for piece in self._pieces for token in piece.tokens],
-            "text": "".join(piece.text for piece in self._pieces) + finished.text,
-            "finish_reason": finished.finish_reason,
-            "seed": self._message.sampling.seed,
-            "logprobs": [
-                msgspec.to_builtins(detail)
-                for piece in self._pieces
-                for detail in piece.logprobs or []
-            ]
-            if wants_logprobs
-            else None,
-            "stages": _stages(self.plan),
-            "timing": msgspec.to_builtins(finished.timing),
-        }
-        print(msgspec.json.encode(result).decode(), flush=True)
-
-
-def _stages(plan: PlanReply | None) -> list[dict[str, Any]]:
-    stages = plan.stages if plan else []
-    return [{"rank": s.rank, "node": s.node, "layers": list(s.layers)} for s in stages]
-
-
-def _closing_line(finished: Finished, n_tokens: int) -> str:
-    timing: Timing = finished.timing
-    stages = ", ".join(
-        f"stage {stage.rank} {stage.compute_ms:.1f} ms + wire {stage.wire_ms:.1f} ms"
-        for stage in timing.per_stage
-    )
-    loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
-    return (
-        f"{n_tokens} tokens ({finished.finish_reason}): {loaded}first after {timing.ttft_s:.2f} s, "
-        f"{timing.decode_tok_s:.1f} tokens/s{_guessed(timing)}"
-        + (f"; per step {stages}" if stages else "")
-    )
-
-
-def _guessed(timing: Timing) -> str:
-    if not timing.n_drafted:
-        return ""
-    return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"
+        events = target.client.generate(
+            job.prompts if job.file else job.prompts[0],
+            job.sampling,
+            model=target.choice,
+            on_plan=on_plan,
+            on_loading=bars.update,
+            **job.options,
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                bars.stop()
+                output.take(event)
+                if event.result is not None:
+                    job.saved.take(event.result)

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
+from shardnet.api.opening import key_path
 from shardnet.cluster.cluster_key import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
-from .access import key_path
 from .options import KeyFile
 from .run import fail, say
 

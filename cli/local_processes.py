@@ -1,122 +1,22 @@
-"""`--local N`: node processes on loopback for one run.
-
-Knows how to start them, read their ready lines and take them down whatever happens. Must not know
-what is run on them.
-"""
+"""`--local N`: node processes on loopback for one run, with the command's own access."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import sys
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from shardnet.api.local_nodes import start_nodes
 from shardnet.cluster.local_nodes import share_of_cores
 from shardnet.cluster.profile import available_cores
-from shardnet.errors import PeerFailedError
 
 from .access import Access
 from .run import say
 
-START_S = 60.0
-"""How long a node process may take to print its ready line."""
-
-STOP_S = 5.0
-"""How long a node process may take to leave by itself."""
-
 
 @asynccontextmanager
 async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIterator[list[str]]:
-    """Start node processes with our own access and give their addresses, in rank order.
-
-    They end with the context and, whatever happens to this process, when their standard input
-    closes. Raises PeerFailedError when one does not start, with the last thing it said.
-    """
+    """Start node processes, say so, and give their addresses; see `start_nodes`."""
     threads = threads or share_of_cores(available_cores(), n_nodes)
     say(f"starting {n_nodes} nodes on this machine, threads each: {threads}")
-    nodes: list[_NodeProcess] = []
-    try:
-        for rank in range(n_nodes):
-            nodes.append(await _NodeProcess.start(f"local-{rank}", threads, access))
-        yield [await node.address() for node in nodes]
-    finally:
-        await asyncio.gather(*(node.stop() for node in nodes))
-
-
-class _NodeProcess:
-    """One `shardnet node` of ours."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self._name = name
-        self._process = process
-        self._is_ready = False
-        self._last_lines: deque[str] = deque(maxlen=1)
-        self._listening = asyncio.create_task(self._keep_last_line())
-
-    @classmethod
-    async def start(cls, name: str, threads: int, access: Access) -> _NodeProcess:
-        """Start it. Ctrl-C does not reach it: it goes when its standard input closes."""
-        starting = asyncio.create_task(
-            asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--host", "127.0.0.1"),
-                *("--port", "0", "--name", name, "--threads", str(threads)),
-                *access.node_arguments(),
-                *("--no-mdns", "--until-stdin-closes"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED},
-                start_new_session=True,
-            )
-        )
-        try:
-            return cls(name, await asyncio.shield(starting))
-        except asyncio.CancelledError:  # a process that is half started would be nobody's
-            await cls(name, await starting).stop()
-            raise
-
-    async def address(self) -> str:
-        """Wait for the ready line and return where the node listens."""
-        assert self._process.stdout is not None
-        line = b""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
-                line = await self._process.stdout.readline()
-        if not line:
-            await self.stop()
-            said = self._last_lines[0] if self._last_lines else "it said nothing"
-            raise PeerFailedError(f"node {self._name} did not start: {said}")
-        self._is_ready = True
-        ready = json.loads(line)
-        return f"{ready['host']}:{ready['port']}"
-
-    async def stop(self) -> None:
-        """Close its standard input, wait for it to leave, and end it if it does not.
-
-        One that is not ready yet has nothing to leave and would only notice after its imports.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(STOP_S if self._is_ready else 0):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        await self._listening
-
-    async def _keep_last_line(self) -> None:
-        assert self._process.stderr is not None
-        while line := await self._process.stderr.readline():
-            self._last_lines.append(line.decode(errors="replace").strip())
-
-
-_NOT_INHERITED = frozenset(
-    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "MEMORY", "INSECURE")
-)
-"""Settings of this machine's own node; those of a run are its flags."""
+    async with start_nodes(n_nodes, threads, access.node_arguments()) as addresses:
+        yield addresses

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from shardnet.api.client import check_request
-from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.api.requests import check_request, name_model
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.control import Generate, ModelChoice, PlanRequest
@@ -210,7 +208,7 @@ def model_choice(
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
     return ModelChoice(
-        model=absolute_model(model),
+        model=name_model(model),
         nodes=split_nodes(nodes),
         layers=[(part.start, part.end) for part in ranges],
         context=context,
@@ -227,8 +225,3 @@ def check_sendable(message: Generate | PlanRequest) -> None:
         check_request(message)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def absolute_model(model: str) -> str:
-    """Make a relative path absolute here; the nodes open it there."""
-    return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())

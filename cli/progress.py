@@ -1,7 +1,9 @@
-"""Progress of loading on standard error: a bar per node on a terminal, one line otherwise."""
+"""Progress on standard error: of loading, a bar per node on a terminal; of many prompts, a line."""
 
 from __future__ import annotations
 
+import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -70,3 +72,29 @@ class LoadBars:
     def stop(self) -> None:
         """Take the bars away; text follows."""
         self._progress.stop()
+
+
+class ProgressLine:
+    """One line on standard error that is written over again and again, on a terminal only.
+
+    Beside text that streams to the same terminal it would tear the lines, so there is none then.
+    """
+
+    def __init__(self, *, beside_text: bool) -> None:
+        self._is_on = sys.stderr.isatty() and not (beside_text and sys.stdout.isatty())
+        self._shown = ""
+        self._next_s = 0.0
+
+    def show(self, line: str) -> None:
+        """Write the line, at most ten times a second."""
+        now = time.monotonic()
+        if self._is_on and now >= self._next_s:
+            self._next_s = now + 0.1
+            self._shown = line
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away; something else is written."""
+        if self._shown:
+            self._shown = ""
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

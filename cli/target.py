@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from shardnet.api.client import Client, connect, open_client
-from shardnet.cluster.cache_dir import cache_dir
+from shardnet.api.client import Client, connect
+from shardnet.api.opening import node_in_process
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.control import ModelChoice
@@ -25,8 +25,6 @@ from .access import Access
 from .local_processes import local_processes
 from .mdns import find_nearest
 from .run import say
-
-_THIS_PROCESS = "this process"
 
 if TYPE_CHECKING:
     from shardnet.transport.identity import Identity
@@ -80,7 +78,7 @@ async def _client(
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")
-    return await stack.enter_async_context(in_process(choice.threads, identity))
+    return await stack.enter_async_context(node_in_process(choice.threads, identity))
 
 
 async def connect_here(
@@ -121,29 +119,3 @@ async def _nearest(
         raise PeerUnreachableError("no --peer answers: " + "; ".join(failures))
     say(f"asking the nearest peer, {best[1].address}")
     return best[1]
-
-
-@asynccontextmanager
-async def in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
-    """Run a node inside this process, without a socket."""
-    from shardnet.cluster.model_cache import ModelCache
-    from shardnet.cluster.node import NodeSettings, running
-    from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
-
-    settings = NodeSettings(
-        node=make_node_id(),
-        name=_THIS_PROCESS,
-        budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
-        threads=threads,
-        peers=(),
-        local_nodes=LocalNodes(runtime_dir(os.environ)),
-        cache=cache_dir(os.environ),
-        models=ModelCache(cache_dir(os.environ)),
-        log=lambda line: None,
-        identity=identity,
-    )
-    async with (
-        running(settings) as node,
-        open_client(await node.client(), identity, node_name=_THIS_PROCESS) as client,
-    ):
-        yield client

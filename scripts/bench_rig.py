@@ -19,14 +19,22 @@ import torch
 from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
 
+from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.head import Elsewhere
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.node import NodeSettings, listening
 from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
-from shardnet.runtime.engine import Engine, GenerationRequest, Speculation, TokenGenerated
+from shardnet.runtime.engine import (
+    Engine,
+    GenerationFinished,
+    GenerationRequest,
+    Speculation,
+    TokenGenerated,
+)
 from shardnet.types import (
     Epoch,
     LayerRange,
@@ -67,6 +75,8 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
+        cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ)),
         log=lambda line: None,
     )
     async with (
@@ -141,7 +151,7 @@ async def follow(
             stream.times_s.append(time.perf_counter())
             stream.tokens.append(event.token_id)
             on_token()
-        else:
+        elif isinstance(event, GenerationFinished):
             stream.n_drafted, stream.n_accepted = event.timing.n_drafted, event.timing.n_accepted
     return stream
 

@@ -26,6 +26,7 @@ from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
 
 from shardnet.api.client import Client, connect
+from shardnet.api.events import Timing
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.cluster.profile import available_cores
 from shardnet.model.checkpoint import Checkpoint
@@ -46,7 +47,7 @@ from shardnet.types import (
     StepId,
     parse_layers,
 )
-from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece, Timing
+from shardnet.wire.control import Generate, ModelChoice
 from shardnet.wire.messages import Sampling
 
 READ_BYTES = 1536 * 2**20
@@ -162,16 +163,13 @@ def _turn_alone(
 
 
 async def _ring_turn(client: Client, message: Generate) -> Timing:
-    n_tokens, timing = 0, None
-    async with contextlib.aclosing(client.generate(message)) as events:
-        async for event in events:
-            if isinstance(event, TextPiece):
-                n_tokens += len(event.token_ids)
-            elif isinstance(event, Finished):
-                timing = event.timing
-    if timing is None or n_tokens != message.max_tokens:
-        raise SystemExit(f"the ring made {n_tokens} tokens instead of {message.max_tokens}")
-    return timing
+    assert message.token_ids is not None
+    [result] = await client.complete(
+        message.token_ids, model=message.choice, max_tokens=message.max_tokens, ignore_eos=True
+    )
+    if result.usage.n_generated != message.max_tokens:
+        raise SystemExit(f"the ring made {result.usage.n_generated} of {message.max_tokens} tokens")
+    return result.timing
 
 
 def _read_bandwidth() -> float:

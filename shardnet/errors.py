@@ -22,7 +22,8 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │       └── RemoteProtocolError   the peer's fault
     ├── NumericalError                the model computed something that is not a number
     ├── PeerFailedError               a node of the ring was lost or reported a failure
-    └── CancelledRequestError         the client cancelled, or went away
+    ├── CancelledRequestError         the client cancelled, or went away
+    └── DeadlineError                 a request that did not end within its deadline
 """
 
 from __future__ import annotations
@@ -161,6 +162,12 @@ class CancelledRequestError(ShardnetError):
     """The client cancelled the request, or went away."""
 
     code = 41
+
+
+class DeadlineError(ShardnetError):
+    """The request did not end within the deadline that came with it."""
+
+    code = 42
 
 
 def _tree(root: type[ShardnetError]) -> list[type[ShardnetError]]:

@@ -180,23 +180,43 @@ class MicroBatch:
         return sum(map(_N_SAMPLED, self.groups))
 
 
+class LiveState(enum.Enum):
+    """How a request stands that has not ended. The value is the name used on the wire."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
 MAX_LOGPROBS = 100
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_IDS = 2048
+"""A client's 1024 stop ids and as many that the checkpoint ends texts with."""
 MAX_SEED = 2**64 - 1
 MAX_SAMPLE_INDEX = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tail chooses a token. Temperature 0 is greedy, `top_k` 0 and `top_p` 1 are off.
+    """How the tail chooses a token; docs/protocol.md, "Sampling", says what each does, in order.
 
-    `sample_index` tells equal prompts with one seed apart (design decision 3).
-    `n_logprobs` is None when no logprobs are asked for, else how many top entries go with each
-    token's own.
+    Temperature 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition penalty of 1 and other
+    penalties of 0 are off. `logit_bias` has (token id, what is added to its logit). Before
+    `min_tokens` are made no stop id is. `sample_index` tells equal prompts with one seed apart
+    (design decision 3). `n_logprobs` is None when no logprobs are asked for, else how many top
+    entries go with each token's own.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     seed: int = 0
     sample_index: int = 0
     n_logprobs: int | None = None
@@ -209,12 +229,106 @@ class SamplingParams:
             raise SamplingError(f"top-k must be 0 (off) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise SamplingError(f"min-p must be from 0 (off) to 1, not {self.min_p}")
+        self._check_penalties()
+        if self.min_tokens < 0:
+            raise SamplingError(f"min-tokens must be 0 or more, not {self.min_tokens}")
         if not 0 <= self.seed <= MAX_SEED:
             raise SamplingError(f"seed must be from 0 to 2^64-1, not {self.seed}")
         if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:
             raise SamplingError(f"sample index must be from 0 to 2^32-1, not {self.sample_index}")
         if self.n_logprobs is not None and not 0 <= self.n_logprobs <= MAX_LOGPROBS:
             raise SamplingError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.n_logprobs}")
+
+    def _check_penalties(self) -> None:
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise SamplingError(
+                f"repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}"
+            )
+        if not -2 <= self.presence_penalty <= 2:
+            raise SamplingError(
+                f"presence-penalty must be from -2 to 2, not {self.presence_penalty}"
+            )
+        if not -2 <= self.frequency_penalty <= 2:
+            raise SamplingError(
+                f"frequency-penalty must be from -2 to 2, not {self.frequency_penalty}"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise SamplingError(
+                f"logit-bias may name {MAX_LOGIT_BIASES} tokens, not {len(self.logit_bias)}"
+            )
+        seen = set()
+        for token_id, bias in self.logit_bias:
+            if token_id < 0 or not -100 <= bias <= 100:
+                raise SamplingError(
+                    f"logit-bias must be a token id and -100 to 100, not {token_id}={bias}"
+                )
+            if token_id in seen:
+                raise SamplingError(f"logit-bias names token {token_id} twice")
+            seen.add(token_id)
+
+
+ALL_ROWS = 0
+
+
+class OutputKind(enum.Enum):
+    """What a row can give beside a token."""
+
+    LOGITS = "logits"
+    HIDDEN = "hidden"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParams:
+    """What a sequence gives beside its tokens.
+
+    Its rows are those of its prompt and of all new tokens but the last: what one forward pass over
+    them has. `logit_rows` and `hidden_rows` say how many of the last rows give logits and hidden
+    states: None none, ALL_ROWS all. Hidden states are those behind the final norm or, with
+    `before_norm`, in front of it; with `hidden_mean` one row is given, the mean of all.
+    `n_prompt_logprobs` is None, or how many top entries go with each prompt token's logprob.
+    """
+
+    n_prompt_logprobs: int | None = None
+    logit_rows: int | None = None
+    hidden_rows: int | None = None
+    hidden_mean: bool = False
+    before_norm: bool = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is asked for."""
+        return not (self.n_prompt_logprobs is self.logit_rows is self.hidden_rows is None)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether rows of the prompt count that another sequence may have computed."""
+        many = any(rows not in (None, 1) for rows in (self.logit_rows, self.hidden_rows))
+        return many or self.n_prompt_logprobs is not None
+
+    def rows(self, kind: OutputKind) -> int | None:
+        """Give `logit_rows` or `hidden_rows`."""
+        return self.logit_rows if kind is OutputKind.LOGITS else self.hidden_rows
+
+    def first_row(self, kind: OutputKind, n_prompt: int) -> int | None:
+        """Give the first position that may be asked for, with a prompt of `n_prompt` tokens."""
+        rows = self.rows(kind)
+        if rows is None:
+            return None
+        return 0 if rows == ALL_ROWS else max(0, n_prompt - rows)
+
+    def check(self) -> None:
+        """Raise SamplingError that names the first parameter outside its range."""
+        top = self.n_prompt_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise SamplingError(f"prompt-logprobs must be from 0 to {MAX_LOGPROBS}, not {top}")
+        for kind in OutputKind:
+            rows = self.rows(kind)
+            if rows is not None and rows < 0:
+                raise SamplingError(f"{kind.value} must be of 1 row or more, or of all, not {rows}")
+        if self.hidden_mean and self.hidden_rows != ALL_ROWS:
+            raise SamplingError("the mean of hidden states is that of all rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

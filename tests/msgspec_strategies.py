@@ -35,6 +35,8 @@ def _values(info: mi.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(_members(cls)))
         case mi.ListType(item_type=item, max_length=int(longest)):
             return st.lists(_values(item), max_size=min(longest, 3))
+        case mi.VarTupleType(item_type=item, max_length=int(longest)):
+            return st.lists(_values(item), max_size=min(longest, 3)).map(tuple)
         case mi.TupleType(item_types=items):
             return st.tuples(*map(_values, items))
         case mi.UnionType(types=types):

@@ -1,1 +1,45 @@
-"""People and programs: the client of a head."""
+"""People and programs: the client of a ring. docs/api.md shows how it is used.
+
+Imports no torch: the work is done where the nodes are.
+"""
+
+from shardnet.api.client import Client
+from shardnet.api.events import (
+    Generation,
+    GenerationEvent,
+    GenerationResult,
+    LikelyToken,
+    RequestState,
+    Rows,
+    StageTime,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from shardnet.api.opening import connect, in_process, local_ring
+from shardnet.api.requests import GenerationOptions, Prompt
+from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
+from shardnet.wire.control import ModelChoice
+
+__all__ = [
+    "ALL_ROWS",
+    "Client",
+    "Generation",
+    "GenerationEvent",
+    "GenerationOptions",
+    "GenerationResult",
+    "LikelyToken",
+    "ModelChoice",
+    "OutputParams",
+    "Prompt",
+    "RequestState",
+    "Rows",
+    "SamplingParams",
+    "StageTime",
+    "Timing",
+    "TokenLogprob",
+    "Usage",
+    "connect",
+    "in_process",
+    "local_ring",
+]

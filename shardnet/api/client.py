@@ -8,22 +8,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from msgspec.structs import replace
 
 from shardnet import __version__
+from shardnet.api.events import GenerationEvent, GenerationResult
+from shardnet.api.generation import (
+    MAX_REDIRECTS,
+    Generations,
+    Hooks,
+    OnLoading,
+    OnPlan,
+    ShouldStop,
+)
+from shardnet.api.requests import (
+    GenerationOptions,
+    Prompts,
+    check_request,
+    is_single,
+    make_requests,
+    name_model,
+)
+from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import split_address
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError, UsageError
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.types import SamplingParams
 from shardnet.wire.control import (
     Done,
-    Finished,
-    Generate,
     LastRun,
     LastRunRequest,
     ModelChoice,
@@ -35,22 +53,21 @@ from shardnet.wire.control import (
     ReportRequest,
     Status,
     StatusReply,
-    TextPiece,
     Unload,
-    control_frame,
-    read_control,
 )
 from shardnet.wire.messages import Hello, Purpose, Role
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
-MAX_REDIRECTS = 3
 HANDSHAKE_S = 5.0
 """How long a node may take to say its hello."""
 
-GenerateEvent = PlanReply | NodeProgress | TextPiece | Finished
-Ask = PlanRequest | LastRunRequest | Generate | Unload
+Ask = PlanRequest | LastRunRequest | Unload
+Answer = TypeVar("Answer", PlanReply, LastRun, Done)
+
+GREEDY = SamplingParams()
+"""Takes the likeliest token every time."""
 
 
 async def dial(
@@ -74,21 +91,29 @@ async def dial(
 
 
 class Client:
-    """A client of one node. Use `connect`, or `open_client` over a link that is up.
+    """A client of one node. Use `shardnet.api.connect`, or `open_client` over a link that is up.
 
-    With `identity` it goes where the node sends it.
+    With `identity` it goes where the node sends it. `choice` is the model, and on which nodes, that
+    is meant where a call names none. All calls may be made at the same time.
     """
 
-    def __init__(self, control: ControlLink, identity: Identity | None) -> None:
+    def __init__(
+        self, control: ControlLink, links: contextlib.AsyncExitStack, identity: Identity | None
+    ) -> None:
+        self.choice = ModelChoice(model=DEFAULT_MODEL_NAME)
         self._control = control
         self._identity = identity
+        self._links = links
+        self._elsewhere: dict[str, ControlLink] = {}
+        self._dialling = asyncio.Lock()
+        self._ids = count(1)
 
     @property
     def address(self) -> str:
         """Where the node is."""
         return self._control.link.peer_address
 
-    async def status(self, *, with_peers: bool) -> StatusReply:
+    async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Ask the node who it is and, with `with_peers`, whom it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
@@ -113,87 +138,124 @@ class Client:
 
     async def plan(
         self,
-        choice: ModelChoice,
-        on_progress: Callable[[NodeProgress], None] | None = None,
+        model: str | ModelChoice | None = None,
+        on_progress: OnLoading | None = None,
         *,
         again: bool = False,
     ) -> PlanReply:
-        """Ask for the plan that `choice` would get; with `again` everything is measured anew.
+        """Ask for the plan that `model` would get; with `again` everything is measured anew.
 
         `on_progress` is called while a narrower wire is measured, which takes as long as the head
         needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """
-        message = PlanRequest(request=0, choice=choice, again=again)
-        async with contextlib.aclosing(self._follow(message)) as answers:
-            async for answer in answers:
-                if isinstance(answer, PlanReply):
-                    return answer
-                if isinstance(answer, NodeProgress) and on_progress is not None:
-                    on_progress(answer)
-        raise _no_answer(self.address)
+        message = PlanRequest(request=0, choice=self._chosen(model), again=again)
+        return await self._follow(message, PlanReply, on_progress)
 
     async def last_run(self) -> LastRun:
         """Ask for the last generation that the node, or the head of its ring, has led.
 
         Raises UsageError when there was none.
         """
-        message = LastRunRequest(request=0)
-        async with contextlib.aclosing(self._follow(message)) as answers:
-            async for answer in answers:
-                if isinstance(answer, LastRun):
-                    return answer
-        raise _no_answer(self.address)
+        return await self._follow(LastRunRequest(request=0), LastRun)
 
     async def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""
-        async with contextlib.aclosing(self._follow(Unload(request=0))) as answers:
-            async for answer in answers:
-                if isinstance(answer, Done):
-                    return
-        raise _no_answer(self.address)
+        await self._follow(Unload(request=0), Done)
 
-    async def generate(self, message: Generate) -> AsyncGenerator[GenerateEvent, None]:
-        """Run one request and yield its events: the plan, loading, text, and Finished at the end.
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams = GREEDY,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        should_stop: ShouldStop | None = None,
+        on_plan: OnPlan | None = None,
+        on_loading: OnLoading | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Go on from a prompt or a list of them, `n` times each, and yield events as they come.
 
-        Raises whatever named error the request ends in, UsageError for a message that cannot be
-        sent. Closing the generator cancels the request.
+        Prompts are texts, token ids, or Prompts with options of their own. Closing the iterator
+        ends what has not ended. After each event `should_stop` may name requests to end. `on_plan`
+        is told which ring is used, `on_loading` how far its nodes are with loading.
+
+        The error of one of several requests is in its FAILED event and ends no other; a request
+        that is alone raises it. Raises UsageError at once for what cannot be asked.
         """
-        async with contextlib.aclosing(self._follow(message)) as answers:
-            async for answer in answers:
-                if not isinstance(answer, GenerateEvent):
-                    raise RemoteProtocolError(f"{self.address} sent {type(answer).__name__}")
-                yield answer
-                if isinstance(answer, Finished):
-                    return
+        requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
+        hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
+        generations = Generations(requests, self._ids, self._control, self._link_to, hooks)
+        events = generations.events()
+        return _raising(events) if is_single(prompts) and n == 1 else events
 
-    async def _follow(self, message: Ask) -> AsyncGenerator[object, None]:
-        """Yield the answers of the node, or of the one it sends us to."""
+    async def complete(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams = GREEDY,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[GenerationResult]:
+        """Go on as `generate` does and return the results, in order of the prompts.
+
+        Raises the first error of any of them, and ends the others then.
+        """
+        results = []
+        events = self.generate(prompts, sampling, n=n, model=model, **options)
+        async with contextlib.aclosing(_raising(events)) as raising:
+            async for event in raising:
+                if event.result is not None:
+                    results.append(event.result)
+        return sorted(results, key=lambda result: (result.index, result.sample))
+
+    def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
+        if model is None:
+            return self.choice
+        return replace(self.choice, model=name_model(model)) if isinstance(model, str) else model
+
+    async def _follow(
+        self, message: Ask, expected: type[Answer], on_progress: OnLoading | None = None
+    ) -> Answer:
+        """Ask the node, or the one it sends us to, and return the answer."""
         check_request(message)
-        async with contextlib.AsyncExitStack() as stack:
-            control = self._control
-            for _ in range(MAX_REDIRECTS + 1):
-                numbered = replace(message, request=control.next_request())
-                redirect: Redirect | None = None
-                async with control.conversation(numbered) as answers:
-                    async for answer in answers:
-                        if isinstance(answer, Redirect):
-                            redirect = answer
-                            break
-                        yield answer
-                assert redirect is not None
-                link = await dial(redirect.address, self._identity)
-                control = await stack.enter_async_context(_serving(link))
-            raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+        control = self._control
+        for _ in range(MAX_REDIRECTS + 1):
+            numbered = replace(message, request=control.next_request())
+            async with control.conversation(numbered) as answers:
+                while isinstance(answer := await anext(answers), NodeProgress):
+                    if on_progress is not None:
+                        on_progress(answer)
+            if isinstance(answer, expected):
+                return answer
+            if not isinstance(answer, Redirect):
+                raise RemoteProtocolError(f"{control.peer_name} sent {type(answer).__name__}")
+            control = await self._link_to(answer.address)
+        raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+
+    async def _link_to(self, address: str) -> ControlLink:
+        """Return the link to another node; it stays as long as the client."""
+        async with self._dialling:
+            control = self._elsewhere.get(address)
+            if control is None or control.link.closed:
+                link = await dial(address, self._identity)
+                control = await self._links.enter_async_context(_serving(link))
+                self._elsewhere[address] = control
+            return control
 
 
-def check_request(message: Ask) -> None:
-    """Raise UsageError, which names the field, for values that the protocol has no room for."""
-    try:
-        read_control(control_frame(message))
-    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
-        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
+async def _raising(
+    events: AsyncGenerator[GenerationEvent, None],
+) -> AsyncGenerator[GenerationEvent, None]:
+    """Raise the error of the first event that has one."""
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if event.error is not None:
+                raise event.error
+            yield event
 
 
 @asynccontextmanager
@@ -205,8 +267,9 @@ async def open_client(
     `node_name` is how messages call the node, where it is not name and address. `identity` opens
     the links that redirects ask for.
     """
-    async with _serving(link, node_name) as control:
-        yield Client(control, identity)
+    async with contextlib.AsyncExitStack() as links:
+        control = await links.enter_async_context(_serving(link, node_name))
+        yield Client(control, links, identity)
 
 
 @asynccontextmanager
@@ -235,7 +298,3 @@ async def _read(control: ControlLink) -> None:
 
 async def _refuse(control: ControlLink, message: Incoming) -> None:
     raise RemoteProtocolError(f"a client was asked {type(message).__name__}")
-
-
-def _no_answer(address: str) -> PeerFailedError:
-    return PeerFailedError(f"{address} ended the conversation without an answer")

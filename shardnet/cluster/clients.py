@@ -6,7 +6,7 @@ Knows the client messages and turns the engine's events into them. Must not plan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -23,12 +23,15 @@ from shardnet.model.tokenizer import Tokenizer, check_token_ids
 from shardnet.runtime.engine import (
     GenerationFinished,
     GenerationRequest,
+    RequestMoved,
     RequestTiming,
     TokenGenerated,
 )
 from shardnet.runtime.executor import Executor
+from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
 from shardnet.types import TokenLogprobs
 from shardnet.wire.control import (
+    MAX_ROWS_BYTES,
     Done,
     Finished,
     Generate,
@@ -37,13 +40,19 @@ from shardnet.wire.control import (
     NodeProgress,
     PlanRequest,
     Redirect,
+    RowsPiece,
     StageShare,
+    StateChanged,
     TextPiece,
     Timing,
     TokenDetail,
     TopToken,
     Unload,
 )
+
+_PIECE_BYTES = 1 << 20
+_PIECE_LOGPROBS = 64
+"""What one message takes of rows and of prompt logprobs, whose top entries are texts too."""
 
 
 class Clients:
@@ -65,6 +74,7 @@ class Clients:
         """
         self._head = head
         self._reader = reader
+        self._outputs = OutputBudget()
         self._drafts = drafts
         self._wire_errors = wire_errors
         self._cache = cache
@@ -142,19 +152,39 @@ class Clients:
             stop_ids=frozenset(message.stop_token_ids)
             | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),
             text=_text_stream(message, lead),
+            priority=message.priority,
+            deadline_s=message.deadline_s,
             speculation=speculation,
             deterministic=message.deterministic,
+            outputs=message.outputs.params(),
         )
+        with self._outputs.room_for(_output_bytes(request, lead)):
+            await self._answer(control, message, request, lead)
+
+    async def _answer(
+        self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
+    ) -> None:
         n_tokens = 0
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
-                if isinstance(event, TokenGenerated):
-                    n_tokens += 1
-                    control.send(_piece(message, event, lead.tokenizer))
-                    await control.link.drain()
-                else:
-                    await self._keep(lead, event, n_tokens)
-                    control.send(_finished(message, event, prompt, lead.load_s))
+                match event:
+                    case TokenGenerated():
+                        n_tokens += 1
+                        control.send(_piece(message, event, lead.tokenizer))
+                        await control.link.drain(shared=True)
+                    case PromptScored() | RowsGiven():
+                        for piece in _output_pieces(message, event, lead.tokenizer):
+                            control.send(piece)
+                            await control.link.drain(shared=True)
+                    case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
+                        control.send(
+                            StateChanged(
+                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                            )
+                        )
+                    case GenerationFinished():
+                        await self._keep(lead, event, n_tokens)
+                        control.send(_finished(message, event, request.prompt, lead.load_s))
 
     async def _keep(self, lead: Lead, event: GenerationFinished, n_tokens: int) -> None:
         """Remember a generation of more than one token, which has something to compare."""
@@ -200,6 +230,9 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
     else:
         token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
     check_token_ids(token_ids, vocab_size)
+    for token_id, _ in message.sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
     return token_ids
 
 
@@ -220,6 +253,44 @@ def _piece(message: Generate, event: TokenGenerated, tokenizer: Tokenizer | None
         text=event.text,
         logprobs=detail,
     )
+
+
+def _output_bytes(request: GenerationRequest, lead: Lead) -> int:
+    """Give the most bytes that a request's rows may take.
+
+    Raises UsageError for rows that are wider than any message.
+    """
+    request.outputs.check()
+    spec, width = lead.ring.spec, lead.plan.facts.config.hidden_size
+    if request.outputs.logit_rows is not None and 4 * spec.vocab_size > MAX_ROWS_BYTES:
+        raise UsageError(
+            f"logits of {spec.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
+            "one message carries: this model's cannot be asked for"
+        )
+    n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
+    return output_bytes(request.outputs, n_positions, vocab_size=spec.vocab_size, width=width)
+
+
+def _output_pieces(
+    message: Generate, event: PromptScored | RowsGiven, tokenizer: Tokenizer | None
+) -> Iterator[TextPiece | RowsPiece]:
+    """Cut an event into messages."""
+    if isinstance(event, PromptScored):
+        for start in range(0, len(event.logprobs), _PIECE_LOGPROBS):
+            part = event.logprobs[start : start + _PIECE_LOGPROBS]
+            details = [_detail(logprobs, tokenizer) for logprobs in part]
+            yield TextPiece(
+                request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
+            )
+        return
+    for block in event.block.parts(_PIECE_BYTES):
+        yield RowsPiece(
+            request=message.request,
+            kind=block.kind.value,
+            position=block.position,
+            width=block.width,
+            data=bytes(block.payload),
+        )
 
 
 def _detail(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenDetail:

@@ -68,6 +68,7 @@ Notice = RingBroken | PeersKnown
 Incoming = Request | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
+OnAnswer = Callable[[ControlMessage | ShardnetError], None]
 
 
 class ControlLink:
@@ -84,7 +85,7 @@ class ControlLink:
         """How to call the peer in messages to people."""
         self._handler = handler
         self._numbers = count(1)
-        self._answers: dict[int, asyncio.Queue[ControlMessage | ShardnetError]] = {}
+        self._answers: dict[int, OnAnswer] = {}
         self._handling: dict[int, asyncio.Task[None]] = {}
         self.ended: ShardnetError | None = None
         """What ended the link, None while it lives."""
@@ -141,18 +142,31 @@ class ControlLink:
         The iterator raises what the peer reported with Failed, and LinkError when the link ends.
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
-        if self.ended is not None:
-            raise self.ended
-        self._answers[message.request] = answers
+        self.begin(message, answers.put_nowait)
+        given_up = False
         try:
-            self.send(message)
             yield _unpacked(answers, self.peer_name)
         except (asyncio.CancelledError, GeneratorExit):
-            if not self.link.closed:
-                self.send(Cancel(request=message.request))
+            given_up = True
             raise
         finally:
-            del self._answers[message.request]
+            self.end(message.request, give_up=given_up)
+
+    def begin(self, message: Request, on_answer: OnAnswer) -> None:
+        """Send a request and hand everything that answers it to `on_answer`, until `end`.
+
+        What ends the link counts as an answer. Raises LinkError when it has ended already.
+        """
+        if self.ended is not None:
+            raise self.ended
+        self.send(message)
+        self._answers[message.request] = on_answer
+
+    def end(self, request: int, *, give_up: bool) -> None:
+        """Take no more answers to a request; with `give_up` the peer is told to end it."""
+        del self._answers[request]
+        if give_up and not self.link.closed:
+            self.send(Cancel(request=request))
 
     async def serve(self) -> None:
         """Read the link until it ends. Returns the way it ended by raising its LinkError.
@@ -165,8 +179,8 @@ class ControlLink:
         except* ShardnetError as group:
             error = first_error(group)
             self.ended = error
-            for answers in self._answers.values():
-                answers.put_nowait(error)
+            for on_answer in self._answers.values():
+                on_answer(error)
             if not self.link.closed:  # it was we who ended it, and the peer should know why
                 self.link.send(error_frame(error))
                 await self.link.close()
@@ -184,11 +198,11 @@ class ControlLink:
                 case message if isinstance(message, Notice):
                     tasks.create_task(self._handler(self, message))
                 case message if isinstance(message, Request):
-                    self._begin(message, tasks)
+                    self._accept(message, tasks)
                 case answer if answer.request in self._answers:
-                    self._answers[answer.request].put_nowait(answer)
+                    self._answers[answer.request](answer)
 
-    def _begin(self, message: Request, tasks: asyncio.TaskGroup) -> None:
+    def _accept(self, message: Request, tasks: asyncio.TaskGroup) -> None:
         if message.request in self._handling:
             raise RemoteProtocolError(f"{self.peer_name} used request {message.request} twice")
         task = tasks.create_task(self._handle(message))

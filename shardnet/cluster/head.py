@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.control import ModelChoice, NodeInfo
+from shardnet.wire.control import ModelChoice, NodeInfo, RingLoad
 from shardnet.wire.schema import MAX_STAGES
 
 CLOSE_S = 3.0
@@ -104,6 +104,13 @@ class Head:
     def n_requests(self) -> int:
         """Requests that wait or run on the ring that stands."""
         return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
+
+    @property
+    def load(self) -> RingLoad | None:
+        """What the ring that stands has in hand, None without one."""
+        if self._lead is None or self._lead.ring.broken is not None:
+            return None
+        return RingLoad(**asdict(self._lead.ring.engine.counters))
 
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""

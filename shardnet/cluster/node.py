@@ -389,7 +389,8 @@ class Node:
         match message:
             case Status(request=request, with_peers=with_peers):
                 peers = await self._neighbours.listed() if with_peers else []
-                control.send(StatusReply(request=request, node=self.info(), peers=peers))
+                load = self.head.load
+                control.send(StatusReply(request=request, node=self.info(), peers=peers, load=load))
             case Ping(request=request, payload=payload, as_step=as_step):
                 if payload or as_step:
                     self._host.check_idle()

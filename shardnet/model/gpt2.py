@@ -41,6 +41,11 @@ class Gpt2Stage:
             hidden = layer(hidden, index, step)
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Final norm: [R, E] in and out."""
+        assert self._head is not None
+        return self._head.ln_f(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Norm and LM head: [R, E] to [R, V] in the compute dtype."""
         assert self._head is not None

@@ -59,6 +59,11 @@ class LlamaStage:
             hidden = layer(hidden, index, rotary, step)
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Final norm: [R, E] in and out."""
+        assert self._head is not None
+        return self._head.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Norm and LM head: [R, E] to [R, V] in the compute dtype."""
         assert self._head is not None

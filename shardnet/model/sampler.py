@@ -2,7 +2,7 @@
 
 Knows the order of filters and the noise that docs/protocol.md, "Sampling", fixes. Must not know
 sequences, slots or frames: a row's token is a pure function of its logits, parameters, seed, sample
-index and position, whatever rows stand beside it.
+index, position and the tokens before it, whatever rows stand beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import NumericalError
+from shardnet.model.logprobs import rows_logprobs
+from shardnet.model.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.philox import gumbel_noise
 from shardnet.types import SamplingParams, TokenLogprobs
 
@@ -32,11 +34,12 @@ class SampleRow:
     """What the sampler must know of one row beside its logits.
 
     `position` is the position of the row, that is of its input token; the drawn token takes the
-    next one.
+    next one. `context` is looked at where the parameters look back.
     """
 
     params: SamplingParams
     position: int
+    context: RowContext = NO_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,29 +78,61 @@ class Sampler:
         logits = logits[:, : self._n_tokens]  # [R, n_tokens], a view
         best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
         maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
-        _refuse_rows_without_maximum(maxima)
+        _refuse_rows_without_maximum(maxima, range(len(rows)))
         token_ids: list[int] = best_ids.tolist()
+        changed = _changed_rows(logits, rows)
         for index, row in enumerate(rows):
             if row.params.temperature > 0:
-                token_ids[index] = _draw(logits[index], row)
-        logprobs = [
-            None
-            if row.params.n_logprobs is None
-            else token_logprobs(logits[index], token_ids[index], row.params.n_logprobs)
-            for index, row in enumerate(rows)
-        ]
-        return SampleResult(token_ids=token_ids, logprobs=logprobs)
+                token_ids[index] = _draw(changed.get(index, logits[index]), row)
+            elif index in changed:
+                token_ids[index] = int(changed[index].argmax())
+        return SampleResult(token_ids=token_ids, logprobs=_logprobs(logits, rows, token_ids))
+
+    def logprobs(self, logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+        """Give each row the logprob of its token and of the `n_top` best; see `rows_logprobs`.
+
+        `logits` is float32 [R, V]. Raises NumericalError as `sample` does.
+        """
+        logits = logits[:, : self._n_tokens]
+        _refuse_rows_without_maximum(logits.amax(1), range(len(logits)))
+        return rows_logprobs(logits, token_ids, n_top)
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Give the rows that ask for logprobs theirs."""
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    for n_top in {row.params.n_logprobs for row in rows} - {None}:
+        places = [index for index, row in enumerate(rows) if row.params.n_logprobs == n_top]
+        chosen = [token_ids[index] for index in places]
+        found = rows_logprobs(logits[places], chosen, n_top or 0)
+        for index, entry in zip(places, found, strict=True):
+            logprobs[index] = entry
+    return logprobs
+
+
+def _changed_rows(logits: Tensor, rows: Sequence[SampleRow]) -> dict[int, Tensor]:
+    """Give the rows that are not chosen from their raw logits, by index."""
+    places = [index for index, row in enumerate(rows) if changes_logits(row.params)]
+    if not places:
+        return {}
+    wanted = [(rows[index].params, rows[index].context) for index in places]
+    changed = logits[places]  # a copy
+    change_logits(changed, wanted)
+    _refuse_rows_without_maximum(changed.amax(1), places)
+    return dict(zip(places, changed, strict=True))
 
 
 def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Apply temperature, cut, top-k and top-p, in this order, to one row.
+    """Apply temperature, cut, top-k, top-p and min-p, in this order, to one row.
 
     `row` is float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on the device
     of the row, the ids that are left, int64 [S] ascending, and their gaps, float64 [S]:
     (logit - maximum) / temperature.
 
-    The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper and
-    TopPLogitsWarper. Ties: top-k keeps every token that equals the k-th logit; top-p keeps, of
+    The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    and MinPLogitsWarper. Ties: top-k keeps every token that equals the k-th logit; top-p keeps, of
     equal logits at its border, the smaller ids.
     """
     maximum = row.max()
@@ -109,6 +144,8 @@ def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     ids, gaps = _select(gaps >= -CUT, ids, gaps)
     if params.top_p < 1:
         ids, gaps = _select(_nucleus(gaps, params.top_p), ids, gaps)
+    if params.min_p > 0:
+        ids, gaps = _select(gaps.exp() >= params.min_p, ids, gaps)
     return ids, gaps
 
 
@@ -116,23 +153,6 @@ def _select(mask: Tensor, ids: Tensor | None, values: Tensor) -> tuple[Tensor, T
     """Keep what `mask` says; `ids` None stands for 0, 1, 2, …"""
     places = mask.nonzero().squeeze(1)
     return places if ids is None else ids[places], values[places]
-
-
-def token_logprobs(row: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Log-softmax of one raw row: the token's own and the `n_top` best by rank.
-
-    `row` is float32 [V], before any filter; the sum is taken in float64. Equal logits rank by id,
-    the smaller first.
-    """
-    logprobs = torch.log_softmax(row.to(torch.float64), dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        n_top = min(n_top, len(row))
-        ids = (row >= torch.topk(row, n_top).values[-1]).nonzero().squeeze(1)  # ascending
-        order = torch.argsort(row[ids], descending=True, stable=True)[:n_top]
-        ids = ids[order]
-        top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
 
 
 def _draw(row: Tensor, sample: SampleRow) -> int:
@@ -181,13 +201,15 @@ def _descending(values: Tensor, limit: int) -> Tensor:
     return torch.sort(values, descending=True).values
 
 
-def _refuse_rows_without_maximum(maxima: Tensor) -> None:
+def _refuse_rows_without_maximum(maxima: Tensor, places: Sequence[int]) -> None:
+    """Raise NumericalError for maxima that are not finite; `places` are their rows."""
     finite = torch.isfinite(maxima)
     if bool(finite.all()):
         return
-    rows = tuple((~finite).nonzero().squeeze(1).tolist())
+    wrong = (~finite).nonzero().squeeze(1).tolist()
+    rows = tuple(places[index] for index in wrong)
     error = NumericalError(
-        f"the logits of row {rows[0]} have maximum {float(maxima[rows[0]])}, not a finite number; "
+        f"the logits of row {rows[0]} have maximum {float(maxima[wrong[0]])}, not a finite number; "
         "the model overflowed: try --dtype float32, or check the checkpoint"
     )
     error.rows = rows

@@ -38,6 +38,9 @@ class FamilyStage(Protocol):
     def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
         """Run the stage's layers: [T, E] in and out."""
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Final norm: [R, E] in and out; last stage only."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Norm and LM head: [R, E] to [R, V]; last stage only."""
 
@@ -97,29 +100,42 @@ class StageModel:
         """Where weights and KV cache live."""
         return self.kv.device
 
-    @torch.inference_mode()
     def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """Run the rows of `batch` through the stage.
+        """Run the rows of `batch` through the stage, on the last one to logits; see `run`.
+
+        Returns [T, E] in the compute dtype, or on the last stage float32 logits [n_sampled, V] of
+        the sampled rows, in row order.
+        """
+        rows = self.run(batch, hidden)
+        return self.logits(sampled_rows(rows, batch)) if self.last else rows
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
+        if rows.shape[0] == 0:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return self._family.logits(rows).float()
+
+    @torch.inference_mode()
+    def normed(self, rows: Tensor) -> Tensor:
+        """Apply the final norm, on the last stage: [R, E] in and out."""
+        return self._family.normed(rows)
+
+    @torch.inference_mode()
+    def run(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """Run the rows of `batch` through the stage's layers.
 
         `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
-        It is not changed. Returns [T, E] in the compute dtype, or on the last stage float32 logits
-        [n_sampled, V] of the sampled rows, in row order. Raises CapacityError for a position beyond
-        the context or when the KV room is used up, UsageError for a token id outside the
+        It is not changed. Returns [T, E] in the compute dtype. Raises CapacityError for a position
+        beyond the context or when the KV room is used up, UsageError for a token id outside the
         vocabulary.
         """
         self._check_token_ids(batch)
         if batch.n_rows == 0:
-            width = self.vocab_size if self.last else self.width
-            return torch.empty(0, width, device=self.device)
+            return torch.empty(0, self.width, device=self.device)
         step = plan_step(batch, self.kv, self._context, self.dtype)
         rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
-        rows = self._family.run_layers(rows, step)
-        if not self.last:
-            return rows
-        sampled = _sampled_rows(rows, batch)
-        if sampled.shape[0] == 0:
-            return torch.empty(0, self.vocab_size, device=self.device)
-        return self._family.logits(sampled).float()
+        return self._family.run_layers(rows, step)
 
     def _check_token_ids(self, batch: MicroBatch) -> None:
         wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
@@ -143,7 +159,7 @@ def make_family(
     return Gpt2Stage(config, layers, weights)
 
 
-def _sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
+def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
     """Keep the last `n_sampled` rows of each group: [n_sampled, E]."""
     if batch.n_sampled == batch.n_rows:
         return rows

@@ -13,6 +13,7 @@ from typing import Protocol
 from shardnet.errors import ShardnetError
 from shardnet.types import (
     MicroBatch,
+    OutputParams,
     SamplingParams,
     SequenceId,
     SlotId,
@@ -21,6 +22,9 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire.messages import StageTiming
+from shardnet.wire.rows import RowBlock
+
+NO_OUTPUTS = OutputParams()
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,18 +39,34 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """The logprobs of the prompt token at `position`, of the row before it."""
+
+    sequence_id: SequenceId
+    position: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What the tail sampled: one id per sampled row, and logprobs where they were asked for."""
+    """What the tail made of a step: one id per sampled row, and what else was asked for.
+
+    `prompt_logprobs` and `blocks` are in order of their positions, sequence by sequence.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    blocks: Sequence[RowBlock] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOpened:
     """The head gave a slot to a sequence.
 
-    Its first `n_kept` positions stay as they are, or are copied from the slot `source`.
+    Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
+    begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back; `outputs` is
+    what it gives beside tokens.
     """
 
     sequence_id: SequenceId
@@ -54,6 +74,9 @@ class SequenceOpened:
     sampling: SamplingParams
     n_kept: int = 0
     source: SlotId | None = None
+    n_prompt: int = 0
+    stop_ids: tuple[int, ...] = ()
+    outputs: OutputParams = NO_OUTPUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

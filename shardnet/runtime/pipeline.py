@@ -16,6 +16,7 @@ from typing import assert_never
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.compute import (
     Activations,
+    PromptLogprobs,
     SequenceClosed,
     SequenceOpened,
     SlotFreed,
@@ -26,8 +27,9 @@ from shardnet.runtime.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.types import Epoch, MicroBatch, StepId, TokenLogprobs
+from shardnet.types import Epoch, MicroBatch, OutputKind, StepId, TokenLogprobs
 from shardnet.wire.messages import StageTiming
+from shardnet.wire.rows import RowBlock
 
 STUCK_FACTOR = 10
 STUCK_AT_LEAST_S = 60.0
@@ -36,13 +38,15 @@ STUCK_AT_LEAST_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """The tail's answer to one step, as it came: ids and logprobs in row order."""
+    """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest."""
 
     epoch: Epoch
     step: StepId
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
     timings: tuple[StageTiming, ...]
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    blocks: Sequence[RowBlock] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,30 @@ class Pipeline:
                 raise RemoteProtocolError(
                     f"the tail sampled token {token_id}, the vocabulary has {self._vocab_size}"
                 )
+        if answer.prompt_logprobs or answer.blocks:
+            self._check_outputs(batch, answer)
+
+    def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
+        """Check that what came beside the tokens belongs to rows of the step."""
+        rows = {
+            group.sequence_id: range(group.position, group.position + group.n_rows)
+            for group in batch.groups
+        }
+        spans = [(scored.sequence_id, scored.position, 1) for scored in answer.prompt_logprobs]
+        spans += [(block.sequence_id, block.position, block.n_rows) for block in answer.blocks]
+        for sequence_id, position, n_rows in spans:
+            inside = rows.get(sequence_id, range(0))
+            if position not in inside or position + n_rows - 1 not in inside:
+                raise RemoteProtocolError(
+                    f"the tail sent outputs of sequence {sequence_id} at positions {position} to "
+                    f"{position + n_rows - 1} for step {batch.step}, which has no such rows"
+                )
+        for block in answer.blocks:
+            if block.kind is OutputKind.LOGITS and block.width != self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail sent logits {block.width} wide, the vocabulary has "
+                    f"{self._vocab_size}"
+                )
 
 
 class RingOfOne:
@@ -186,6 +214,8 @@ def as_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 token_ids=result.token_ids,
                 logprobs=result.logprobs,
                 timings=timings,
+                prompt_logprobs=result.prompt_logprobs,
+                blocks=result.blocks,
             )
         case StepFailed():
             return output

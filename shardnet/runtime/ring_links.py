@@ -10,6 +10,7 @@ from typing import assert_never
 from shardnet.errors import RemoteProtocolError, error_for_code
 from shardnet.runtime.compute import (
     Activations,
+    PromptLogprobs,
     Samples,
     SequenceClosed,
     SequenceOpened,
@@ -23,7 +24,8 @@ from shardnet.runtime.compute import (
 )
 from shardnet.runtime.pipeline import StepAnswer
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, SequenceId, SlotId, StepId, TokenLogprobs
+from shardnet.types import Epoch, MicroBatch, SequenceId, SlotId, StepId, TokenLogprobs
+from shardnet.wire import messages
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import (
@@ -31,6 +33,7 @@ from shardnet.wire.messages import (
     Extras,
     FreeSlot,
     OpenSequence,
+    Outputs,
     RowLogprobs,
     Sampling,
     StageTiming,
@@ -45,8 +48,12 @@ from shardnet.wire.messages import (
 from shardnet.wire.messages import (
     SlotOperation as SlotMessage,
 )
+from shardnet.wire.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
+
+MAX_STEP_ROWS_BYTES = 1 << 29
+"""Logits and hidden states of one step that the head takes: 256 rows of half a million columns."""
 
 
 class LinkSource:
@@ -91,6 +98,7 @@ class TailLink:
         self._link = link
         self._epoch = epoch
         self._extras = _PendingExtras(link)
+        self._rows = _PendingRows(link)
 
     async def receive(self) -> StepAnswer | StepFailed:
         """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
@@ -99,11 +107,15 @@ class TailLink:
             extras = self._extras.before(frame)
             match frame.kind:
                 case FrameKind.TOKENS:
-                    return _answer(frame, extras)
+                    blocks = self._rows.before(frame) if self._rows.blocks else []
+                    return _answer(frame, extras, blocks)
                 case FrameKind.ERROR:
+                    self._rows.before(frame)
                     return _step_failed(frame)
                 case FrameKind.EXTRAS:
                     self._extras.keep(frame)
+                case FrameKind.ROWS:
+                    self._rows.keep(frame)
                 case _:
                     raise _unexpected(frame, self._link)
 
@@ -119,7 +131,11 @@ class LinkSink:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
             case StepComputed(batch=batch, timings=timings, result=result):
-                self._link.send(self._extras(batch.step, timings, result), self._result(output))
+                extras = self._extras(batch.step, timings, result)
+                if isinstance(result, Samples) and result.blocks:
+                    self._link.send(*_rows(batch, result), extras, self._result(output))
+                else:
+                    self._link.send(extras, self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
             case SequenceOpened() | SequenceClosed() | SlotFreed():
@@ -142,8 +158,13 @@ class LinkSink:
     def _extras(
         self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
     ) -> Frame:
-        logprobs = _logprob_rows(result) if isinstance(result, Samples) else []
-        extras = Extras(timings=list(timings), logprobs=logprobs)
+        extras = Extras(timings=list(timings))
+        if isinstance(result, Samples):
+            extras = Extras(
+                timings=extras.timings,
+                logprobs=_logprob_rows(result),
+                prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
+            )
         return extras_frame(extras, epoch=self._epoch, step=step)
 
 
@@ -166,12 +187,51 @@ class _PendingExtras:
         """
         step, extras = self._step, self._extras
         self._step, self._extras = 0, _NO_EXTRAS
-        if step and (step != frame.step or frame.kind is FrameKind.EXTRAS):
+        if step and (step != frame.step or frame.kind in (FrameKind.EXTRAS, FrameKind.ROWS)):
             raise RemoteProtocolError(
                 f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
                 f"step {frame.step}"
             )
         return extras
+
+
+class _PendingRows:
+    """The logits and hidden states that came and whose own step must come next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._step = 0
+        self.blocks: list[RowBlock] = []
+        self._n_bytes = 0
+
+    def keep(self, frame: Frame) -> None:
+        """Keep what came for the step that follows.
+
+        Raises RemoteProtocolError when it is of another step than the last, or too much.
+        """
+        if self.blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        self._n_bytes += len(frame.payload)
+        if self._n_bytes > MAX_STEP_ROWS_BYTES:
+            raise RemoteProtocolError(
+                f"{_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for step "
+                f"{frame.step}"
+            )
+        self._step = frame.step
+        self.blocks.append(read_rows(frame))
+
+    def before(self, frame: Frame) -> list[RowBlock]:
+        """Give what came before `frame`, once. Raises RemoteProtocolError for another step's."""
+        blocks, self.blocks, self._n_bytes = self.blocks, [], 0
+        if blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        return blocks
+
+    def _out_of_turn(self, frame: Frame) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"{_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
+            f"step {frame.step}"
+        )
 
 
 class TailSink(LinkSink):
@@ -183,7 +243,7 @@ class TailSink(LinkSink):
             super().send(output)
 
 
-def _answer(frame: Frame, extras: Extras) -> StepAnswer:
+def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
     token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
     return StepAnswer(
         epoch=Epoch(frame.epoch),
@@ -191,6 +251,8 @@ def _answer(frame: Frame, extras: Extras) -> StepAnswer:
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
         timings=tuple(extras.timings),
+        prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
+        blocks=blocks,
     )
 
 
@@ -221,6 +283,9 @@ def _slot_operation(message: SlotMessage) -> SlotOperation:
                 sampling=message.sampling.params(),
                 n_kept=n_kept,
                 source=None if source is None else SlotId(source),
+                n_prompt=message.n_prompt,
+                stop_ids=message.stop_ids,
+                outputs=message.outputs.params(),
             )
         case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return SequenceClosed(
@@ -241,6 +306,9 @@ def _slot_message(operation: SlotOperation) -> SlotMessage:
                 sampling=Sampling.of(operation.sampling),
                 n_kept=n_kept,
                 source=source,
+                n_prompt=operation.n_prompt,
+                stop_ids=operation.stop_ids,
+                outputs=Outputs.of(operation.outputs),
             )
         case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
             return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
@@ -261,11 +329,47 @@ def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
             row=row,
             token_id=logprobs.token_id,
             logprob=logprobs.logprob,
-            top=[TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+            top=_top(logprobs),
         )
         for row, logprobs in enumerate(samples.logprobs)
         if logprobs is not None
     ]
+
+
+def _prompt_rows(samples: Samples) -> list[messages.PromptLogprobs]:
+    return [
+        messages.PromptLogprobs(
+            sequence_id=scored.sequence_id,
+            position=scored.position,
+            token_id=scored.logprobs.token_id,
+            logprob=scored.logprobs.logprob,
+            top=_top(scored.logprobs),
+        )
+        for scored in samples.prompt_logprobs
+    ]
+
+
+def _prompt_logprobs(extras: Extras) -> list[PromptLogprobs]:
+    return [
+        PromptLogprobs(
+            sequence_id=SequenceId(entry.sequence_id),
+            position=entry.position,
+            logprobs=_token_logprobs(entry),
+        )
+        for entry in extras.prompt_logprobs
+    ]
+
+
+def _rows(batch: MicroBatch, samples: Samples) -> list[Frame]:
+    return [
+        frame
+        for block in samples.blocks
+        for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
+    ]
+
+
+def _top(logprobs: TokenLogprobs) -> list[TopLogprob]:
+    return [TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
 
 
 def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
@@ -274,9 +378,13 @@ def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
     for entry in extras.logprobs:
         if entry.row >= n_rows:
             raise RemoteProtocolError(f"logprobs of row {entry.row} came with {n_rows} tokens")
-        rows[entry.row] = TokenLogprobs(
-            token_id=entry.token_id,
-            logprob=entry.logprob,
-            top=tuple((top.token_id, top.logprob) for top in entry.top),
-        )
+        rows[entry.row] = _token_logprobs(entry)
     return rows
+
+
+def _token_logprobs(entry: RowLogprobs | messages.PromptLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=tuple((top.token_id, top.logprob) for top in entry.top),
+    )

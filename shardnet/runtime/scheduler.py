@@ -110,6 +110,11 @@ class Scheduler:
         """Sequences waiting, running or paused."""
         return len(self._waiting) + len(self._running)
 
+    @property
+    def waiting(self) -> list[SequenceId]:
+        """Who waits or is paused, the next first."""
+        return [sequence.sequence_id for sequence in self._waiting]
+
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
 

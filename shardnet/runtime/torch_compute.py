@@ -1,18 +1,17 @@
-"""A stage's compute in torch: the layers and KV cache of a StageModel, and on the tail the sampler.
+"""A stage's compute in torch: layers and KV cache of a StageModel, and on the last stage the tail.
 
 Knows how to go from wire values to tensors and back. Must not know links, rings or threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import assert_never
 
 import torch
 
 from shardnet.errors import RemoteProtocolError
 from shardnet.model.codec import pack_rows, unpack_rows
-from shardnet.model.sampler import Sampler, SampleRow
+from shardnet.model.sampler import Sampler
 from shardnet.model.stage_model import StageModel
 from shardnet.runtime.compute import (
     Activations,
@@ -22,15 +21,8 @@ from shardnet.runtime.compute import (
     SlotFreed,
     SlotOperation,
 )
-from shardnet.types import MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Owner:
-    """The sequence that owns a slot, and how the tail samples it."""
-
-    sequence_id: SequenceId
-    sampling: SamplingParams
+from shardnet.runtime.tail import Tail
+from shardnet.types import MicroBatch, SlotId, WireDType
 
 
 class TorchCompute:
@@ -42,9 +34,9 @@ class TorchCompute:
 
     def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
         self._model = model
-        self._sampler = sampler
         self._wire_dtype = wire_dtype
-        self._owners: dict[SlotId, _Owner] = {}
+        self._owners: dict[SlotId, SequenceOpened] = {}
+        self._tail = None if sampler is None else Tail(model, sampler, self._owners)
 
     @property
     def used_blocks(self) -> int:
@@ -61,23 +53,18 @@ class TorchCompute:
         What is said of a slot that another sequence owns is ignored: its opening was lost with a
         ring.
         """
-        kv = self._model.kv
         match operation:
             case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
-                if source is not None:
-                    kv.copy(source, slot, n_kept)
-                kv.trim(slot, n_kept)
-                self._owners[slot] = _Owner(
-                    sequence_id=operation.sequence_id, sampling=operation.sampling
-                )
+                self._keep(slot, n_kept, source)
+                self._owners[slot] = operation
             case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
                 owner = self._owners.get(slot)
                 if owner is not None and owner.sequence_id == sequence_id:
                     del self._owners[slot]
-                    kv.trim(slot, n_kept)
+                    self._keep(slot, n_kept, None)
             case SlotFreed(slot=slot):
                 if slot not in self._owners:
-                    kv.free(slot)
+                    self._keep(slot, 0, None)
             case _:
                 assert_never(operation)
 
@@ -90,9 +77,9 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        output = self._model.forward(batch, self._hidden(batch, activations))
-        if self._sampler is not None:
-            return self._sample(self._sampler, batch, output)
+        output = self._model.run(batch, self._hidden(batch, activations))
+        if self._tail is not None:
+            return self._tail.answer(batch, output)
         payload = pack_rows(output, self._wire_dtype)
         return Activations(payload=payload, dtype=self._wire_dtype, width=self._model.width)
 
@@ -100,6 +87,16 @@ class TorchCompute:
         """Forget all sequences and free all slots; keep the weights."""
         self._model.kv.clear()
         self._owners.clear()
+        if self._tail is not None:
+            self._tail.clear()
+
+    def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
+        """Keep the first positions of the slot, its own or copied from `source`, and no others."""
+        if source is not None:
+            self._model.kv.copy(source, slot, n_positions)
+        self._model.kv.trim(slot, n_positions)
+        if self._tail is not None:
+            self._tail.keep(slot, n_positions, source)
 
     def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
         if activations is None:
@@ -121,17 +118,3 @@ class TorchCompute:
             self._model.device,
         )
         return hidden.to(self._model.dtype)
-
-    def _sample(self, sampler: Sampler, batch: MicroBatch, logits: torch.Tensor) -> Samples:
-        """Sample the last `n_sampled` rows of each group."""
-        rows = [
-            SampleRow(params=self._owners[group.slot].sampling, position=position)
-            for group in batch.groups
-            for position in range(
-                group.position + group.n_rows - group.n_sampled, group.position + group.n_rows
-            )
-        ]
-        if not rows:
-            return Samples(token_ids=(), logprobs=())
-        result = sampler.sample(logits, rows)
-        return Samples(token_ids=result.token_ids, logprobs=result.logprobs)

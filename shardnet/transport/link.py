@@ -87,11 +87,12 @@ class Link(Protocol):
         not allowed.
         """
 
-    async def drain(self) -> None:
+    async def drain(self, *, shared: bool = False) -> None:
         """Wait while more waits to be sent than the transport likes; call it after `send`.
 
         The wait ends in PeerSilentError when the peer falls silent. Cancelling it aborts the link,
-        since the frame may be half sent. Raises the error that ended the link.
+        since the frame may be half sent; not so if the link is `shared` with other senders: the
+        transport then sends what it was given. Raises the error that ended the link.
         """
 
     async def receive(self) -> Frame:

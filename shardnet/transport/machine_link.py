@@ -100,7 +100,7 @@ class MachineLink(asyncio.BufferedProtocol):
         self._raise_if_ended()
         self._write([part for frame in frames for part in self._machine.send(frame)])
 
-    async def drain(self) -> None:
+    async def drain(self, *, shared: bool = False) -> None:
         """See `Link`."""
         self._raise_if_ended()
         if not self._writing_paused:
@@ -110,7 +110,8 @@ class MachineLink(asyncio.BufferedProtocol):
         try:
             await waiter
         except asyncio.CancelledError:
-            self.abort("a send was cancelled, perhaps in the middle of a frame")
+            if not shared:
+                self.abort("a send was cancelled, perhaps in the middle of a frame")
             raise
         finally:
             self._drainers.remove(waiter)

@@ -6,12 +6,13 @@ is done with a message.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError, error_for_code
+from shardnet.types import LiveState
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.measured import (
     LinksMeasured,
@@ -21,7 +22,7 @@ from shardnet.wire.measured import (
     StageMeasured,
     WayMeasured,
 )
-from shardnet.wire.messages import ErrorReport, Sampling
+from shardnet.wire.messages import ErrorReport, Outputs, Sampling
 from shardnet.wire.narrow import NarrowWire
 from shardnet.wire.reports import NodeReport
 from shardnet.wire.schema import (
@@ -38,6 +39,7 @@ from shardnet.wire.schema import (
     PathText,
     Phase,
     PingPayload,
+    Priority,
     Rank,
     RequestId,
     Row,
@@ -49,6 +51,9 @@ from shardnet.wire.schema import (
     decode,
     encode,
 )
+
+MAX_ROWS_BYTES: Final = 3 << 20
+"""The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
 # --- CONTROL frames between nodes ---------------------------------------------------------------
 
@@ -85,12 +90,28 @@ class Status(Tagged, frozen=True, kw_only=True):
     with_peers: bool
 
 
+class RingLoad(Strict, frozen=True, kw_only=True):
+    """What a ring has in hand: requests, slots that lie warm, and KV blocks of one stage.
+
+    Warm slots' blocks are among the used ones.
+    """
+
+    running: U32
+    waiting: U32
+    paused: U32
+    warm_slots: U32
+    warm_blocks: Count
+    used_blocks: Count
+    room_blocks: Count
+
+
 class StatusReply(Tagged, frozen=True, kw_only=True):
-    """Answers Status."""
+    """Answers Status. `load` is that of the ring which the node leads."""
 
     request: RequestId
     node: NodeInfo
     peers: Annotated[list[NodeInfo], Meta(max_length=1024)]
+    load: RingLoad | None = None
 
 
 class Ping(Tagged, frozen=True, kw_only=True):
@@ -361,7 +382,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
-    many as pay. `deterministic` is design decision 4's.
+    many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
+    `deadline_s` counts from when the ring has the request.
     """
 
     request: RequestId
@@ -382,6 +404,21 @@ class Generate(Tagged, frozen=True, kw_only=True):
     speculate: PathText = "off"
     draft_tokens: U32 = 0
     deterministic: bool = False
+    priority: Priority = 0
+    deadline_s: Seconds | None = None
+    outputs: Outputs = Outputs()
+
+
+class StateChanged(Tagged, frozen=True, kw_only=True):
+    """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
+
+    The first `n_kept` positions of its prompt were there already when it began to run.
+    """
+
+    request: RequestId
+    state: LiveState
+    ahead: U32 = 0
+    n_kept: U32 = 0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -422,13 +459,30 @@ class TokenDetail(Strict, frozen=True, kw_only=True):
 
 
 class TextPiece(Tagged, frozen=True, kw_only=True):
-    """More of the answer: new tokens, and the text that is whole by now."""
+    """More of the answer: new tokens, and the text that is whole by now.
+
+    `prompt_logprobs` are those of the prompt's next tokens, the second one first.
+    """
 
     request: RequestId
     token_ids: TokenIds
     tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
     text: Text
     logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+    prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+
+
+class RowsPiece(Tagged, frozen=True, kw_only=True):
+    """The next rows of what a Generate's `outputs` ask for, the first at `position`.
+
+    `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
+    """
+
+    request: RequestId
+    kind: Literal["logits", "hidden"]
+    position: U32
+    width: U32
+    data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
 class StageShare(Strict, frozen=True, kw_only=True):
@@ -501,10 +555,12 @@ ControlMessage = (
     | LastRun
     | NodeProgress
     | Generate
+    | StateChanged
     | Cancel
     | Unload
     | Redirect
     | TextPiece
+    | RowsPiece
     | Finished
 )
 

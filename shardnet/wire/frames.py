@@ -43,6 +43,7 @@ class FrameKind(enum.IntEnum):
     EXTRAS = 8
     SEQUENCE = 9
     BULK = 10
+    ROWS = 11
 
 
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
@@ -78,6 +79,8 @@ class Limits:
     sequence_meta_bytes: int = 64 * KIB
     bulk_meta_bytes: int = 1 * MIB
     bulk_payload_bytes: int = 1 * MIB
+    rows_meta_bytes: int = 24
+    rows_payload_bytes: int = 16 * MIB
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Give the largest meta and payload of `kind`, in bytes."""
@@ -98,6 +101,8 @@ class Limits:
                 return self.sequence_meta_bytes, 0
             case FrameKind.BULK:
                 return self.bulk_meta_bytes, self.bulk_payload_bytes
+            case FrameKind.ROWS:
+                return self.rows_meta_bytes, self.rows_payload_bytes
             case FrameKind.HEARTBEAT | FrameKind.BYE:
                 return 0, 0
 

@@ -99,7 +99,7 @@ class LinkState(enum.StrEnum):
 _HANDSHAKE_KINDS: Final = frozenset({FrameKind.HELLO, FrameKind.ERROR})
 _COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE})
 _DATA_KINDS: Final = frozenset(
-    {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE}
+    {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE, FrameKind.ROWS}
 )
 _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
     Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError
-from shardnet.types import SamplingParams
+from shardnet.types import MAX_LOGIT_BIASES, MAX_STOP_IDS, OutputParams, SamplingParams
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.schema import (
     MAX_EXPLANATION,
@@ -82,6 +82,12 @@ class Sampling(Strict, frozen=True, kw_only=True):
     temperature: float = 0.0
     top_k: Count = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[tuple[tuple[U32, float], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    min_tokens: U32 = 0
     seed: U64 = 0
     sample_index: U32 = 0
     n_logprobs: U32 | None = None
@@ -96,10 +102,30 @@ class Sampling(Strict, frozen=True, kw_only=True):
         return SamplingParams(**msgspec.structs.asdict(self))
 
 
-class OpenSequence(Tagged, frozen=True, kw_only=True):
-    """A sequence takes a slot; the tail learns how to sample it.
+class Outputs(Strict, frozen=True, kw_only=True):
+    """The fields of `types.OutputParams`, as they travel."""
 
-    The first `n_kept` positions stay, or are copied from the slot `source`.
+    n_prompt_logprobs: U32 | None = None
+    logit_rows: U32 | None = None
+    hidden_rows: U32 | None = None
+    hidden_mean: bool = False
+    before_norm: bool = False
+
+    @classmethod
+    def of(cls, params: OutputParams) -> Outputs:
+        """Copy `params` field by field."""
+        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
+
+    def params(self) -> OutputParams:
+        """Give the parameters, unchecked: the caller decides what `check` failing means."""
+        return OutputParams(**msgspec.structs.asdict(self))
+
+
+class OpenSequence(Tagged, frozen=True, kw_only=True):
+    """A sequence takes a slot; the tail learns how to sample it and what else it is to give.
+
+    The first `n_kept` positions stay, or are copied from the slot `source`. Its output begins at
+    position `n_prompt`; `stop_ids` are those that `min_tokens` holds back.
     """
 
     sequence_id: U64
@@ -107,6 +133,9 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     sampling: Sampling
     n_kept: U32 = 0
     source: U32 | None = None
+    n_prompt: U32 = 0
+    stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
+    outputs: Outputs = Outputs()
 
 
 class CloseSequence(Tagged, frozen=True, kw_only=True):
@@ -150,6 +179,16 @@ class RowLogprobs(Row, frozen=True, array_like=True):
     top: Annotated[list[TopLogprob], Meta(max_length=1024)]
 
 
+class PromptLogprobs(Row, frozen=True, array_like=True):
+    """The logprobs of the prompt's token at a position, of the row before it."""
+
+    sequence_id: U64
+    position: U32
+    token_id: U32
+    logprob: float
+    top: Annotated[list[TopLogprob], Meta(max_length=1024)]
+
+
 class Extras(Strict, frozen=True, kw_only=True):
     """What goes with a step beside its tokens. It precedes the step's own frame."""
 
@@ -157,6 +196,9 @@ class Extras(Strict, frozen=True, kw_only=True):
         default_factory=list
     )
     logprobs: Annotated[list[RowLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
         default_factory=list
     )
 

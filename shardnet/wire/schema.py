@@ -23,6 +23,7 @@ U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U64 = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
 Share = Annotated[float, Meta(ge=0)]
 """A part of something, which it may exceed."""
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from shardnet.errors import NumericalError, ShardnetError
-from shardnet.model.sampler import CUT, Sampler, SampleRow, surviving_tokens, token_logprobs
+from shardnet.model.logprobs import rows_logprobs
+from shardnet.model.sampler import CUT, Sampler, SampleRow, surviving_tokens
 from shardnet.types import SamplingParams
 
 INFINITY = math.inf
@@ -332,11 +333,19 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 
 def test_equal_logits_rank_by_id() -> None:
-    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0])
-    top = token_logprobs(logits, 0, 4).top
-    assert [token_id for token_id, _ in top] == [1, 3, 2, 4]
-    assert token_logprobs(logits, 5, 0).top == ()
-    assert len(token_logprobs(logits, 5, 50).top) == 6
+    """Beside a row without equal ones."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    for n_top, ranks in ((4, [1, 3, 2, 4]), (1, [1]), (0, []), (50, [1, 3, 2, 4, 5, 0])):
+        first, second = rows_logprobs(logits, [0, 5], n_top)
+        assert [token_id for token_id, _ in first.top] == ranks
+        assert [token_id for token_id, _ in second.top] == [5, 4, 3, 2, 1, 0][:n_top]
+        assert second.logprob == pytest.approx(float(torch.log_softmax(logits[1], 0)[5]))
+
+
+def test_a_token_without_a_column_is_impossible() -> None:
+    (logprobs,) = Sampler(8, 5).logprobs(torch.zeros(1, 8), [6], 1)
+    assert logprobs.logprob == -INFINITY
+    assert logprobs.top == ((0, pytest.approx(-math.log(5))),)
 
 
 def test_logprobs_are_made_only_where_asked() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardnet.errors import RemoteProtocolError
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.sampler import Sampler, SampleRow
-from shardnet.runtime.compute import Activations, Samples
+from shardnet.runtime.compute import Activations, Samples, SequenceOpened
 from shardnet.runtime.torch_compute import TorchCompute
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
@@ -72,8 +72,9 @@ class Ring:
 
     def generate(self, prompt: Sequence[int], n_tokens: int) -> list[Samples]:
         """Generate greedily: the tail's answers to all steps that sample."""
+        opened = SequenceOpened(sequence_id=SequenceId(1), slot=SlotId(0), sampling=GREEDY)
         for compute in self.computes:
-            compute.open_sequence(SequenceId(1), SlotId(0), GREEDY)
+            compute.operate(opened)
         starts = range(0, len(prompt), PREFILL_CHUNK_ROWS)
         for start in starts:
             rows = prompt[start : start + PREFILL_CHUNK_ROWS]

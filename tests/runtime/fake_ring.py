@@ -7,12 +7,12 @@ mixed-up row changes the tokens.
 
 from __future__ import annotations
 
-import asyncio
 import struct
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from rings import SMALLEST, NoText, running_ring
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.compute import (
@@ -22,7 +22,6 @@ from shardnet.runtime.compute import (
     SequenceOpened,
     SlotFreed,
     SlotOperation,
-    StageCompute,
 )
 from shardnet.runtime.engine import (
     Engine,
@@ -30,22 +29,13 @@ from shardnet.runtime.engine import (
     GenerationRequest,
     TokenGenerated,
 )
-from shardnet.runtime.executor import Executor
-from shardnet.runtime.pipeline import Pipeline, RingOfOne
-from shardnet.runtime.ring_links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.scheduler import Scheduler, StepLimits
-from shardnet.runtime.stage import StageSink, StageSource, StageWorker
-from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.transport.memory import memory_pair
 from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
-from shardnet.wire.messages import Hello, Purpose, Role
 
 VOCAB = 50
 WIDTH = 8192
 """Elements of a row. With float32 a row is 32 KiB: more than the smallest socket buffers hold."""
-
-SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
 
 
 def expected_tokens(prompt: Sequence[int], n_tokens: int) -> list[int]:
@@ -125,31 +115,28 @@ class FakeRing:
 
     async def generate(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         """Generate and return the tokens."""
-        request = GenerationRequest(
-            prompt=tuple(prompt),
-            sampling=SamplingParams(),
-            max_tokens=n_tokens,
-            stop_ids=frozenset(),
-            text=NoText(),
-        )
         tokens = []
-        async for event in self.engine.generate(request):
+        async for event in self.engine.generate(request_of(prompt, n_tokens)):
             if isinstance(event, TokenGenerated):
                 tokens.append(event.token_id)
-            else:
-                assert isinstance(event, GenerationFinished)
+            elif isinstance(event, GenerationFinished):
                 self.timing = event.timing
         return tokens
 
 
-class NoText:
-    """A TextAssembler for tokens that mean nothing."""
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
-
-    def finish(self) -> str:
-        return ""
+def request_of(
+    prompt: Sequence[int], n_tokens: int, *, priority: int = 0, deadline_s: float | None = None
+) -> GenerationRequest:
+    """A greedy request without text."""
+    return GenerationRequest(
+        prompt=tuple(prompt),
+        sampling=SamplingParams(),
+        max_tokens=n_tokens,
+        stop_ids=frozenset(),
+        text=NoText(),
+        priority=priority,
+        deadline_s=deadline_s,
+    )
 
 
 @asynccontextmanager
@@ -159,6 +146,7 @@ async def fake_ring(
     over: str,
     chunk_rows: int = 4,
     max_slots: int = 8,
+    room_blocks: int = 64,
     options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[FakeRing]:
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
@@ -166,7 +154,7 @@ async def fake_ring(
     scheduler = Scheduler(
         epoch=Epoch(1),
         n_stages=n_stages,
-        room_blocks=64,
+        room_blocks=room_blocks,
         context=1024,
         max_slots=max_slots,
         limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
@@ -176,102 +164,3 @@ async def fake_ring(
         links,
     ):
         yield FakeRing(engine, computes, links)
-
-
-@asynccontextmanager
-async def running_ring(
-    computes: Sequence[StageCompute],
-    scheduler: Scheduler,
-    *,
-    vocab_size: int,
-    over: str,
-    options: LinkOptions = SMALLEST,
-) -> AsyncIterator[tuple[Engine, list[Link]]]:
-    """Run these stages as a ring under this scheduler."""
-    epoch, n_stages = scheduler.epoch, len(computes)
-    engine = Engine(
-        scheduler=scheduler,
-        make_pipeline=lambda on_answered, on_failed: Pipeline(
-            epoch=epoch,
-            vocab_size=vocab_size,
-            clock_ns=time.perf_counter_ns,
-            on_answered=on_answered,
-            on_failed=on_failed,
-        ),
-        clock_ns=time.perf_counter_ns,
-    )
-    pipeline = engine.pipeline
-    pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
-    executors = [Executor(f"fake-{rank}") for rank in range(n_stages)]
-    async with asyncio.TaskGroup() as tasks:
-        running = []
-        for rank, compute in enumerate(computes):
-            source: StageSource = pipeline
-            sink: StageSink = RingOfOne(pipeline)
-            if n_stages > 1:
-                if rank:
-                    source = LinkSource(pairs[rank - 1][1], epoch)
-                is_tail = rank == n_stages - 1
-                sink = (TailSink if is_tail else LinkSink)(pairs[rank][0], epoch)
-            worker = StageWorker(
-                rank=rank,
-                compute=compute,
-                executor=executors[rank],
-                source=source,
-                sink=sink,
-                on_step_done=lambda step: None,
-            )
-            running.append(tasks.create_task(_until_broken(worker, engine)))
-        if n_stages > 1:
-            running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
-        links = [link for pair in pairs for link in pair]
-        try:
-            yield engine, links
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
-            for link in links:
-                link.abort("the test is over")
-            await asyncio.gather(*(link.close() for link in links))
-            for executor in executors:
-                executor.join()
-
-
-async def _until_broken(worker: StageWorker, engine: Engine) -> None:
-    try:
-        await worker.run()
-    except* ShardnetError as group:
-        engine.fail(ShardnetError(f"broken: {group.exceptions[0]}"))
-
-
-async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
-    try:
-        while True:
-            pipeline.answer(await tail.receive())
-    except ShardnetError:
-        return
-
-
-async def _pair(over: str, options: LinkOptions) -> tuple[Link, Link]:
-    hello = Hello(
-        purpose=Purpose.DATA,
-        role=Role.NODE,
-        node="n",
-        name="n",
-        version="0",
-        ring="r",
-        epoch=1,
-    )
-    if over == "memory":
-        return await memory_pair(hello, hello, options=options)
-    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-
-    async def accept(link: Link) -> None:
-        accepted.set_result(link)
-
-    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=options)
-    near = await tcp.connect("127.0.0.1", listener.port, hello, options=options)
-    far = await accepted
-    await listener.close()
-    return near, far

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fake_ring import NoText, running_ring
+from rings import NoText, running_ring
 from stage_chain import ROOM_BLOCKS, StageChain, even_split
 
 from shardnet.model.kernels import KernelChoice

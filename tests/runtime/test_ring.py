@@ -6,7 +6,8 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from fake_ring import NoText, expected_tokens, fake_ring
+from fake_ring import expected_tokens, fake_ring
+from rings import NoText
 
 from shardnet.errors import CapacityError, SamplingError, ShardnetError, UsageError
 from shardnet.runtime.engine import GenerationRequest, TokenGenerated
@@ -77,8 +78,8 @@ def test_giving_up_early_frees_the_slot_on_every_stage() -> None:
             )
             async with aclosing(ring.engine.generate(request)) as events:
                 async for event in events:
-                    assert isinstance(event, TokenGenerated)
-                    break
+                    if isinstance(event, TokenGenerated):
+                        break
             assert ring.engine.n_active == 0
             await ring.generate([5, 6], 2)
             assert all(len(compute.owners) <= 1 for compute in ring.computes)

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from shardnet.errors import CapacityError, RemoteProtocolError
-from shardnet.runtime.compute import SequenceClosed, StepFailed
+from shardnet.runtime import ring_links
+from shardnet.runtime.compute import PromptLogprobs, SequenceClosed, StepFailed
 from shardnet.runtime.pipeline import StepAnswer
 from shardnet.runtime.ring_links import LinkSource, TailLink
 from shardnet.transport.memory import memory_pair
-from shardnet.types import Epoch, TokenLogprobs
+from shardnet.types import Epoch, OutputKind, SequenceId, TokenLogprobs
+from shardnet.wire import messages
 from shardnet.wire.data import tokens_frame
 from shardnet.wire.frames import Frame
 from shardnet.wire.messages import (
@@ -28,6 +30,7 @@ from shardnet.wire.messages import (
     extras_frame,
     sequence_frame,
 )
+from shardnet.wire.rows import RowBlock, rows_frames
 
 EPOCH = Epoch(2)
 TIMED = Extras(timings=[StageTiming(rank=0, compute_us=5, queue_us=1)])
@@ -77,9 +80,52 @@ def test_an_answer_has_the_extras_that_came_before_it() -> None:
     assert [(t.rank, t.compute_us, t.queue_us) for t in answer.timings] == [(0, 5, 1)]
 
 
+def rows(step: int, position: int = 5, payload: bytes = bytes(8)) -> Frame:
+    block = RowBlock(
+        sequence_id=SequenceId(1),
+        kind=OutputKind.HIDDEN,
+        position=position,
+        width=2,
+        payload=payload,
+    )
+    return rows_frames(block, epoch=EPOCH, step=step)[0]
+
+
+def test_an_answer_has_the_rows_and_prompt_logprobs_that_came_before_it() -> None:
+    scored = messages.PromptLogprobs(
+        sequence_id=1, position=5, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)]
+    )
+    frames = [rows(4, 5), rows(4, 6, b"abcdefgh"), extras(4, Extras(prompt_logprobs=[scored]))]
+    answer = received(TailLink, *frames, tokens(4))
+    assert isinstance(answer, StepAnswer)
+    assert [(block.position, bytes(block.payload)) for block in answer.blocks] == [
+        (5, bytes(8)),
+        (6, b"abcdefgh"),
+    ]
+    logprobs = TokenLogprobs(token_id=8, logprob=-1.5, top=((8, -1.5),))
+    assert answer.prompt_logprobs == [
+        PromptLogprobs(sequence_id=SequenceId(1), position=5, logprobs=logprobs)
+    ]
+
+
+def test_rows_of_a_step_that_failed_are_dropped() -> None:
+    failure = error_frame(CapacityError("full"), epoch=EPOCH, step=4)
+    assert isinstance(received(TailLink, rows(4), failure), StepFailed)
+
+
+def test_more_rows_than_a_step_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_links, "MAX_STEP_ROWS_BYTES", 16)
+    with pytest.raises(RemoteProtocolError, match="more than 16 bytes of ROWS for step 4"):
+        received(TailLink, rows(4, 5), rows(4, 6), rows(4, 7))
+
+
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
+        ([rows(3), tokens(4)], "ROWS of step 3 and then TOKENS of step 4"),
+        ([rows(3), rows(4)], "ROWS of step 3 and then ROWS of step 4"),
+        ([rows(3), extras(4), tokens(4)], "ROWS of step 3 and then TOKENS of step 4"),
+        ([extras(3), rows(3), tokens(3)], "EXTRAS of step 3 and then ROWS of step 3"),
         ([extras(3), tokens(4)], "EXTRAS of step 3 and then TOKENS of step 4"),
         ([extras(3), extras(3), tokens(3)], "EXTRAS of step 3 and then EXTRAS of step 3"),
         (
@@ -100,6 +146,7 @@ def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
+        (rows(3), "ROWS, which does not travel"),
         (tokens(3), "TOKENS, which does not travel"),
         (sequence_frame(CloseSequence(sequence_id=1, slot=0), epoch=1), "SEQUENCE of epoch 1"),
     ],

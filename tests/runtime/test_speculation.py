@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_llama
-from fake_ring import running_ring
 from real_ring import Said, ask, guessing, real_ring, say, say_all
+from rings import running_ring
 from stage_chain import CPU, random_prompt
 
 from shardnet.errors import CheckpointError, UsageError

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,8 +30,7 @@ from typer.testing import CliRunner
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ShardnetError
-from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece
-from shardnet.wire.messages import Sampling
+from shardnet.wire.control import ModelChoice
 
 START_S = 60.0
 """How long a node may take to its ready line."""
@@ -395,14 +394,7 @@ class Crew:
 
 
 async def _text(prompt: str, model: Path, addresses: list[str]) -> str:
-    message = Generate(
-        request=0,
-        choice=ModelChoice(model=str(model), nodes=addresses),
-        sampling=Sampling(),
-        prompt=prompt,
-        max_tokens=3,
-    )
-    async with connect(addresses[0]) as client, aclosing(client.generate(message)) as events:
-        return "".join(
-            [event.text async for event in events if isinstance(event, TextPiece | Finished)]
-        )
+    choice = ModelChoice(model=str(model), nodes=addresses)
+    async with connect(addresses[0]) as client:
+        [result] = await client.complete(prompt, model=choice, max_tokens=3)
+        return result.text

@@ -13,8 +13,7 @@ from nodes import Crew, Machine, open_machine
 from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
-from shardnet.wire.control import Finished, Generate, ModelChoice, TextPiece
-from shardnet.wire.messages import Sampling
+from shardnet.wire.control import ModelChoice
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SIGNS = "é€😀 Жz."
@@ -188,20 +187,17 @@ def test_a_long_prompt_goes_round_in_chunks(trio: Crew, parrots: Parrots) -> Non
 
 def test_pieces_hold_whole_characters_only(trio: Crew, parrots: Parrots) -> None:
     pieces = asyncio.run(_pieces(trio, parrots.signs))
-    assert "".join(piece.text for piece in pieces) == SIGNS
-    assert [piece.text for piece in pieces if piece.text] == list(SIGNS)
+    assert pieces == list(SIGNS)
 
 
-async def _pieces(trio: Crew, model: Path) -> list[TextPiece | Finished]:
+async def _pieces(trio: Crew, model: Path) -> list[str]:
     nodes = trio.addresses(0, 2).split(",")
-    message = Generate(
-        request=0,
-        choice=ModelChoice(model=str(model), nodes=nodes),
-        sampling=Sampling(),
-        prompt="a",
-    )
-    async with connect(nodes[0]) as client, aclosing(client.generate(message)) as events:
-        return [event async for event in events if isinstance(event, TextPiece | Finished)]
+    choice = ModelChoice(model=str(model), nodes=nodes)
+    async with (
+        connect(nodes[0]) as client,
+        aclosing(client.generate("a", model=choice)) as events,
+    ):
+        return [event.text async for event in events if event.text]
 
 
 def test_a_cut_character_is_marked(trio: Crew, parrots: Parrots) -> None:
@@ -262,6 +258,38 @@ def test_a_prompt_may_be_token_ids(trio: Crew, parrots: Parrots) -> None:
     answer = trio.machine.call("generate", *prompt, *where).json
     assert answer["prompt_token_ids"] == ids
     assert answer["text"] == "zab"
+
+
+def test_penalties_and_bias_change_what_is_said(trio: Crew, parrots: Parrots) -> None:
+    """The parrot's next letter has a logit of about 18, all others 0."""
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3", "--json"]
+    said = trio.generate("a", parrots.alphabet, *where).json["token_ids"]
+    bias = ["--logit-bias", f"{said[1]}=-100", "--logit-bias", "60=9.5", "--min-p", "0.1"]
+    changed = trio.generate("a", parrots.alphabet, *where, *bias, "--temperature", "1").json
+    assert changed["token_ids"][:2] == [said[0], 60]
+    penalty = ["--repetition-penalty", "100", "--logit-bias", "60=0.5"]
+    assert trio.generate("az", parrots.alphabet, *where).json["text"] == "abc"
+    assert trio.generate("az", parrots.alphabet, *where, *penalty).json["token_ids"][0] == 60
+
+
+def test_the_end_is_held_back(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "4", "--json"]
+    answer = trio.generate("z", parrots.signs, *where, "--min-tokens", "3").json
+    assert len(answer["token_ids"]) >= 3
+    assert EOS_ID not in answer["token_ids"][:3]
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2)]
+    error = trio.generate("a", parrots.alphabet, *where, "--logit-bias", "999=1").error
+    assert "logit-bias names token 999" in error
+
+
+def test_no_tokens_at_all(trio: Crew, parrots: Parrots) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "0", "--json"]
+    answer = trio.generate("abc", parrots.alphabet, *where).json
+    assert (answer["token_ids"], answer["text"], answer["finish_reason"]) == ([], "", "length")
+    assert answer["timing"]["total_s"] > 0
 
 
 def test_logprobs_tell_of_every_token(trio: Crew, parrots: Parrots) -> None:

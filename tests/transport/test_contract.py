@@ -265,6 +265,29 @@ def test_abort_drops_the_connection_at_once(harness: Harness) -> None:
     harness.run(scenario)
 
 
+def test_cancelling_one_of_several_senders_leaves_the_link_alone(harness: Harness) -> None:
+    """What was handed over before arrives whole, and so does what others send."""
+
+    async def scenario(harness: Harness) -> None:
+        a, b = await harness.pair(SMALL_BUFFERS)
+        payload = bytes(MIB)
+        for step in range(4):
+            a.send(frame(step, payload))
+        draining = asyncio.create_task(a.drain(shared=True))
+        await turns()
+        assert not draining.done()
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        a.send(frame(4, payload))
+        for step in range(5):
+            received = await b.receive()
+            assert (received.step, received.payload) == (step, payload)
+        await close_both(a, b)
+
+    harness.run(scenario)
+
+
 def test_cancelling_a_send_in_the_middle_aborts_the_link(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         a, b = await harness.pair(SMALL_BUFFERS)

@@ -9,6 +9,7 @@ from shardnet.errors import BusyError
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OutputKind,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -42,6 +43,7 @@ from shardnet.wire.messages import (
     hello_frame,
     sequence_frame,
 )
+from shardnet.wire.rows import RowBlock, rows_frames
 
 HELLO = Hello(
     purpose=Purpose.DATA, role=Role.NODE, node="n1", name="nas", version="0.1.0", ring="r", epoch=3
@@ -91,6 +93,14 @@ WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()
 
 SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
 
+ROWS = RowBlock(
+    sequence_id=SequenceId(9),
+    kind=OutputKind.HIDDEN,
+    position=12,
+    width=2,
+    payload=struct.pack("<2f", 2.0, -0.25),
+)
+
 EXAMPLES: dict[str, Frame] = {
     "hello": hello_frame(HELLO),
     "error": error_frame(BusyError("another ring is running")),
@@ -116,4 +126,5 @@ EXAMPLES: dict[str, Frame] = {
     "bulk-digests-answer": bulk_frame(Digests(request=1, sha256=[WEIGHTS_SHA256])),
     "bulk-part": bulk_frame(FetchPart(request=2, model_id="ab", tensor="lm_head.weight", part=0)),
     "bulk-piece": bulk_frame(Piece(request=2), b"weights"),
+    "rows": rows_frames(ROWS, epoch=3, step=7)[0],
 }

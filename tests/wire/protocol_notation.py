@@ -58,7 +58,10 @@ def _type(info: mi.Type) -> str:
             return " or ".join(_value(value) for value in values)
         case mi.EnumType(cls=cls):
             return " or ".join(_value(member) for member in cls)
-        case mi.ListType(item_type=item, max_length=longest):
+        case (
+            mi.ListType(item_type=item, max_length=longest)
+            | mi.VarTupleType(item_type=item, max_length=longest)
+        ):
             return f"[{_type(item)}]({longest})"
         case mi.TupleType(item_types=items):
             return f"[{', '.join(map(_type, items))}]"

@@ -193,7 +193,13 @@ def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
     common = {FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE}
     own = {
         Purpose.CONTROL: {FrameKind.CONTROL},
-        Purpose.DATA: {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE},
+        Purpose.DATA: {
+            FrameKind.DATA,
+            FrameKind.TOKENS,
+            FrameKind.EXTRAS,
+            FrameKind.SEQUENCE,
+            FrameKind.ROWS,
+        },
         Purpose.BULK: {FrameKind.BULK},
     }
     allowed = common | own[purpose]

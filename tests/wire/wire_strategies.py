@@ -9,7 +9,16 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec_strategies import values
 
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
+from shardnet.types import (
+    Epoch,
+    MicroBatch,
+    OutputKind,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
 from shardnet.wire.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.control import ControlMessage, control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
@@ -24,9 +33,11 @@ from shardnet.wire.messages import (
     extras_frame,
     sequence_frame,
 )
+from shardnet.wire.rows import RowBlock, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
+_WHERE = {"epoch": U32, "step": U64}
 
 
 def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -> Hello:
@@ -70,6 +81,18 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+@st.composite
+def row_blocks(draw: st.DrawFn) -> RowBlock:
+    n_rows, width = draw(st.integers(1, 5)), draw(st.one_of(st.integers(1, 8), st.just(20_000)))
+    return RowBlock(
+        sequence_id=SequenceId(draw(U64)),
+        kind=draw(st.sampled_from(OutputKind)),
+        position=draw(st.integers(0, 2**32 - 1 - n_rows)),
+        width=width,
+        payload=draw(st.binary(min_size=4, max_size=4)) * (n_rows * width),
+    )
+
+
 def control_frames() -> st.SearchStrategy[Frame]:
     return values(ControlMessage).map(control_frame)
 
@@ -87,6 +110,7 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
         st.builds(tokens_frame, st.lists(U32, max_size=5), epoch=U32, step=U64),
         st.builds(sequence_frame, values(SlotOperation), epoch=U32),
         st.builds(extras_frame, values(Extras), epoch=U32, step=U64),
+        st.builds(lambda block, **where: rows_frames(block, **where)[0], row_blocks(), **_WHERE),
         st.builds(Frame, kind=st.just(FrameKind.HEARTBEAT), epoch=U32, step=U64),
     )
 

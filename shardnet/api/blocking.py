@@ -1,0 +1,222 @@
+"""The client for programs without an event loop: the same calls, each waiting for its end.
+
+Knows how to reach a loop in a thread of its own. Must not know what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from typing import Any, TypeVar, Unpack
+
+from shardnet.api import opening
+from shardnet.api.client import GREEDY
+from shardnet.api.client import Client as AsyncClient
+from shardnet.api.events import GenerationEvent, GenerationResult
+from shardnet.api.generation import OnLoading, OnPlan, ShouldStop
+from shardnet.api.requests import GenerationOptions, Prompts
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import LinkClosedError
+from shardnet.transport.loop import run
+from shardnet.types import SamplingParams
+from shardnet.wire.control import ModelChoice, PlanReply, StatusReply
+
+T = TypeVar("T")
+
+
+class Client:
+    """What `shardnet.api.Client` is, without async. Threads may share it.
+
+    Hooks are called in the thread of the loop: they must be quick, and must not call the client.
+    """
+
+    def __init__(self, client: AsyncClient, loop: _LoopThread) -> None:
+        self._client = client
+        self._loop = loop
+
+    @property
+    def address(self) -> str:
+        """Where the node is."""
+        return self._client.address
+
+    @property
+    def choice(self) -> ModelChoice:
+        """The model, and on which nodes, that is meant where a call names none."""
+        return self._client.choice
+
+    def status(self, *, with_peers: bool = False) -> StatusReply:
+        """Ask the node who it is and, with `with_peers`, whom it knows."""
+        return self._loop.call(self._client.status(with_peers=with_peers))
+
+    def plan(
+        self, model: str | ModelChoice | None = None, on_progress: OnLoading | None = None
+    ) -> PlanReply:
+        """Ask for the plan that `model` would get; see `shardnet.api.Client.plan`."""
+        return self._loop.call(self._client.plan(model, on_progress))
+
+    def unload(self) -> None:
+        """Free the model on every node of the ring. Raises BusyError while requests run."""
+        self._loop.call(self._client.unload())
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams = GREEDY,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        should_stop: ShouldStop | None = None,
+        on_plan: OnPlan | None = None,
+        on_loading: OnLoading | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Generator[GenerationEvent, None, None]:
+        """Go on from prompts and yield events; see `shardnet.api.Client.generate`.
+
+        Closing the iterator, or dropping it, ends what has not ended.
+        """
+        events = self._client.generate(
+            prompts,
+            sampling,
+            n=n,
+            model=model,
+            should_stop=should_stop,
+            on_plan=on_plan,
+            on_loading=on_loading,
+            **options,
+        )
+        return self._loop.iterate(events)
+
+    def complete(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams = GREEDY,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[GenerationResult]:
+        """Go on from prompts and return the results; see `shardnet.api.Client.complete`."""
+        return self._loop.call(
+            self._client.complete(prompts, sampling, n=n, model=model, **options)
+        )
+
+
+def connect(
+    address: str,
+    *,
+    model: str | ModelChoice = DEFAULT_MODEL_NAME,
+    key_file: str = "",
+    insecure: bool = False,
+) -> AbstractContextManager[Client]:
+    """Connect to the node at `address`; see `shardnet.api.connect`."""
+    return _opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
+
+
+def in_process(
+    *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+) -> AbstractContextManager[Client]:
+    """Run a node inside this process; see `shardnet.api.in_process`."""
+    return _opened(opening.in_process(model=model, threads=threads))
+
+
+def local_ring(
+    n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+) -> AbstractContextManager[Client]:
+    """Start node processes on this machine; see `shardnet.api.local_ring`."""
+    return _opened(opening.local_ring(n_nodes, model=model, threads=threads))
+
+
+@contextmanager
+def _opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+    loop = _LoopThread(opening)
+    try:
+        yield Client(loop.open(), loop)
+    finally:
+        loop.close()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, with one client open in it."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[AsyncClient]) -> None:
+        self._opening = opening
+        self._client: Future[AsyncClient] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: Callable[[], object]
+        self._thread = 0
+        has_loop = threading.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="shardnet-client")
+        self._ended = self._executor.submit(run, self._main(has_loop))
+        has_loop.wait()
+
+    def open(self) -> AsyncClient:
+        """Wait for the client. Raises what kept it from being opened."""
+        either: list[Future[Any]] = [self._client, self._ended]
+        wait(either, return_when=FIRST_COMPLETED)
+        return self._client.result() if self._client.done() else self._failed()
+
+    def close(self) -> None:
+        """Close the client and end the thread. Calls that still wait are cancelled."""
+        if not self._ended.done():
+            with contextlib.suppress(RuntimeError):  # it ended at this moment
+                self._loop.call_soon_threadsafe(self._stop)
+        self._executor.shutdown()
+        if self._client.done():
+            self._ended.result()
+
+    def call(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Run a call in the loop and wait for its result. Raises LinkClosedError after the end."""
+        if self._ended.done():
+            asked.close()
+            raise LinkClosedError("the client is closed: make the call inside its `with` block")
+        future = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where it was Ctrl-C that ended the wait
+
+    def iterate(
+        self, events: AsyncGenerator[GenerationEvent, None]
+    ) -> Generator[GenerationEvent, None, None]:
+        """Give an iterator its counterpart in this thread."""
+        try:
+            while (event := self.call(_next(events))) is not None:
+                yield event
+        finally:
+            self._leave(events)
+
+    def _leave(self, events: AsyncGenerator[GenerationEvent, None]) -> None:
+        if self._ended.done():
+            return  # the loop has closed it
+        if threading.get_ident() == self._thread:  # dropped by a hook: to wait would be for ever
+            asyncio.run_coroutine_threadsafe(_close(events), self._loop)
+        else:
+            self.call(_close(events))
+
+    def _failed(self) -> AsyncClient:
+        self._ended.result()
+        raise AssertionError("the client's loop ended without a client and without a reason")
+
+    async def _main(self, has_loop: threading.Event) -> None:
+        """Keep the client open until told to stop. One task opens and closes it."""
+        task, stopping = asyncio.current_task(), asyncio.Event()
+        assert task is not None
+        self._loop, self._stop = asyncio.get_running_loop(), task.cancel
+        self._thread = threading.get_ident()
+        has_loop.set()
+        async with self._opening as client:
+            self._stop = stopping.set
+            self._client.set_result(client)
+            await stopping.wait()
+
+
+async def _next(events: AsyncGenerator[GenerationEvent, None]) -> GenerationEvent | None:
+    return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[GenerationEvent, None]) -> None:
+    await events.aclose()

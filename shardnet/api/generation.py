@@ -1,0 +1,360 @@
+"""Runs the requests of one call: some at a time, on whichever links they are sent to, as events.
+
+Knows the messages that answer Generate. Must not know how links are made, nor start tasks: answers
+to all requests come into one queue, so whoever stops iterating leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+
+from msgspec.structs import replace
+
+from shardnet.api.events import (
+    Generation,
+    GenerationEvent,
+    GenerationResult,
+    LikelyToken,
+    RequestState,
+    Rows,
+    StageTime,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from shardnet.api.requests import Request
+from shardnet.cluster.control import ControlLink
+from shardnet.errors import (
+    CapacityError,
+    DeadlineError,
+    LinkError,
+    NumericalError,
+    PeerFailedError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+)
+from shardnet.wire import control as wire
+from shardnet.wire.control import ControlMessage, NodeProgress, PlanReply
+
+MAX_REDIRECTS = 3
+
+WINDOW = 128
+"""Requests of one call that a node has at one time: more than run at once, far fewer than wait."""
+
+OF_THE_PROMPT = (UsageError, CapacityError, DeadlineError, NumericalError)
+"""Errors that say something of one request, even where no request has been served yet."""
+
+ShouldStop = Callable[[Sequence[Generation]], Iterable[int]]
+"""Takes the requests that have not ended and returns the ids of those to end."""
+
+OnPlan = Callable[[PlanReply], None]
+OnLoading = Callable[[NodeProgress], None]
+_Answer = ControlMessage | ShardnetError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What a program wants to be asked and told beside the events. Called on the event loop."""
+
+    should_stop: ShouldStop | None = None
+    on_plan: OnPlan | None = None
+    on_loading: OnLoading | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running:
+    """A request that has not ended: where it was sent, and what has come of it."""
+
+    request: Request
+    view: Generation
+    control: ControlLink | None = None
+    number: int = 0
+    n_redirects: int = 0
+    n_reused: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    rows: dict[str, Rows] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.view.token_ids = self.token_ids
+
+    def send(self, control: ControlLink, on_answer: Callable[[_Answer], None]) -> None:
+        """Send it on this link. Raises LinkError when that has ended."""
+        number = control.next_request()
+        control.begin(replace(self.request.message, request=number), on_answer)
+        self.control, self.number = control, number
+
+    def leave(self, *, give_up: bool) -> None:
+        """Take no more answers; with `give_up` the node is told to end it."""
+        if self.control is not None:
+            self.control.end(self.number, give_up=give_up)
+            self.control = None
+
+    def take(self, answer: _Answer, peer: str) -> GenerationEvent:
+        """Take news of it from the node that is called `peer`."""
+        match answer:
+            case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept):
+                self.view.state = RequestState(state.value)
+                if self.view.state is RequestState.RUNNING:
+                    self.n_reused = n_kept
+                return changed(self._event(), ahead=ahead)
+            case wire.TextPiece():
+                return self._piece(answer)
+            case wire.RowsPiece():
+                return self._more_rows(answer)
+            case wire.Finished():
+                return self._finished(answer)
+            case wire.Failed():
+                return self.failed(wire.reported_error(answer, peer))
+            case ShardnetError():
+                return self.failed(answer)
+            case _:
+                what = type(answer).__name__
+                return self.failed(RemoteProtocolError(f"{peer} answered Generate with {what}"))
+
+    def failed(self, error: ShardnetError) -> GenerationEvent:
+        """Make the event of a request that failed."""
+        self.view.state = RequestState.FAILED
+        return changed(self._event(), error=error)
+
+    def cancelled(self) -> GenerationEvent:
+        """Make the event of a request that is given up."""
+        self.view.state = RequestState.CANCELLED
+        return self._event()
+
+    def _event(self) -> GenerationEvent:
+        view = self.view
+        return GenerationEvent(
+            request_id=view.request_id, index=view.index, sample=view.sample, state=view.state
+        )
+
+    def _piece(self, piece: wire.TextPiece) -> GenerationEvent:
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = tuple(map(_logprob, piece.logprobs))
+            self.logprobs += logprobs
+        scored = None
+        if piece.prompt_logprobs is not None:
+            scored = tuple(map(_logprob, piece.prompt_logprobs))
+            self.prompt_logprobs += scored
+        self.token_ids += piece.token_ids
+        self.tokens += piece.tokens
+        self.view.text += piece.text
+        return changed(
+            self._event(),
+            token_ids=tuple(piece.token_ids),
+            text=piece.text,
+            logprobs=logprobs,
+            prompt_logprobs=scored,
+        )
+
+    def _more_rows(self, piece: wire.RowsPiece) -> GenerationEvent:
+        """Take rows, and keep all of a kind in one place for the result."""
+        rows = Rows(position=piece.position, width=piece.width, data=piece.data)
+        nothing = Rows(position=piece.position, width=piece.width, data=bytearray())
+        held = self.rows.setdefault(piece.kind, nothing)
+        is_whole = piece.width > 0 and len(piece.data) % (4 * piece.width) == 0
+        if not is_whole or rows.width != held.width or rows.position != held.end:
+            return self.failed(
+                RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of turn")
+            )
+        assert isinstance(held.data, bytearray)
+        held.data.extend(piece.data)
+        if piece.kind == "logits":
+            return changed(self._event(), logits=rows)
+        return changed(self._event(), hidden=rows)
+
+    def _finished(self, finished: wire.Finished) -> GenerationEvent:
+        self.view.state = RequestState.FINISHED
+        self.view.text += finished.text
+        message, sampling = self.request.message, self.request.message.sampling
+        n_prompt = len(finished.prompt_token_ids)
+        result = GenerationResult(
+            model=message.choice.model,
+            index=self.view.index,
+            sample=self.view.sample,
+            prompt_token_ids=tuple(finished.prompt_token_ids),
+            token_ids=tuple(self.token_ids),
+            tokens=tuple(self.tokens),
+            text=self.view.text,
+            finish_reason=finished.finish_reason,
+            seed=sampling.seed,
+            sample_index=sampling.sample_index,
+            logprobs=None if sampling.n_logprobs is None else tuple(self.logprobs),
+            usage=Usage(n_prompt=n_prompt, n_generated=len(self.token_ids), n_reused=self.n_reused),
+            timing=_timing(finished.timing),
+            prompt_logprobs=None
+            if message.outputs.n_prompt_logprobs is None
+            else tuple(self.prompt_logprobs),
+            logits=self.rows.get("logits"),
+            hidden=self.rows.get("hidden"),
+        )
+        return changed(self._event(), text=finished.text, result=result)
+
+
+class Generations:
+    """The requests of one call. `first` is the link to ask on, `link_to` opens others.
+
+    The first request goes alone until a ring has taken it. If there is no ring to be had, the
+    others fail as it did and nobody is asked to plan and load again for each.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        ids: Iterator[int],
+        first: ControlLink,
+        link_to: Callable[[str], Awaitable[ControlLink]],
+        hooks: Hooks,
+    ) -> None:
+        self._waiting = deque(requests)
+        self._ids = ids
+        self._first = first
+        self._link_to = link_to
+        self._hooks = hooks
+        self._running: dict[int, _Running] = {}
+        self._answers: asyncio.Queue[tuple[int, _Answer]] = asyncio.Queue()
+        self._plan: PlanReply | None = None
+        self._is_served = False
+
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Run all requests and yield their events. Closing the iterator ends those that run."""
+        try:
+            while self._waiting or self._running:
+                await self._send_more()
+                request_id, answer = await self._answers.get()
+                running = self._running.get(request_id)
+                event = None if running is None else await self._take(running, answer)
+                if event is None:
+                    continue
+                yield event
+                for other in (*self._failed_alike(event), *self._ended_by_hook()):
+                    yield other
+        finally:
+            for running in self._running.values():
+                running.leave(give_up=True)
+
+    async def _send_more(self) -> None:
+        """Send requests that wait, as far as the window is open."""
+        window = WINDOW if self._is_served else 1
+        while self._waiting and len(self._running) < window:
+            running = self._next()
+            self._running[running.view.request_id] = running
+            with contextlib.suppress(LinkError):  # it fails the requests, each by its own event
+                self._send(running, self._first)
+                await self._first.link.drain(shared=True)
+
+    def _next(self) -> _Running:
+        request = self._waiting.popleft()
+        view = Generation(request_id=next(self._ids), index=request.index, sample=request.sample)
+        return _Running(request=request, view=view)
+
+    def _send(self, running: _Running, control: ControlLink) -> None:
+        request_id = running.view.request_id
+
+        def on_answer(answer: _Answer) -> None:
+            self._answers.put_nowait((request_id, answer))
+
+        try:
+            running.send(control, on_answer)
+        except LinkError as error:
+            on_answer(error)
+
+    async def _take(self, running: _Running, answer: _Answer) -> GenerationEvent | None:
+        """Take an answer; None where it is no news of the request itself."""
+        match answer:
+            case PlanReply():
+                self._tell_plan(answer)
+                return None
+            case NodeProgress():
+                if self._hooks.on_loading is not None:
+                    self._hooks.on_loading(answer)
+                return None
+            case wire.Redirect(address=address):
+                event = await self._follow(running, address)
+            case _:
+                event = running.take(answer, (running.control or self._first).peer_name)
+        if event is not None and event.state.is_end:
+            self._end(running, give_up=False)
+        return event
+
+    async def _follow(self, running: _Running, address: str) -> GenerationEvent | None:
+        """Ask where the node sends us. An event if that fails."""
+        running.leave(give_up=False)
+        running.n_redirects += 1
+        if running.n_redirects > MAX_REDIRECTS:
+            return running.failed(
+                PeerFailedError(f"{address} and others keep sending us on; try again")
+            )
+        try:
+            control = await self._link_to(address)
+        except ShardnetError as error:
+            return running.failed(error)
+        self._send(running, control)
+        return None
+
+    def _failed_alike(self, event: GenerationEvent) -> Iterator[GenerationEvent]:
+        """Fail what waits where a request has shown that there is no ring to be had."""
+        error = event.error
+        self._is_served = self._is_served or error is None or isinstance(error, OF_THE_PROMPT)
+        while self._waiting and error is not None and not self._is_served:
+            yield self._next().failed(error)
+
+    def _tell_plan(self, plan: PlanReply) -> None:
+        """Hand on a plan unless it is the one that was told last."""
+        told, self._plan = self._plan, replace(plan, request=0)
+        if self._hooks.on_plan is not None and self._plan != told:
+            self._hooks.on_plan(plan)
+
+    def _ended_by_hook(self) -> Iterator[GenerationEvent]:
+        """End what the hook wants ended. Ids that it makes up, or that have ended, do nothing."""
+        if self._hooks.should_stop is None:
+            return
+        active = [running.view for running in self._running.values()]
+        for request_id in self._hooks.should_stop(active):
+            running = self._running.get(request_id)
+            if running is not None:
+                self._end(running, give_up=True)
+                yield running.cancelled()
+
+    def _end(self, running: _Running, *, give_up: bool) -> None:
+        running.leave(give_up=give_up)
+        del self._running[running.view.request_id]
+
+
+def _logprob(detail: wire.TokenDetail) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=detail.token_id,
+        token=detail.token,
+        bytes=bytes(detail.bytes),
+        logprob=detail.logprob,
+        top=tuple(LikelyToken(top.token_id, top.token, top.logprob) for top in detail.top),
+    )
+
+
+def _timing(timing: wire.Timing) -> Timing:
+    return Timing(
+        load_s=timing.load_s,
+        ttft_s=timing.ttft_s,
+        decode_tok_s=timing.decode_tok_s,
+        total_s=timing.total_s,
+        per_stage=tuple(
+            StageTime(
+                rank=stage.rank,
+                compute_ms=stage.compute_ms,
+                queue_ms=stage.queue_ms,
+                wire_ms=stage.wire_ms,
+            )
+            for stage in timing.per_stage
+        ),
+        n_drafted=timing.n_drafted,
+        n_accepted=timing.n_accepted,
+    )

@@ -1,0 +1,181 @@
+"""What programs ask for: prompts, how to go on from them, and the messages that say so.
+
+Knows the options of a request and their order of precedence. Must not know links or events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, cast
+
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
+from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.control import (
+    Generate,
+    LastRunRequest,
+    ModelChoice,
+    PlanRequest,
+    Unload,
+    control_frame,
+    read_control,
+)
+from shardnet.wire.messages import Outputs, Sampling
+
+
+class GenerationOptions(TypedDict, total=False):
+    """How a request is carried out, beside its sampling. What is left out is as in Generate.
+
+    `max_tokens` (256): make at most so many. `stop`: end before one of these texts.
+    `stop_token_ids`: end after one of these tokens. `ignore_eos` (False): go on where the model
+    would end. `bos` ("auto"): put the bos token in front, as the tokenizer says, always or never.
+    `keep_special_tokens` (False): show them in the text. `priority` (0): from -100 to 100, the
+    larger goes first. `deadline_s` (None): fail with DeadlineError when it has not ended so many
+    seconds after the ring had it; loading a model does not count. `speculate` ("off"): guess tokens
+    ahead, by look-up in the text with "ngram" or by the small model at a path on the head;
+    `draft_tokens` (0): guess at most so many at once, 0 is as many as pay. `deterministic` (False):
+    what else runs changes no bit (design decision 4). `outputs` (none): prompt logprobs, logits and
+    hidden states.
+    """
+
+    max_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    bos: Literal["auto", "on", "off"]
+    keep_special_tokens: bool
+    priority: int
+    deadline_s: float | None
+    speculate: str
+    draft_tokens: int
+    deterministic: bool
+    outputs: OutputParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, text or token ids, with its own sampling and options.
+
+    `sampling` None and options that are left out are those of the whole call. `sample_index` takes
+    the place of the prompt's number in the list.
+    """
+
+    content: str | Sequence[int]
+    sampling: SamplingParams | None = field(default=None, kw_only=True)
+    sample_index: int | None = field(default=None, kw_only=True)
+    options: GenerationOptions = field(default_factory=GenerationOptions, kw_only=True)
+
+
+OnePrompt: TypeAlias = str | Sequence[int] | Prompt
+Prompts: TypeAlias = OnePrompt | Sequence[OnePrompt]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The message for one sample of one prompt: number `sample` of prompt number `index`."""
+
+    index: int
+    sample: int
+    message: Generate
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Say whether `prompts` is one prompt, not a list of them. An empty list is a list."""
+    return isinstance(prompts, str | Prompt) or _is_ids(prompts)
+
+
+def make_requests(
+    prompts: Prompts,
+    sampling: SamplingParams,
+    choice: ModelChoice,
+    *,
+    n: int = 1,
+    **options: Unpack[GenerationOptions],
+) -> list[Request]:
+    """Make the messages for `n` samples of each prompt.
+
+    Sample number `s` of prompt number `i` gets the sample index of its sampling plus `i * n + s`:
+    equal prompts with one seed differ, and each can be had again alone. Raises UsageError, which
+    names the prompt, for what cannot be asked.
+    """
+    if n < 1:
+        raise UsageError(f"n must be 1 or more, not {n}")
+    listed = _listed(prompts)
+    requests = []
+    for index, prompt in enumerate(listed):
+        for sample in range(n):
+            params = _params(prompt, sampling, index * n + sample, sample)
+            try:
+                message = _message(prompt, params, choice, {**options, **prompt.options})
+            except (SamplingError, UsageError) as error:
+                raise type(error)(_named(str(error), index, len(listed))) from error
+            requests.append(Request(index=index, sample=sample, message=message))
+    return requests
+
+
+def name_model(model: str) -> str:
+    """Make a relative path absolute here; the nodes open it there."""
+    return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())
+
+
+def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> None:
+    """Raise UsageError, which names the field, for values that the protocol has no room for."""
+    try:
+        read_control(control_frame(message))
+    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
+        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
+
+
+def _is_ids(prompts: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _listed(prompts: Prompts) -> list[Prompt]:
+    if isinstance(prompts, Prompt):
+        return [prompts]
+    if isinstance(prompts, str) or _is_ids(prompts):
+        return [Prompt(prompts)]
+    return [_prompt(cast(OnePrompt, prompt)) for prompt in prompts]
+
+
+def _prompt(prompt: OnePrompt) -> Prompt:
+    return prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+
+
+def _params(prompt: Prompt, sampling: SamplingParams, number: int, sample: int) -> SamplingParams:
+    params = prompt.sampling or sampling
+    if prompt.sample_index is not None:
+        return replace(params, sample_index=prompt.sample_index + sample)
+    return replace(params, sample_index=params.sample_index + number)
+
+
+def _message(
+    prompt: Prompt, params: SamplingParams, choice: ModelChoice, options: GenerationOptions
+) -> Generate:
+    """Write one message. The values are checked as the node would check them."""
+    params.check()
+    content = prompt.content
+    text, token_ids = (content, None) if isinstance(content, str) else ("", list(content))
+    fields: dict[str, Any] = dict(options)
+    if "outputs" in options:
+        options["outputs"].check()
+        fields["outputs"] = Outputs.of(options["outputs"])
+    try:
+        message = Generate(
+            request=0,
+            choice=choice,
+            sampling=Sampling.of(params),
+            prompt=text,
+            token_ids=token_ids,
+            **fields,
+        )
+    except TypeError as error:  # an option that does not exist
+        raise UsageError(f"this cannot be asked: {error}") from error
+    check_request(message)
+    return message
+
+
+def _named(text: str, index: int, n_prompts: int) -> str:
+    return text if n_prompts == 1 else f"prompt {index + 1} of {n_prompts}: {text}"

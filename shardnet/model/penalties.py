@@ -1,0 +1,128 @@
+"""What changes logits before a token is chosen: bias, penalties, and stop ids that are too early.
+
+Knows steps 3 to 7 of docs/protocol.md, "The draw", for many rows at once. Must not know
+temperature, filters or noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardnet.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowContext:
+    """What has been said before a row's token is drawn.
+
+    `tokens` are the ids of its sequence up to the row's own, int32; from `n_prompt` on they are
+    output. `stop_ids` are those that `min_tokens` holds back.
+    """
+
+    tokens: NDArray[np.int32]
+    n_prompt: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def output(self) -> NDArray[np.int32]:
+        """The tokens made so far."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def n_output(self) -> int:
+        """How many tokens were made so far."""
+        return len(self.tokens) - self.n_prompt
+
+
+NO_CONTEXT = RowContext(tokens=np.empty(0, np.int32))
+
+
+def looks_back(params: SamplingParams) -> bool:
+    """Whether a row with these parameters must know the tokens before it."""
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+        or params.min_tokens > 0
+    )
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether a row with these parameters is not chosen from its raw logits."""
+    return bool(params.logit_bias) or looks_back(params)
+
+
+def change_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, RowContext]]) -> None:
+    """Change logits in place as their rows ask for.
+
+    `logits` is float32 [R, V], R = len(rows); ids beyond its columns are ignored. Each operation is
+    rounded to float32. The formulas are those of
+    transformers' SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor and
+    MinNewTokensLengthLogitsProcessor, and of vLLM's apply_penalties for the other two.
+    """
+    bias, repetition = _Entries(logits), _Entries(logits)
+    frequency, presence = _Entries(logits), _Entries(logits)
+    for row, (params, context) in enumerate(rows):
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias.note(row, np.array(ids), np.array(values, np.float32))
+        if params.repetition_penalty != 1:
+            repetition.note(row, context.tokens, params.repetition_penalty)
+        output = context.output
+        if params.frequency_penalty and len(output):
+            counts = np.bincount(output)[output].astype(np.float32)
+            frequency.note(row, output, np.float32(params.frequency_penalty) * counts)
+        if params.presence_penalty:
+            presence.note(row, output, params.presence_penalty)
+    bias.apply(torch.add)
+    repetition.apply(lambda scores, by: torch.where(scores < 0, scores * by, scores / by))
+    frequency.apply(torch.sub)
+    presence.apply(torch.sub)
+    for row, (params, context) in enumerate(rows):
+        if context.stop_ids and context.n_output < params.min_tokens:
+            _bar(logits[row], context.stop_ids)
+
+
+class _Entries:
+    """Tokens of some rows, and a number for each of them. A token that comes twice changes once."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self._rows: list[NDArray[np.int64]] = []
+        self._ids: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.float32]] = []
+
+    def note(
+        self, row: int, ids: NDArray[np.signedinteger], values: float | NDArray[np.float32]
+    ) -> None:
+        """Add tokens of a row with their values, or with one for all."""
+        self._rows.append(np.full(len(ids), row))
+        self._ids.append(ids.astype(np.int64))
+        self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
+
+    def apply(self, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Put `formula(logits, values)` in place of the noted tokens' logits."""
+        if not self._rows:
+            return
+        logits = self._logits
+        ids = np.concatenate(self._ids)
+        known = ids < logits.shape[1]
+        rows, places, values = (
+            torch.from_numpy(np.concatenate(parts)[known]).to(logits.device)
+            for parts in (self._rows, self._ids, self._values)
+        )
+        logits[rows, places] = formula(logits[rows, places], values)
+
+
+def _bar(row: Tensor, ids: Sequence[int]) -> None:
+    """Take tokens out of one row, unless no other would be left."""
+    barred = row.clone()
+    barred[[token_id for token_id in ids if token_id < len(row)]] = -torch.inf
+    if bool(torch.isfinite(barred.max())):
+        row.copy_(barred)

@@ -1,0 +1,262 @@
+"""Requests of a client as its user sees them, against a scripted node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+
+import pytest
+from scripted_node import ScriptedNode, client_of, serving
+
+from shardnet.api import Generation, GenerationEvent, RequestState, SamplingParams
+from shardnet.api import client as client_module
+from shardnet.api.generation import WINDOW
+from shardnet.errors import CapacityError, LinkError, PeerFailedError, PeerUnreachableError
+from shardnet.transport.link import Link
+from shardnet.wire.control import PlanReply
+
+DEADLINE_S = 60.0
+
+
+async def all_of(events: AsyncGenerator[GenerationEvent, None]) -> list[GenerationEvent]:
+    async with asyncio.timeout(DEADLINE_S), aclosing(events):
+        return [event async for event in events]
+
+
+def ends(events: Sequence[GenerationEvent]) -> dict[int, RequestState]:
+    """The end of each prompt, checked to be one."""
+    found = [event for event in events if event.state.is_end]
+    assert Counter(event.index for event in found).most_common(1)[0][1] == 1
+    return {event.index: event.state for event in found}
+
+
+def test_a_request_is_told_in_order_and_ends_with_its_result() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+        async with client_of(node) as client:
+            events = await all_of(client.generate("abc", SamplingParams(seed=5)))
+        queued, running, finished = (
+            RequestState.QUEUED,
+            RequestState.RUNNING,
+            RequestState.FINISHED,
+        )
+        assert [event.state for event in events] == [queued, running, running, running, finished]
+        assert events[0].ahead == 2
+        assert "".join(event.text for event in events) == "abc"
+        result = events[-1].result
+        assert result is not None
+        assert (result.text, result.token_ids, result.tokens) == ("abc", (97, 98), ("a", "b"))
+        assert (result.seed, result.sample_index, result.logprobs) == (5, 0, None)
+        assert (result.usage.n_prompt, result.usage.n_generated, result.usage.n_reused) == (2, 2, 1)
+
+    asyncio.run(main())
+
+
+def test_one_that_fails_ends_no_other() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            events = await all_of(client.generate(["ab", "fail here", "cd"]))
+            finished, failed = RequestState.FINISHED, RequestState.FAILED
+            assert ends(events) == {0: finished, 1: failed, 2: finished}
+            [error] = [event.error for event in events if event.error is not None]
+            assert isinstance(error, CapacityError)
+            assert "scripted: no room for fail here" in str(error)
+            with pytest.raises(CapacityError):
+                await client.complete(["ab", "fail here", "wait for ever"])
+
+    asyncio.run(main())
+
+
+def test_without_a_ring_nobody_is_asked_twice() -> None:
+    """What keeps a ring from being built fails all, an error of the first prompt does not."""
+
+    async def main() -> None:
+        node = ScriptedNode()
+        async with client_of(node) as client:
+            events = await all_of(client.generate(["unplanned", "b", "c"]))
+            assert set(ends(events).values()) == {RequestState.FAILED}
+            assert len({str(event.error) for event in events}) == 1
+            assert [asked.prompt for asked in node.asked] == ["unplanned"]
+            events = await all_of(client.generate(["fail", "b", "unplanned", "c"]))
+            assert [*ends(events).values()].count(RequestState.FINISHED) == 2
+
+    asyncio.run(main())
+
+
+def test_a_prompt_alone_raises_its_error() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            with pytest.raises(CapacityError, match="no room"):
+                await all_of(client.generate("fail"))
+            [result] = await client.complete("ab")
+            assert result.text == "ab"
+
+    asyncio.run(main())
+
+
+def test_results_are_in_order_of_prompts_and_samples() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+        async with client_of(node) as client:
+            results = await client.complete(["a long prompt", "b"], n=2)
+        found = [(result.text[0], result.sample, result.sample_index) for result in results]
+        assert found == [("a", 0, 0), ("a", 1, 1), ("b", 0, 2), ("b", 1, 3)]
+
+    asyncio.run(main())
+
+
+def test_a_node_never_has_more_than_a_window_of_requests() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+        async with client_of(node) as client:
+            events = await all_of(client.generate(["abc"] * (3 * WINDOW)))
+        assert len(ends(events)) == 3 * WINDOW
+        assert WINDOW // 2 < node.n_most <= WINDOW
+
+    asyncio.run(main())
+
+
+def test_closing_one_iterator_leaves_the_others_alone() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+        async with asyncio.timeout(DEADLINE_S), client_of(node) as client:
+            staying = client.generate("wait and see")
+            await anext(staying)
+            leaving = client.generate(["wait 1", "wait 2", "abc"])
+            async with aclosing(leaving):
+                async for event in leaving:
+                    if event.state.is_end:
+                        break
+            await node.until_given_up(2)
+            assert sorted(node.given_up) == ["wait 1", "wait 2"]
+            assert (await client.complete("ab"))[0].text == "ab"
+            await staying.aclose()
+            await node.until_given_up(3)
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_task_that_iterates_gives_the_requests_up() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+        async with asyncio.timeout(DEADLINE_S), client_of(node) as client:
+            started = asyncio.Event()
+
+            async def iterate() -> None:
+                async with aclosing(client.generate(["wait 1", "wait 2"])) as events:
+                    async for _ in events:
+                        started.set()
+
+            task = asyncio.create_task(iterate())
+            await started.wait()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await node.until_given_up(2)
+
+    asyncio.run(main())
+
+
+def test_should_stop_ends_what_it_names() -> None:
+    """It sees texts grow, and requests that have ended no more."""
+    seen: list[list[str]] = []
+
+    def should_stop(active: Sequence[Generation]) -> list[int]:
+        seen.append([generation.text for generation in active])
+        return [generation.request_id for generation in active if generation.text == "w"] + [999]
+
+    async def main() -> None:
+        node = ScriptedNode()
+        async with asyncio.timeout(DEADLINE_S), client_of(node) as client:
+            events = await all_of(client.generate(["wait", "abc"], should_stop=should_stop))
+            assert ends(events) == {0: RequestState.CANCELLED, 1: RequestState.FINISHED}
+            await node.until_given_up(1)
+            assert node.given_up == ["wait"]
+
+    asyncio.run(main())
+    assert any(len(texts) == 2 and texts[0] == "w" for texts in seen)
+    assert ["ab"] in seen
+    assert seen[-1] == []
+
+
+def test_a_lost_link_fails_every_request_once() -> None:
+    """Those that were not sent yet too."""
+
+    async def main() -> None:
+        node = ScriptedNode()
+        async with asyncio.timeout(DEADLINE_S), client_of(node) as client:
+            n = WINDOW + 20
+            found = []
+            async with aclosing(client.generate(["wait"] * n)) as events:
+                async for event in events:
+                    found.append(event)
+                    node.link.abort("pulled out")
+            assert ends(found) == dict.fromkeys(range(n), RequestState.FAILED)
+            assert all(isinstance(e.error, LinkError) for e in found if e.state.is_end)
+            with pytest.raises(LinkError):
+                await client.complete("a")
+
+    asyncio.run(main())
+
+
+def test_a_list_is_sent_on_over_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled: list[str] = []
+
+    async def main() -> None:
+        head, node = ScriptedNode(), ScriptedNode(elsewhere="head:1")
+        async with asyncio.timeout(DEADLINE_S), serving(head) as link:
+
+            async def dial(address: str, identity: object) -> Link:
+                dialled.append(address)
+                return link
+
+            monkeypatch.setattr(client_module, "dial", dial)
+            async with client_of(node) as client:
+                results = await client.complete(["elsewhere 1", "elsewhere 2", "here"])
+            assert [result.text for result in results] == ["elsewhere 1", "elsewhere 2", "here"]
+            assert [asked.prompt for asked in head.asked] == ["elsewhere 1", "elsewhere 2"]
+
+    asyncio.run(main())
+    assert dialled == ["head:1"]
+
+
+def test_an_address_that_cannot_be_reached_fails_what_was_sent_there() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode(elsewhere="127.0.0.1:1")) as client:
+            events = await all_of(client.generate(["here", "elsewhere", "here"]))
+            finished, failed = RequestState.FINISHED, RequestState.FAILED
+            assert ends(events) == {0: finished, 1: failed, 2: finished}
+            [error] = [event.error for event in events if event.error is not None]
+            assert isinstance(error, PeerUnreachableError)
+
+    asyncio.run(main())
+
+
+def test_being_sent_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        node = ScriptedNode(elsewhere="other:1")
+        other = ScriptedNode(elsewhere="other:1")
+        async with serving(other) as link:
+
+            async def dial(address: str, identity: object) -> Link:
+                return link
+
+            monkeypatch.setattr(client_module, "dial", dial)
+            async with client_of(node) as client:
+                with pytest.raises(PeerFailedError, match="sending us on"):
+                    await all_of(client.generate("elsewhere"))
+
+    asyncio.run(main())
+
+
+def test_a_plan_is_told_once() -> None:
+    async def main() -> None:
+        plans: list[PlanReply] = []
+        async with client_of(ScriptedNode()) as client:
+            await all_of(client.generate(["a", "b", "c"], on_plan=plans.append))
+            assert [plan.why for plan in plans] == ["it is scripted"]
+            assert (await client.plan("elsewhere/model")).model.endswith("elsewhere/model")
+
+    asyncio.run(main())

@@ -1,0 +1,153 @@
+"""Greedy text under penalties on whole rings, against transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_llama
+from stage_chain import even_split, random_prompt
+from torch_rings import TorchStages, request, run, tokens_of
+from transformers import AutoModelForCausalLM
+
+from shardnet.types import SamplingParams
+
+N_TOKENS = 30
+BIAS = ((7, 1.5), (40, -3.0), (200, 0.75))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def stages(request: pytest.FixtureRequest, folder: Path) -> TorchStages:
+    return TorchStages(folder, even_split(4, request.param))
+
+
+def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+    """Greedy tokens of transformers' `generate`, the end-of-text token among them."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=N_TOKENS,
+        pad_token_id=0,
+        **settings,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_penalised_text_is_that_of_transformers(stages: TorchStages, reference: Any) -> None:
+    """Several sequences at once, each with its own penalties, in shared micro-batches."""
+    cases: list[tuple[SamplingParams, dict[str, Any]]] = [
+        (SamplingParams(), {}),
+        (SamplingParams(repetition_penalty=1.3), {"repetition_penalty": 1.3}),
+        (SamplingParams(repetition_penalty=0.8), {"repetition_penalty": 0.8}),
+        (
+            SamplingParams(logit_bias=BIAS, repetition_penalty=1.1),
+            {
+                "sequence_bias": [[[token_id], bias] for token_id, bias in BIAS],
+                "repetition_penalty": 1.1,
+            },
+        ),
+    ]
+    prompts = [random_prompt(length, 300, seed=length) for length in (5, 40, 17, 33)]
+    answers = run(
+        stages,
+        *(
+            request(prompt, N_TOKENS, sampling)
+            for prompt, (sampling, _) in zip(prompts, cases, strict=True)
+        ),
+    )
+    for events, prompt, (_, settings) in zip(answers, prompts, cases, strict=True):
+        want = transformers_tokens(reference, prompt, eos_token_id=None, **settings)
+        assert tokens_of(events) == want
+
+
+def test_stop_ids_are_held_back_as_by_transformers(stages: TorchStages, reference: Any) -> None:
+    """The stop id is what greedy decoding says at once, and again and again."""
+    prompt = random_prompt(12, 300, seed=3)
+    (said, *_) = plain = transformers_tokens(reference, prompt, eos_token_id=None)
+    stop_ids = frozenset({said, plain[1]})
+    for min_tokens in (0, 1, 6):
+        (events,) = run(
+            stages, request(prompt, 30, SamplingParams(min_tokens=min_tokens), stop_ids=stop_ids)
+        )
+        more = {"min_new_tokens": min_tokens} if min_tokens else {}
+        want = transformers_tokens(reference, prompt, eos_token_id=sorted(stop_ids), **more)
+        assert tokens_of(events) == want
+
+
+def by_hand(model: Any, prompt: list[int], frequency: float, presence: float) -> list[int]:
+    """Greedy text under the two penalties that transformers lacks."""
+    tokens = list(prompt)
+    for _ in range(N_TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        output = tokens[len(prompt) :]
+        for token_id in set(output):
+            logits[token_id] -= frequency * output.count(token_id)
+            logits[token_id] -= presence
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_frequency_and_presence_count_the_output_alone(stages: TorchStages, reference: Any) -> None:
+    prompt = random_prompt(30, 300, seed=8)
+    sampling = SamplingParams(frequency_penalty=0.9, presence_penalty=0.6)
+    (events,) = run(stages, request(prompt, N_TOKENS, sampling))
+    want = by_hand(reference, prompt, 0.9, 0.6)
+    assert tokens_of(events) == want
+    assert want != by_hand(reference, prompt, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_warm_slot_and_a_pause_change_no_penalty(stages: TorchStages, temperature: float) -> None:
+    """A second turn that continues a warm slot, a copy, and sequences that are replayed."""
+    sampling = SamplingParams(
+        temperature=temperature, seed=4, repetition_penalty=1.2, frequency_penalty=0.7
+    )
+    prompt = random_prompt(200, 300, seed=1)
+    (first,) = run(stages, request(prompt, 20, sampling))
+    turn = [*prompt, *tokens_of(first), *random_prompt(9, 300, seed=2)]
+    other = [*prompt, *random_prompt(30, 300, seed=5)]
+    cold = [tokens_of(run(stages, request(ids, 60, sampling))[0]) for ids in (turn, other)]
+    warm = run(
+        stages,
+        request(prompt, 20, sampling),
+        request(turn, 60, sampling),
+        request(other, 60, sampling),
+        at_once=False,
+    )
+    assert [tokens_of(events) for events in warm[1:]] == cold
+    crowded = run(stages, request(turn, 60, sampling), request(other, 60, sampling), room_blocks=3)
+    assert [tokens_of(events) for events in crowded] == cold
+
+
+def test_a_draft_counts_for_the_rows_behind_it(stages: TorchStages) -> None:
+    """A verification frame says of each row what one row after the other says, and rewinds."""
+    sampling = SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5)
+    prompt = random_prompt(20, 300, seed=6)
+    drafts = [9, 9, 250, 9, 31, 9]
+    stages.open(sampling, n_prompt=len(prompt))
+    stages.step(0, prompt, 1)
+    one_by_one = [
+        stages.step(len(prompt) + place, [token], 1).token_ids[0]
+        for place, token in enumerate(drafts)
+    ]
+    stages.step(len(prompt), [250, 250, 250, 31, 31, 31], 6)
+    at_once = stages.step(len(prompt), drafts, len(drafts))
+    for compute in stages.computes:
+        compute.reset()
+    assert list(at_once.token_ids) == one_by_one
