@@ -113,6 +113,7 @@ def _plan(number: int, choice: ModelChoice) -> PlanReply:
         model=choice.model,
         model_id="0",
         dtype="float32",
+        wire_dtype="float32",
         context=64,
         stages=[],
         why="it is scripted",
