@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from shardnet.cluster.addresses import is_loopback
+from shardnet.cluster.addresses import Verdict, is_loopback
 from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, age, problem
 from shardnet.cluster.diagnosis_model import model_findings
 from shardnet.cluster.diagnosis_peers import (
@@ -208,7 +208,9 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
     words = f"announced at {', '.join(told) or info.address}"
     for address in report.interfaces:
         if told and not address.is_told and not is_loopback(address.host):
-            words += f"; not {address.host} ({address.interface}): {address.verdict}"
+            is_good = address.verdict == Verdict.LAN.value
+            why = "it does not listen there" if is_good else address.verdict
+            words += f"; not {address.host} ({address.interface}): {why}"
     return Finding(topic="address", where=where, what=words)
 
 

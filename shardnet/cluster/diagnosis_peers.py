@@ -129,7 +129,8 @@ def _link(where: str, view: PeerView) -> Finding:
     if view.rtt_s is not None:
         words += f", round trip {view.rtt_s * 1e3:.2g} ms"
     if view.bytes_per_s is not None:
-        words += f", {view.bytes_per_s / 1e6:.3g} MB/s"
+        megabytes = view.bytes_per_s / 1e6
+        words += f", about {megabytes:.0f} MB/s" if megabytes >= 10 else f", {megabytes:.2g} MB/s"
     if view.rtt_s is not None and view.rtt_s > SLOW_S:
         return Finding(
             severity=Severity.INFO,

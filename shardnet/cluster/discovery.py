@@ -29,6 +29,7 @@ from shardnet.cluster.addresses import (
     read_interfaces,
 )
 from shardnet.cluster.multicast_ear import MulticastEar
+from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 
 SERVICE_TYPE: Final = "_shardnet._tcp.local."
@@ -326,6 +327,7 @@ async def _open(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
     except RuntimeError as error:  # an interface went away just now
         raise OSError(str(error)) from error
     try:
+        await finish(zeroconf.zeroconf.async_wait_for_start())
         yield zeroconf
     finally:
         with contextlib.suppress(TimeoutError):

@@ -16,7 +16,7 @@ from typing import Final
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.placement_figures import LinkSpeed
-from shardnet.cluster.soundings import ping
+from shardnet.cluster.soundings import N_PINGS, ping
 from shardnet.errors import ShardnetError
 from shardnet.runtime.measuring import rounded
 from shardnet.types import NodeId
@@ -40,6 +40,10 @@ PAYLOADS_S: Final = 1.0
 
 GIVE_UP_S: Final = 10.0
 """A link that takes so long to measure is left without a figure."""
+
+GLANCE_BYTES: Final = 256 * 1024
+GLANCE_S: Final = 1.0
+"""The payload and the time of a look at a link that no plan needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,29 @@ class LinkFigures:
                     )
                 )
         return LinksMeasured(request=message.request, links=rows)
+
+    async def glance(self, node: NodeId) -> float | None:
+        """Return about how many bytes per second the link to a node carries, for people.
+
+        That is what is known, else what a short look shows while others may be looking too; it is
+        not kept. None where there is no link, the peer computes, or it takes longer than GLANCE_S.
+        """
+        known, control = self._known.get(node), self._link_of(node)
+        if known is not None or control is None:
+            return known.speed.bytes_per_s if known is not None else None
+        noise = os.urandom(GLANCE_BYTES)
+        try:
+            async with asyncio.timeout(GLANCE_S), self._measuring:
+                empty_s = min([await ping(control) for _ in range(N_PINGS)])
+                rate = await best_rate(
+                    lambda size: ping(control, noise[:size]),
+                    empty_s,
+                    GLANCE_BYTES,
+                    time.perf_counter,
+                )
+        except (ShardnetError, TimeoutError):
+            return None
+        return rounded(rate)
 
     async def _speed(self, node: NodeId, payload_bytes: int, *, again: bool) -> LinkSpeed | None:
         known, control = self._known.get(node), self._link_of(node)

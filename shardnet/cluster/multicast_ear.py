@@ -21,6 +21,7 @@ from typing import Final
 from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but not in __all__
 
 from shardnet.cluster.addresses import LocalAddress
+from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 
 MDNS_PORT: Final = 5353
@@ -63,17 +64,20 @@ class MulticastEar:
     ) -> AsyncIterator[None]:
         """Listen on the interfaces of `hosts`, addresses of this machine, until the end."""
         by_host = {address.host: address for address in local}
-        loop = asyncio.get_running_loop()
         transports: dict[str, asyncio.DatagramTransport] = {}
+
+        async def open_one(address: LocalAddress) -> None:
+            receiver = partial(_Receiver, self, address.interface)
+            transports[address.interface], _ = await loop.create_datagram_endpoint(
+                receiver, sock=_join(address)
+            )
+
+        loop = asyncio.get_running_loop()
         self.since = time.monotonic()
         try:
             for address in (by_host[host] for host in hosts if host in by_host):
                 with contextlib.suppress(OSError):
-                    member = _join(address)
-                    transport, _ = await loop.create_datagram_endpoint(
-                        partial(_Receiver, self, address.interface), sock=member
-                    )
-                    transports[address.interface] = transport
+                    await finish(open_one(address))
             self.interfaces = tuple(transports)
             yield
         finally:

@@ -157,6 +157,7 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
+        links = LinkFigures(link_of=self._peers.link_of, turn=self._host.turn)
         self._survey = Survey(
             node=settings.node,
             own=OwnFigures(
@@ -165,7 +166,7 @@ class Node:
                 reader=self._reader,
                 cache=FigureCache(settings.cache, settings.log),
             ),
-            links=LinkFigures(link_of=self._peers.link_of, turn=self._host.turn),
+            links=links,
             reader=self._reader,
             control_to=self._sharing.control,
         )
@@ -182,6 +183,7 @@ class Node:
             knock=self._probe,
             reader=self._reader,
             disk=settings.cache,
+            bandwidth=links.glance,
         )
         self._wire_errors = WireErrors(
             cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log

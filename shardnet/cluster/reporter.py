@@ -66,8 +66,8 @@ class Reporter:
 
     `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
     the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
-    `disk` a folder on the disk where weights are kept. `bandwidth` measures, or knows, the bytes
-    per second to a linked node, None where it does not.
+    `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
+    linked node, None where they are not known.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reporter:
         knock: Knock,
         reader: Executor,
         disk: Path,
-        bandwidth: Callable[[NodeId], Awaitable[float | None]] | None = None,
+        bandwidth: Callable[[NodeId], Awaitable[float | None]],
     ) -> None:
         self._own_info = own_info
         self._holding = holding
@@ -216,7 +216,7 @@ class Reporter:
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
             views = await probe(known.node, addresses, self._knock, self._turn)
-            if known.is_linked and self._bandwidth is not None:
+            if known.is_linked:
                 bytes_per_s = await self._bandwidth(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]

@@ -25,3 +25,16 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work that may not be cancelled in the middle; a cancellation comes when it is done.
+
+    uvloop leaves a datagram endpoint open whose making was cancelled, and then never closes itself.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -229,7 +229,7 @@ def test_a_slow_round_trip_and_a_bandwidth_are_told() -> None:
     slow = view("bert", rtt_s=0.05, bytes_per_s=11.5e6)
     told = facts(reply("anna", slow), reply("bert", view("anna")))
     finding = the_one(told, "link", Severity.INFO)
-    assert "round trip 50 ms, 11.5 MB/s" in finding.what
+    assert "round trip 50 ms, about 12 MB/s" in finding.what
     assert "cable" in finding.remedy
 
 
@@ -254,11 +254,13 @@ def test_where_a_node_is_announced_and_why_not_at_its_other_addresses() -> None:
         verdict="bridge of containers or virtual machines: other hosts may have the same address",
     )
     lo = interface("127.0.0.1", interface="lo", is_told=False, verdict="loopback")
-    many = [interface("10.0.0.1"), bridge, lo]
+    other = interface("10.5.0.1", interface="eth1", is_told=False)
+    many = [interface("10.0.0.1"), bridge, lo, other]
     said = diagnose(facts(reply("anna", interfaces=many)))
     [finding] = [f for f in said if f.topic == "address"]
     assert finding.severity is Severity.OK
     assert "announced at 10.0.0.1 (eth0); not 172.17.0.1 (docker0): bridge" in finding.what
+    assert "not 10.5.0.1 (eth1): it does not listen there" in finding.what
     assert "127.0.0.1" not in finding.what
     alone = reply("anna", interfaces=[lo])
     assert ("info", "address", "anna") in findings(facts(alone))

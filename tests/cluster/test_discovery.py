@@ -25,6 +25,13 @@ from shardnet.cluster.discovery import (
     from_service,
     to_service,
 )
+from shardnet.transport.loop import run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loop_before_all_tests() -> None:
+    """Have libuv open the pipe for signals that it keeps as long as the process lives."""
+    run(asyncio.sleep(0))
 
 
 def test_nodes_find_each_other_a_late_one_too_and_hear_goodbyes() -> None:
@@ -92,6 +99,21 @@ def test_without_multicast_there_is_one_warning_and_another_attempt() -> None:
         assert "--peer" in anna.lines[0]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("n_turns", range(8))
+def test_a_node_that_is_stopped_while_it_begins_leaves_no_socket(n_turns: int) -> None:
+    """uvloop warns of one, and may never end."""
+
+    async def main() -> None:
+        beginning = asyncio.create_task(Watcher(new_record("anna")).run())
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        beginning.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beginning
+
+    run(main())
 
 
 def test_a_command_finds_nodes_without_being_one() -> None:

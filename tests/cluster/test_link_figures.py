@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.link_figures import (
     FIRST_PAYLOAD_BYTES,
+    GLANCE_BYTES,
     GOOD_FOR_S,
     PAYLOADS_S,
     LinkFigures,
@@ -123,6 +124,32 @@ def test_a_step_waits_for_both_compute_threads_and_payloads_grow_to_the_real_siz
             assert len(ends.pings) == n_pings, "a figure of larger payloads does"
             await ends.measure(FAR, payload_bytes=2**32 - 1)
             assert max(len(ping.payload) for ping in ends.pings) == MAX_PING_BYTES
+
+    asyncio.run(main())
+
+
+def test_a_glance_tells_what_is_known_or_looks_and_keeps_nothing() -> None:
+    async def main() -> None:
+        async with linked() as ends:
+            glanced = await ends.figures.glance(FAR)
+            assert glanced is not None
+            assert glanced > 0
+            assert max(len(ping.payload) for ping in ends.pings) <= GLANCE_BYTES
+            assert not any(ping.as_step for ping in ends.pings)
+            [measured] = await ends.measure(FAR)
+            n_pings = len(ends.pings)
+            assert await ends.figures.glance(FAR) == measured.bytes_per_s
+            assert len(ends.pings) == n_pings
+            assert await ends.figures.glance(NodeId("nobody")) is None
+
+    asyncio.run(main())
+
+
+def test_a_glance_at_a_node_that_generates_shows_nothing() -> None:
+    async def main() -> None:
+        async with linked() as ends:
+            ends.far_is_busy = True
+            assert await ends.figures.glance(FAR) is None
 
     asyncio.run(main())
 

@@ -135,6 +135,7 @@ def test_a_node_tells_of_itself_and_its_peers_with_what_its_probes_see(tmp_path:
                 [view] = report.peers
                 assert (view.name, view.is_linked, view.version) == (other, True, __version__)
                 assert [address.seen for address in view.addresses] == ["answers"]
+                assert view.bytes_per_s is None or view.bytes_per_s > 0
                 assert report.multicast.state == "off"
                 assert report.stage is None
             assert replies["anna"].clock_ahead_s is None

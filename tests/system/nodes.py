@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,14 +58,17 @@ class Output:
         with self._grown:
             return self._bytes.decode()
 
-    def wait_for(self, part: str, *, after: int = 0, deadline_s: float = COMMAND_S) -> str:
+    def wait_for(
+        self, part: str | re.Pattern[str], *, after: int = 0, deadline_s: float = COMMAND_S
+    ) -> str:
         """Wait until `part` stands somewhere behind `after` characters; return everything so far.
 
         Fails when the output ends without it, or at the deadline.
         """
         end = time.monotonic() + deadline_s
+        pattern = re.compile(re.escape(part)) if isinstance(part, str) else part
         with self._grown:
-            while part not in self._bytes.decode(errors="replace")[after:]:
+            while not pattern.search(self._bytes.decode(errors="replace")[after:]):
                 left = end - time.monotonic()
                 said = self._bytes.decode(errors="replace")
                 assert not self._ended, f"the output ended without {part!r}: {said}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,16 @@ def meet(*nodes: NodeProcess) -> None:
     for node in nodes:
         for other in nodes:
             if other is not node:
-                node.stderr.wait_for(f"node {other.ready['name']} (", deadline_s=FIND_S)
+                here(node, other.ready["name"])
 
 
 def here(node: NodeProcess, name: str, *, after: int = 0) -> None:
-    """Wait until `node` says, after so many characters, that another one is here."""
-    node.stderr.wait_for(f"node {name} (", after=after, deadline_s=FIND_S)
+    """Wait until `node` says, after so many characters, that another one is here.
+
+    Of a stranger with the same name it says that it is left out.
+    """
+    line = re.compile(rf"node {name} \(\S+\) is here")
+    node.stderr.wait_for(line, after=after, deadline_s=FIND_S)
 
 
 def gone(node: NodeProcess, name: str, *, after: int, deadline_s: float) -> None:

@@ -104,9 +104,10 @@ def test_a_node_with_another_key_is_left_out_with_one_line(tmp_path: Path) -> No
         for machine in site.machines:
             assert machine.run("key", "new").code == 0
         anna, bert = (site.start(n, name) for n, name in enumerate(("anna", "bert")))
-        for node, other in ((anna, "bert"), (bert, "anna")):
-            node.stderr.wait_for(f"node {other} (", deadline_s=FIND_S)
-            [line] = [line for line in node.log.splitlines() if f"node {other} (" in line]
+        for node, other in ((anna, bert), (bert, anna)):
+            named = f"node {other.ready['name']} ({other.address})"
+            node.stderr.wait_for(named, deadline_s=FIND_S)
+            [line] = [line for line in node.log.splitlines() if named in line]
             assert "another cluster key" in line
         assert site.nodes(0).keys() == {"anna"}
         assert site.nodes(1).keys() == {"bert"}

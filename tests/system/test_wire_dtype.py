@@ -67,7 +67,8 @@ def test_plan_measures_what_it_changes_and_keeps_that(trio: Crew) -> None:
     assert plan["wire_dtype"] == "int8"
     assert plan["wire_error"]["n_rows"] == 64
     assert plan["wire_error"]["max_error"] > 0
-    assert (plan["wire_saves_ms"], plan["wire_why"]) == (None, "")
+    assert isinstance(plan["wire_saves_ms"], float)
+    assert plan["wire_why"] == ""
     second = trio.machine.run("plan", *where, "--wire-dtype", "int8")
     assert "measuring" not in second.stderr
     assert "logits off by at most" in second.stdout
