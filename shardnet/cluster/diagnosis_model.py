@@ -80,6 +80,8 @@ def _checkpoint(
     else:
         part = min(_weight_bytes(shape), info.memory_bytes)
         what = f"it has no checkpoint of its own: {report.model_failure}"
+        if _somebody_has(facts, asked):
+            what = f"it has not got {asked.model}, and takes its part from a node that has"
         if report.disk_free_bytes is not None and report.disk_free_bytes < part:
             yield problem(
                 "model",
@@ -90,6 +92,10 @@ def _checkpoint(
             )
         else:
             yield Finding(severity=Severity.INFO, topic="model", where=where, what=what)
+
+
+def _somebody_has(facts: Facts, asked: ModelAsked) -> bool:
+    return any(r.report.model_id == asked.model_id for r in facts.replies if r.report is not None)
 
 
 def _weight_bytes(shape: ModelShape) -> int:

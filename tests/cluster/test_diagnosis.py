@@ -404,6 +404,9 @@ def test_whether_a_model_fits_and_where(gib: list[int], severity: Severity, word
 def test_a_checkpoint_that_is_missing_or_another_one() -> None:
     missing = {"model_id": "", "model_failure": "there is no checkpoint folder at /m"}
     assert ("info", "model", "anna") in findings(with_memory(16, **missing))
+    has, has_not = with_memory(16).replies + with_memory(16, **missing).replies
+    told = facts(has, replace(has_not, node="bert-id", name="bert"), model=asked())
+    assert "takes its part from a node that has" in the_one(told, "model", Severity.INFO).line
     full = with_memory(16, **missing, disk_free_bytes=GIB)
     assert "its disk has 1.00 GiB free" in the_one(full, "model").line
     other = with_memory(16, model_id="2" * 64)
