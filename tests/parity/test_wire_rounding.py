@@ -111,7 +111,14 @@ def sampled(logits: Tensor, positions: range) -> list[Samples]:
         result = Sampler(VOCAB, None).sample(
             row[None], [SampleRow(params=GREEDY, position=position)]
         )
-        answers.append(Samples(token_ids=result.token_ids, logprobs=result.logprobs))
+        answers.append(
+            Samples(
+                token_ids=result.token_ids,
+                logprobs=result.logprobs,
+                prompt_logprobs=[],
+                blocks=[],
+            )
+        )
     return answers
 
 
