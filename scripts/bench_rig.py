@@ -87,7 +87,7 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
             model=str(checkpoint), nodes=[node.address, *others], threads=threads, context=context
         )
         async with node.head.lead(
-            choice, on_plan=lambda plan: None, on_progress=lambda rank, done, total: None
+            choice, on_plan=lambda plan: None, on_progress=lambda rank, phase, done, total: None
         ) as lead:
             assert not isinstance(lead, Elsewhere)
             yield lead.ring.engine
