@@ -435,14 +435,20 @@ class Peers:
         for line in peer.lines:
             if line is not peer.line and not line.is_retired:
                 line.is_retired = True
-                self._tasks.create_task(self._retire(line))
+                self._tasks.create_task(self._retire(peer, line))
 
-    async def _retire(self, line: _Line) -> None:
-        """Close a link that another one has replaced, when both sides have stopped using it."""
+    async def _retire(self, peer: _Peer, line: _Line) -> None:
+        """Close a link that another one has replaced, when both sides have stopped using it.
+
+        Where that other one has ended meanwhile, this one is needed again.
+        """
         while not line.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._times.retire_s):
                     await line.ended.wait()
+            if peer.lines and peer.line is line:
+                line.is_retired = False
+                return
             if line.control.is_idle:
                 await line.control.link.close()
 

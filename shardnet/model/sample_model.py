@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -69,6 +70,16 @@ class StepTimes:
     embed_s: float
     layers_s: float
     head_s: float
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """Return the mean of each part over some steps, at least one."""
+    return StepTimes(
+        plan_s=fmean(step.plan_s for step in steps),
+        embed_s=fmean(step.embed_s for step in steps),
+        layers_s=fmean(step.layers_s for step in steps),
+        head_s=fmean(step.head_s for step in steps),
+    )
 
 
 def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> ModelConfig | None:

@@ -24,15 +24,17 @@ from shardnet.types import PREFILL_CHUNK_ROWS, DType
 if TYPE_CHECKING:
     from shardnet.model.sample_model import SampleModel, StepTimes
 
-FIGURE_S = 0.4
-"""How long one figure is measured, once it has been measured at all."""
-MAX_REPEATS = 60
-MIN_REPEATS = 3
+WINDOW_S = 0.1
+"""Steps are averaged over so long: a process whose share of the processor is limited runs at full
+speed for some milliseconds and then stands, several times in this."""
+N_WINDOWS = 5
+FIGURE_S = 1.0
+"""One figure takes no longer than this, once it has been measured often enough at all."""
 CHUNK_S = 8.0
 """A chunk of 256 rows that would take longer is measured with fewer rows."""
 
 STEADY = 1.25
-"""An undisturbed device's median step takes at most so many times one of the fastest quarter."""
+"""An undisturbed device's median window takes at most so many times its fastest."""
 
 DISK_BYTES = 64 * 2**20
 DISK_S = 0.3
@@ -84,7 +86,8 @@ def measure_stage(
     for usual models and at most `memory_bytes`. `tick` is called between the parts; what it raises
     ends the measurement.
 
-    Figures are medians. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
+    Figures are the medians of windows' means: what comes once is left out, what comes all the time
+    counts. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
     of a slow machine's chunk some rows. Raises CapacityError when memory does not hold one layer.
     """
     import torch
@@ -103,7 +106,9 @@ def measure_stage(
             )
         try:
             model = SampleModel(sample, choice, torch.device(device), tick)
-            single, chunk_s = _single(model, tick), _chunk_s(model, tick)
+            model.step(1)  # the first one only warms up
+            single = windows(lambda: model.step(1), at_least=3, tick=tick)
+            chunk_s = _chunk_s(model, tick)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -140,23 +145,34 @@ def rounded(value: float) -> float:
     return float(f"{value:.2g}")
 
 
+def windows(
+    step: Callable[[], StepTimes],
+    *,
+    at_least: int,
+    tick: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepTimes]:
+    """Repeat a step that is warm; return its mean times over windows of time, `at_least` so many.
+
+    `tick` is called before each. `clock` gives seconds.
+    """
+    from shardnet.model.sample_model import mean_times
+
+    means: list[StepTimes] = []
+    began = clock()
+    while len(means) < at_least or (len(means) < N_WINDOWS and clock() - began < FIGURE_S):
+        times: list[StepTimes] = []
+        window_began = clock()
+        while not times or clock() - window_began < WINDOW_S:
+            tick()
+            times.append(step())
+        means.append(mean_times(times))
+    return means
+
+
 def _is_steady(times: Sequence[float]) -> bool:
-    """Say whether the middle one of some times is about as short as the short ones."""
-    quarter, middle, _ = statistics.quantiles(times, n=4)
-    return middle <= STEADY * quarter
-
-
-def _single(model: SampleModel, tick: Callable[[], None]) -> list[StepTimes]:
-    """Run decode steps for as long as a figure may take; the first one only warms up."""
-    model.step(1)
-    times: list[StepTimes] = []
-    began = time.perf_counter()
-    while len(times) < MAX_REPEATS:
-        tick()
-        times.append(model.step(1))
-        if time.perf_counter() - began > FIGURE_S and len(times) >= MIN_REPEATS:
-            break
-    return times
+    """Say whether the middle one of the windows' means is about as short as the shortest."""
+    return statistics.median(times) <= STEADY * min(times)
 
 
 def _chunk_s(model: SampleModel, tick: Callable[[], None]) -> float:
@@ -167,14 +183,8 @@ def _chunk_s(model: SampleModel, tick: Callable[[], None]) -> float:
     n_rows = PREFILL_CHUNK_ROWS
     if guess_s > CHUNK_S:
         n_rows = max(few, int(n_rows * CHUNK_S / guess_s))
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < MAX_REPEATS:
-        tick()
-        times.append(model.step(n_rows).layers_s)
-        if time.perf_counter() - began > FIGURE_S:
-            break
-    return statistics.median(times) * PREFILL_CHUNK_ROWS / n_rows
+    chunks = windows(lambda: model.step(n_rows), at_least=1, tick=tick)
+    return statistics.median(chunk.layers_s for chunk in chunks) * PREFILL_CHUNK_ROWS / n_rows
 
 
 @contextlib.contextmanager

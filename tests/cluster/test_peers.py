@@ -260,6 +260,28 @@ def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
     asyncio.run(main())
 
 
+def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
+    """Both nodes notice a cut network, one a moment earlier: its new link is not closed then."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            lost: list[str] = []
+            first = await a.peers.link_to(b.address)
+            a.peers.watch(first, lambda error: lost.append(str(error)))
+            second = await b.peers._dial(a.address)  # b has given the first one up
+            b.peers._link_up(second, dialled_at=a.address)
+            await a.until(lambda: len(a.peers._peers[b.node].lines) == 2)
+            first.link.abort("the network between is cut")
+            await a.until(lambda: len(a.peers._peers[b.node].lines) == 1)
+            for _ in range(3):
+                await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
+            assert not second.closed
+            assert lost == []
+            assert await is_used(a, b)
+
+    asyncio.run(main())
+
+
 def test_a_second_link_to_a_known_node_is_not_dialled() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,17 @@ from shardnet.model.kernels import probe
 from shardnet.model.sample_model import (
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
+    StepTimes,
     sample_bytes,
     sample_config,
 )
-from shardnet.runtime.measuring import measure_disk, measure_stage, read_config, rounded
+from shardnet.runtime.measuring import (
+    measure_disk,
+    measure_stage,
+    read_config,
+    rounded,
+    windows,
+)
 from shardnet.types import DType
 
 LLAMA: dict[str, Any] = {
@@ -70,6 +80,47 @@ def test_every_figure_is_a_time_of_two_digits(raw: dict[str, Any], dtype: DType)
     choice = probe(torch.device("cpu"), dtype, None)
     assert figures.kernel == choice.name
     assert len(ticks) > 10
+
+
+def windows_of(durations_s: Iterable[float]) -> list[float]:
+    """Measure steps that take so long, on a clock of their own."""
+    now_s = 0.0
+    rest = iter(durations_s)
+
+    def step() -> StepTimes:
+        nonlocal now_s
+        duration_s = next(rest)
+        now_s += duration_s
+        return StepTimes(plan_s=0.0, embed_s=0.0, layers_s=duration_s, head_s=0.0)
+
+    return [times.layers_s for times in windows(step, at_least=3, clock=lambda: now_s)]
+
+
+@pytest.mark.parametrize("period_s", [0.01, 0.05])
+@pytest.mark.parametrize("step_s", [0.0001, 0.002, 0.009])
+def test_a_limited_share_of_the_processor_counts(step_s: float, period_s: float) -> None:
+    """A fifth of each period computes, then the process stands: most steps do not notice."""
+    share, worked_s = 0.2, 0.0
+
+    def durations() -> Iterator[float]:
+        nonlocal worked_s
+        while True:
+            before = worked_s // (share * period_s)
+            worked_s += step_s
+            n_pauses = worked_s // (share * period_s) - before
+            yield step_s + n_pauses * (1 - share) * period_s
+
+    means = windows_of(durations())
+    assert statistics.median(means) == pytest.approx(step_s / share, rel=0.35)
+
+
+def test_what_comes_once_does_not_count() -> None:
+    once = chain(repeat(0.001, 120), [0.3], repeat(0.001))
+    assert statistics.median(windows_of(once)) == pytest.approx(0.001)
+
+
+def test_slow_steps_are_measured_three_times() -> None:
+    assert windows_of(repeat(2.0)) == [2.0] * 3
 
 
 def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:

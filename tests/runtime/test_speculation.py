@@ -7,6 +7,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,12 +135,31 @@ def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which:
 
 
 def test_more_sequences_than_a_draft_model_has_slots_for_go_without(folder: Path) -> None:
+    """Which of the eight that have a slot get a guess in time is up to the draft's thread."""
     draft = draft_model(folder)
     speculation = Speculation(make_guesser=draft.guesser)
     asked = [ask(random_prompt(5, 300, seed=n), 12, speculation=speculation) for n in range(12)]
     said = run(folder, asked)
     draft.executor.join()
-    assert sorted(bool(one.n_drafted) for one in said) == [False] * 4 + [True] * 8
+    assert 1 <= sum(bool(one.n_drafted) for one in said) <= 8
+    plain = run(folder, [replace(one, speculation=None) for one in asked])
+    assert [one.tokens for one in said] == [one.tokens for one in plain]
+
+
+def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) -> None:
+    draft = draft_model(folder)
+
+    async def scenario() -> None:
+        guessers = [draft.guesser(lambda: None) for _ in range(9)]
+        assert [guesser.prepare([1, 2, 3], 2) for guesser in guessers] == [False] * 8 + [True]
+        assert guessers[8].guess([1, 2, 3], 2) == []
+        await asyncio.gather(*(g._job for g in guessers if g._job is not None))
+        assert all(len(guesser.guess([1, 2, 3], 2)) == 2 for guesser in guessers[:8])
+        for guesser in guessers:
+            guesser.close()
+
+    asyncio.run(scenario())
+    draft.executor.join()
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
