@@ -46,10 +46,10 @@ from shardnet.types import (
     TokenLogprobs,
 )
 
-SLOWDOWN = 2.0
+SLOWDOWN = 2.2
 """A running sequence's tokens may take so many times as long while a prompt travels beside it."""
 
-FIRST_MIXED_ROWS = 16
+FIRST_MIXED_ROWS = 12
 """Prompt rows beside decode rows before it is known what rows cost on this ring."""
 
 LONGEST_DEADLINE_S = 1e8

@@ -48,20 +48,21 @@ from shardnet.types import (
     blocks_for,
 )
 
+MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""How many prompt rows may travel beside decode rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """How many rows travel in one step.
 
-    `chunk_rows` of prompts while nobody decodes; beside decode rows from `least_mixed_rows` to
-    `mixed_rows`, doubling, and all these divide `chunk_rows`. Up to `cheap_rows` rows a step costs
-    about what one row does: drafts fill it up to there. `exact_rows` is design decision 4's, for
-    deterministic sequences.
+    `chunk_rows` of prompts while nobody decodes, at most `mixed_rows` beside decode rows. Up to
+    `cheap_rows` rows a step costs about what one row does: drafts fill it up to there. `exact_rows`
+    is design decision 4's, for deterministic sequences.
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
-    mixed_rows: int = PREFILL_CHUNK_ROWS // 2
-    least_mixed_rows: int = 8
+    mixed_rows: int = MIXED_ROWS[-1]
     cheap_rows: int = 32
     exact_rows: int = 1
 
@@ -92,7 +93,7 @@ class Scheduler:
     limits: StepLimits = field(default_factory=StepLimits)
     book: SlotBook = field(init=False)
     mixed_rows: int = field(init=False)
-    """Prompt rows that travel beside decode rows now; divides `limits.chunk_rows`."""
+    """Prompt rows that travel beside decode rows now, at most."""
     _waiting: list[LiveSequence] = field(default_factory=list)
     _running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     _ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
@@ -192,9 +193,8 @@ class Scheduler:
         """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
         takes at most `slowdown` times as long as `n_decode` rows alone.
         """
-        choices = [min(self.limits.least_mixed_rows, self.limits.mixed_rows)]
-        while choices[-1] < min(self.limits.mixed_rows, 2 * self.mixed_rows):
-            choices.append(2 * choices[-1])
+        most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
+        choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
         self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
 
     def end(self, sequence_id: SequenceId) -> bool:

@@ -243,7 +243,9 @@ def test_a_long_prompt_travels_beside_the_rows_of_those_who_decode() -> None:
     assert len(decoded) >= len(one.sent) - before - 1  # hardly a step without them
 
 
-@pytest.mark.parametrize(("row_s", "expected"), [(0.0, 32), (0.001, 32), (0.003, 16), (0.05, 8)])
+@pytest.mark.parametrize(
+    ("row_s", "expected"), [(0.0, 32), (0.001, 32), (0.003, 16), (0.004, 12), (0.05, 8)]
+)
 def test_as_many_prompt_rows_travel_beside_others_as_their_cost_allows(
     row_s: float, expected: int
 ) -> None:
