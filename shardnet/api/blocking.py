@@ -113,25 +113,26 @@ def connect(
     insecure: bool = False,
 ) -> AbstractContextManager[Client]:
     """Connect to the node at `address`; see `shardnet.api.connect`."""
-    return _opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
+    return opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
 
 
 def in_process(
     *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Run a node inside this process; see `shardnet.api.in_process`."""
-    return _opened(opening.in_process(model=model, threads=threads))
+    return opened(opening.in_process(model=model, threads=threads))
 
 
 def local_ring(
     n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Start node processes on this machine; see `shardnet.api.local_ring`."""
-    return _opened(opening.local_ring(n_nodes, model=model, threads=threads))
+    return opened(opening.local_ring(n_nodes, model=model, threads=threads))
 
 
 @contextmanager
-def _opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+def opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+    """Open an asynchronous client in a loop of its own, and give its blocking twin."""
     loop = _LoopThread(opening)
     try:
         yield Client(loop.open(), loop)
