@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from scripted_node import ScriptedNode, client_of
@@ -77,3 +79,24 @@ def test_an_error_in_the_block_is_the_one_that_comes_out() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+def test_a_wait_that_is_interrupted_gives_its_requests_up() -> None:
+    """As Ctrl-C does: the wait for the next event still runs in the loop when it is closed."""
+    nodes: list[ScriptedNode] = []
+    with blocking.opened(scripted(nodes)) as client:
+        loop, call = client._loop, client._loop.call
+        events = client.generate("wait")
+        next(events)
+
+        def interrupted(asked: Coroutine[Any, Any, object]) -> object:
+            loop.call = call  # type: ignore[method-assign]
+            future = asyncio.run_coroutine_threadsafe(asked, loop._loop)
+            loop._loop.call_soon_threadsafe(future.cancel)
+            raise KeyboardInterrupt
+
+        loop.call = interrupted  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            next(events)
+        call(nodes[0].until_given_up(1))
+        assert nodes[0].given_up == ["wait"]
