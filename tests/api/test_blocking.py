@@ -92,7 +92,8 @@ def test_a_wait_that_is_interrupted_gives_its_requests_up() -> None:
         def interrupted(asked: Coroutine[Any, Any, object]) -> object:
             loop.call = call  # type: ignore[method-assign]
             future = asyncio.run_coroutine_threadsafe(asked, loop._loop)
-            loop._loop.call_soon_threadsafe(future.cancel)
+            call(asyncio.sleep(0))  # by now it waits
+            future.cancel()
             raise KeyboardInterrupt
 
         loop.call = interrupted  # type: ignore[method-assign, assignment]
