@@ -21,8 +21,9 @@ from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
 
 
 def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Bytes of one layer's weights in `dtype`."""
-    return _bytes(layer_tensors(config, 0).values(), dtype)
+    """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
+    layers = range(config.n_layers)
+    return max(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
 
 
 def head_weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -51,7 +52,7 @@ def stage_weight_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) ->
 def read_bytes_per_step(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
     """Weight bytes that one decode step reads: the layers and the head, not the embedding table."""
     head = head_weight_bytes(config, dtype) if layers.end == config.n_layers else 0
-    return len(layers) * layer_weight_bytes(config, dtype) + head
+    return head + sum(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
 
 
 def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shardnet.model.config import Activation, ModelConfig
@@ -20,7 +21,15 @@ from shardnet.types import LayerRange
 class Gpt2Stage:
     """The layers `layers` of a GPT-2, with the embedding and the head where they belong."""
 
-    def __init__(self, config: ModelConfig, layers: LayerRange, weights: WeightSource) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:

@@ -92,14 +92,13 @@ def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> Model
     n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype))
     row_bytes = config.hidden_size * dtype.size_bytes
     sample = replace(
-        config,
-        n_layers=min(config.n_layers, n_layers),
+        config.cut(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
     while sample_bytes(sample, dtype) > memory_bytes:
         if sample.n_layers > 1:
-            sample = replace(sample, n_layers=sample.n_layers // 2)
+            sample = sample.cut(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
             sample = replace(sample, vocab_size=sample.vocab_size // 2)
         else:

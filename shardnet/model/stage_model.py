@@ -6,6 +6,8 @@ Knows how to load a range and how rows go through it. Must not know wire, thread
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -43,6 +45,30 @@ class FamilyStage(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Norm and LM head: [R, E] to [R, V]; last stage only."""
+
+
+class FamilyMaker(Protocol):
+    """Builds one stage of a family. `context` is the positions of one sequence."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FamilyStage:
+        """Take the parameters of `layers`, and of embedding and head where they belong."""
+
+
+STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
+    {
+        "llama": LlamaStage,
+        "gpt2": Gpt2Stage,
+    }
+)
+"""The forward pass of each family in families.py."""
 
 
 class StageModel:
@@ -154,9 +180,7 @@ def make_family(
     device: torch.device,
 ) -> FamilyStage:
     """Build the family's layers of one stage from `weights`."""
-    if config.family == "llama":
-        return LlamaStage(config, layers, weights, context, dtype, device)
-    return Gpt2Stage(config, layers, weights)
+    return STAGES[config.family](config, layers, weights, context, dtype, device)
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:

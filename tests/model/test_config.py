@@ -9,7 +9,8 @@ from checkpoints import make_gpt2, make_llama
 from transformers import GPT2Config, LlamaConfig
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.model.config import Activation, Rope, RopeKind, parse_config
+from shardnet.model.config import Activation, Rope, RopeKind
+from shardnet.model.families import parse_config
 from shardnet.types import DType
 
 LLAMA: dict[str, Any] = {
