@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from shardnet.types import DType
+from shardnet.types import DType, LayerRange
 
 MAX_LAYERS = 10_000
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
@@ -146,6 +146,10 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many positions a row of the absolute `layer` sees, None for all."""
         return self.windows[layer] if self.windows else None
+
+    def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
+        """The windows that layers of a stage have, each once."""
+        return tuple(dict.fromkeys(self.window(layer) for layer in layers))
 
     def layer_rope(self, layer: int) -> Rope | None:
         """The rotary positions of the absolute `layer`."""

@@ -127,9 +127,9 @@ def _says_nothing(value: object) -> bool:
 
 _BOOKKEEPING = """
 _name_or_path _attn_implementation_autoset _commit_hash transformers_version attn_implementation
-cache_implementation _flash_attn_2_enabled _num_labels finetuning_task id2label is_llama_config label2id license
-max_sequence_length name_or_path num_labels problem_type task_specific_params tokenizer_class
-torchscript transformers.js_config unsloth_fixed unsloth_version"""
+cache_implementation _flash_attn_2_enabled _num_labels finetuning_task id2label is_llama_config
+label2id license max_sequence_length name_or_path num_labels problem_type task_specific_params
+tokenizer_class torchscript transformers.js_config unsloth_fixed unsloth_version"""
 
 _TRAINING_ONLY = """
 attention_dropout attn_pdrop embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout

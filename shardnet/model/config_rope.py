@@ -14,6 +14,9 @@ from types import MappingProxyType
 from shardnet.model.config import Rope, RopeKind
 from shardnet.model.config_fields import MAX_SIZE, Fields
 
+MAX_FACTOR = 1e6
+"""More than anybody stretches; keeps the powers below within a float."""
+
 _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -137,6 +140,8 @@ def _dynamic(rope: Fields, plain: Rope, max_positions: int, rotated: int) -> Rop
 
 
 def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
+    if plain.theta <= 1:
+        raise rope.damaged(f"rope_theta is {plain.theta}, expected more than 1 with yarn")
     factor = _factor(rope, max_positions / plain.original_max_positions)
     magnitude = rope.optional_number("attention_factor")
     mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
@@ -185,6 +190,6 @@ def _llama3(rope: Fields, plain: Rope) -> Rope:
 def _factor(rope: Fields, *default: float) -> float:
     """Read a factor that stretches: below 1 it would shrink what was trained."""
     factor = rope.positive_number("factor", *default)
-    if factor < 1:
-        raise rope.damaged(f"factor is {factor}, expected 1 or more")
+    if not 1 <= factor <= MAX_FACTOR:
+        raise rope.damaged(f"rope factor is {factor}, expected 1 to {MAX_FACTOR:g}")
     return factor

@@ -45,6 +45,16 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", read=read_llama, layer=tables.llama_layer),
+    "mistral": Family(
+        architecture="MistralForCausalLM", read=read_mistral, layer=tables.llama_layer
+    ),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", read=read_qwen2, layer=tables.qwen2_layer),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", read=read_qwen3, layer=tables.qwen3_layer),
+    "phi3": Family(architecture="Phi3ForCausalLM", read=read_phi3, layer=tables.phi3_layer),
+    "gemma2": Family(architecture="Gemma2ForCausalLM", read=read_gemma2, layer=tables.gemma2_layer),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM", read=read_gemma3, layer=tables.gemma3_layer
+    ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         read=read_gpt2,

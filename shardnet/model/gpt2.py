@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.attention import Step, attention
 from shardnet.model.config import Activation, ModelConfig
 from shardnet.model.kernels import Linear
-from shardnet.model.layers import Norm, Step, activate, attention
+from shardnet.model.layers import Norm, activate
 from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
 

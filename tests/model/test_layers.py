@@ -11,10 +11,12 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from shardnet.model.attention import attention, plan_step
 from shardnet.model.config import Activation
 from shardnet.model.families import parse_config
 from shardnet.model.kv_cache import KvCache
-from shardnet.model.layers import activate, attention, plan_step, rotary_tables
+from shardnet.model.layers import activate
+from shardnet.model.rotary import rotary_tables
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 CPU = torch.device("cpu")
