@@ -83,8 +83,8 @@ def read_scaling(
             "rotary positions need an even number of them"
         )
     kind = _kind(rope, aliases)
-    trained = original or rope.positive("original_max_position_embeddings", max_positions)
-    plain = replace(plain, kind=kind, original_max_positions=trained)
+    own = rope.positive("original_max_position_embeddings", max_positions)
+    plain = replace(plain, kind=kind, original_max_positions=original or own)
     match kind:
         case RopeKind.DEFAULT:
             rope.ignore("factor", "original_max_position_embeddings")  # of a scaling switched off

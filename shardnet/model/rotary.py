@@ -58,10 +58,14 @@ def rotary_tables(
 
 
 def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
-    """Compute the rotary frequencies [R / 2] in float32, for sequences of up to `context`."""
+    """Compute the rotary frequencies [R / 2] in float32, for sequences of up to `context`.
+
+    In transformers' order of operations: at position 3000 one bit of a frequency is seen.
+    """
     n_rotated = rope.rotated(head_size)
     steps = torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated
-    plain = 1.0 / rope.theta**steps
+    powers = rope.theta**steps
+    plain = 1.0 / powers
     match rope.kind:
         case RopeKind.DEFAULT:
             return plain
@@ -70,10 +74,11 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
         case RopeKind.DYNAMIC:
             return 1.0 / _dynamic_theta(rope, n_rotated, context) ** steps
         case RopeKind.YARN:
-            return _yarn(rope, plain)
+            return _yarn(rope, powers)
         case RopeKind.LONGROPE:
             is_long = context > rope.original_max_positions
-            return plain / torch.tensor(rope.long_factors if is_long else rope.short_factors)
+            factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+            return 1.0 / (factors * powers)
         case RopeKind.LLAMA3:
             return _llama3(rope, plain)
 
@@ -85,9 +90,9 @@ def _dynamic_theta(rope: Rope, n_rotated: int, context: int) -> float:
     return float(rope.theta * stretch ** (n_rotated / (n_rotated - 2)))
 
 
-def _yarn(rope: Rope, plain: Tensor) -> Tensor:
+def _yarn(rope: Rope, powers: Tensor) -> Tensor:
     """Fast frequencies stay, slow ones are stretched, between them a ramp (arXiv 2309.00071)."""
-    n_rotated = 2 * len(plain)
+    n_rotated = 2 * len(powers)
 
     def column(rotations: float) -> float:
         """Where a frequency turns so many times in the positions trained with."""
@@ -99,9 +104,9 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, n_rotated - 1)
     width = high - low or 0.001
-    columns = torch.arange(len(plain), dtype=torch.float32)
-    stretched = ((columns - low) / width).clamp(0, 1)
-    return plain / rope.factor * stretched + plain * (1 - stretched)
+    columns = torch.arange(len(powers), dtype=torch.float32)
+    kept = 1 - ((columns - low) / width).clamp(0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
