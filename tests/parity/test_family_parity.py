@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_decoder
-from oracle import check_generation
-from stage_chain import StageChain, even_split, random_prompt
+from oracle import check_generation, reference_logits
+from stage_chain import CPU, StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.types import LayerRange
+from shardnet.model.kernels import probe
+from shardnet.types import DType, LayerRange
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -94,3 +95,37 @@ def test_every_split_gives_the_same_bits(folder: Path) -> None:
         parts = StageChain.load(folder, ranges).generate(prompts, 3)
         for expected, logits in zip(whole, parts, strict=True):
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
+@pytest.mark.parametrize("context", [60, 290])
+def test_a_sequence_that_fills_its_context_is_as_in_transformers(
+    kind: str, context: int, tmp_path: Path
+) -> None:
+    """Rotary positions that depend on the length, within the positions trained with and beyond."""
+    n_tokens = 5
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    rope = dynamic if kind == "dynamic" else dict(LONGROPE)
+    sizes = {"max_position_embeddings": 64 if kind == "dynamic" else 512}
+    family = "phi3" if kind == "phi3" else "llama"
+    if kind == "phi3":
+        sizes["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+    make_decoder(tmp_path, family, rope_parameters=rope, **sizes)
+    assert Checkpoint.open(tmp_path).config.default_context == 64
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    chain = StageChain.load(tmp_path, even_split(4, 2), context=context)
+    check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "phi3", "gemma2", "gemma3_text"])
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
+    sizes = {"head_dim": 8} if family != "phi3" else {}
+    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, sliding_window=50, **sizes)
+    prompt = random_prompt(290, 300)
+    exact, rounded = (
+        reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
+    error = (logits.prefill(0, prompt) - exact).square().mean()
+    assert error <= 1.5**2 * (rounded - exact).square().mean()
