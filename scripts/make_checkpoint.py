@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shardnet.model.config import parse_config
+from shardnet.model.families import parse_config
 from shardnet.model.layout import Shape, stage_tensors
 from shardnet.types import LayerRange
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -75,6 +77,36 @@ def make_gpt2(
         "eos_token_id": EOS_ID,
     }
     model = GPT2LMHeadModel(GPT2Config(**defaults | config))
+    return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
+
+
+def make_decoder(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    with_tokenizer: bool = True,
+    **config: Any,
+) -> Path:
+    """Write a random checkpoint of `family`, a `model_type` that shares Llama's keys.
+
+    `config` overrides its config's fields. Return `folder`.
+    """
+    defaults = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **defaults | config))
     return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
 
 

@@ -49,7 +49,11 @@ class StageChain:
 
     @classmethod
     def load(
-        cls, folder: Path, ranges: Sequence[LayerRange], choice: KernelChoice | None = None
+        cls,
+        folder: Path,
+        ranges: Sequence[LayerRange],
+        choice: KernelChoice | None = None,
+        context: int | None = None,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
@@ -63,6 +67,7 @@ class StageChain:
                     device=CPU,
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
+                    context=context,
                 )
                 for layers in ranges
             ]

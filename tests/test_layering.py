@@ -155,9 +155,11 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 def importable_without_torch() -> list[str]:
     rooms = {"wire", "transport", "api"}
-    single = {"shardnet/model/config.py", "shardnet/model/checkpoint.py"}
+    light = ("shardnet/model/config", "shardnet/model/layout", "shardnet/model/checkpoint")
     paths = [
-        path for path in sources() if room_of(path) in rooms or path in single or is_pure(path)
+        path
+        for path in sources()
+        if room_of(path) in rooms or path.startswith(light) or is_pure(path)
     ]
     names = (path.removesuffix(".py").removesuffix("/__init__") for path in paths)
     return sorted(name.replace("/", ".") for name in names)

@@ -35,6 +35,8 @@ _SHAPE_FIELDS = (
     "activation",
     "attention_bias",
     "mlp_bias",
+    "attention_soft_cap",
+    "experts",
 )
 """Of a config, what decides how long a step takes."""
 

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import CheckpointError
-from shardnet.model.config import ModelConfig, parse_config
+from shardnet.model.config import ModelConfig
+from shardnet.model.families import parse_config
 from shardnet.model.replica_journal import Journal, n_parts
 
 if TYPE_CHECKING:

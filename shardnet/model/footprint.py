@@ -21,8 +21,9 @@ from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
 
 
 def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Bytes of one layer's weights in `dtype`."""
-    return _bytes(layer_tensors(config, 0).values(), dtype)
+    """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
+    layers = range(config.n_layers)
+    return max(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
 
 
 def head_weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -51,7 +52,7 @@ def stage_weight_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) ->
 def read_bytes_per_step(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
     """Weight bytes that one decode step reads: the layers and the head, not the embedding table."""
     head = head_weight_bytes(config, dtype) if layers.end == config.n_layers else 0
-    return len(layers) * layer_weight_bytes(config, dtype) + head
+    return head + sum(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
 
 
 def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -70,13 +71,23 @@ def activation_peak_bytes(
     hidden = rows * config.hidden_size * dtype.size_bytes
     queries = rows * config.n_heads * config.head_size * dtype.size_bytes
     keys = rows * config.n_kv_heads * config.head_size * dtype.size_bytes
-    attention = 3 * (queries + 2 * keys) + 2 * queries + rows * context * dtype.size_bytes
+    attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
     mlp = 4 * rows * config.intermediate_size * dtype.size_bytes
     head = 0
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
     growth = 2 * context * _kv_position_bytes(config, dtype)
     return 4 * hidden + max(attention, mlp, head) + growth
+
+
+def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
+    """The masks of a chunk, one for each window, and with a soft cap the scores of one KV head."""
+    n_masks = len(set(config.windows)) or 1
+    masks = n_masks * rows * context * dtype.size_bytes
+    if config.attention_soft_cap is None:
+        return masks
+    scores = config.n_heads // config.n_kv_heads * rows * context
+    return masks + scores * (4 + 4 + dtype.size_bytes)
 
 
 def _kv_position_bytes(config: ModelConfig, dtype: DType) -> int:

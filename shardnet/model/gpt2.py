@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from shardnet.model.attention import Step, attention
 from shardnet.model.config import Activation, ModelConfig
 from shardnet.model.kernels import Linear
-from shardnet.model.layers import Norm, Step, activate, attention
+from shardnet.model.layers import Norm, activate
 from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
 
@@ -20,7 +22,15 @@ from shardnet.types import LayerRange
 class Gpt2Stage:
     """The layers `layers` of a GPT-2, with the embedding and the head where they belong."""
 
-    def __init__(self, config: ModelConfig, layers: LayerRange, weights: WeightSource) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:

@@ -15,6 +15,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from shardnet.model.attention import plan_step
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
@@ -26,7 +27,7 @@ from shardnet.model.footprint import (
 )
 from shardnet.model.kernels import KernelChoice, Linear, make_linear
 from shardnet.model.kv_cache import KvCache
-from shardnet.model.layers import Norm, plan_step
+from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
@@ -92,14 +93,13 @@ def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> Model
     n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype))
     row_bytes = config.hidden_size * dtype.size_bytes
     sample = replace(
-        config,
-        n_layers=min(config.n_layers, n_layers),
+        config.cut(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
     while sample_bytes(sample, dtype) > memory_bytes:
         if sample.n_layers > 1:
-            sample = replace(sample, n_layers=sample.n_layers // 2)
+            sample = sample.cut(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
             sample = replace(sample, vocab_size=sample.vocab_size // 2)
         else:
@@ -153,6 +153,7 @@ class SampleModel:
             for cached in self._kv.layer(_SLOT, layer):
                 cached.zero_()
         self._vocab_size = sample.vocab_size
+        self._windows = sample.distinct_windows(layers)
         self._dtype = dtype
         self._device = device
 
@@ -162,7 +163,7 @@ class SampleModel:
         position = POSITION if n_rows == 1 else 0
         batch = _batch(position, n_rows, self._vocab_size)
         began = self._now()
-        step = plan_step(batch, self._kv, CONTEXT, self._dtype)
+        step = plan_step(batch, self._kv, CONTEXT, self._dtype, self._windows)
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()
@@ -212,9 +213,10 @@ class _Noise:
         made = [self._noise(shape) for shape in biases]
         return make_linear(self._choice, weights, made, self._device)
 
-    def norm(self, name: str, eps: float) -> Norm:
+    def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""
-        ones = torch.ones(self._shapes[f"{name}.weight"], dtype=self._values.dtype)
+        dtype = torch.float32 if offset else self._values.dtype
+        ones = torch.ones(self._shapes[f"{name}.weight"], dtype=dtype)
         bias = torch.zeros_like(ones) if f"{name}.bias" in self._shapes else None
         return Norm(
             weight=ones.to(self._device),

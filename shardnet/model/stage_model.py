@@ -6,23 +6,30 @@ Knows how to load a range and how rows go through it. Must not know wire, thread
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError, UsageError
+from shardnet.model.attention import Step, plan_step
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
+from shardnet.model.decoder import DecoderStage
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
+from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
-from shardnet.model.layers import Step, plan_step
 from shardnet.model.layout import stage_tensors
-from shardnet.model.llama import LlamaStage
+from shardnet.model.llama import LlamaLayer
+from shardnet.model.phi3 import load_phi3_layer
+from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
 from shardnet.types import LayerRange, MicroBatch
 
@@ -45,6 +52,36 @@ class FamilyStage(Protocol):
         """Norm and LM head: [R, E] to [R, V]; last stage only."""
 
 
+class FamilyMaker(Protocol):
+    """Builds one stage of a family. `context` is the positions of one sequence."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FamilyStage:
+        """Take the parameters of `layers`, and of embedding and head where they belong."""
+
+
+STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
+    {
+        "llama": partial(DecoderStage, LlamaLayer.load),
+        "mistral": partial(DecoderStage, LlamaLayer.load),
+        "qwen2": partial(DecoderStage, LlamaLayer.load),
+        "qwen3": partial(DecoderStage, load_qwen3_layer),
+        "phi3": partial(DecoderStage, load_phi3_layer),
+        "gemma2": partial(DecoderStage, GemmaLayer.load),
+        "gemma3_text": partial(DecoderStage, load_gemma3_layer),
+        "gpt2": Gpt2Stage,
+    }
+)
+"""The forward pass of each family in families.py."""
+
+
 class StageModel:
     """A loaded stage. Not thread-safe: the compute thread owns it."""
 
@@ -61,6 +98,7 @@ class StageModel:
         self._family = family
         self._config = checkpoint.config
         self._context = context
+        self._windows = checkpoint.config.distinct_windows(layers)
         self.layers = layers
         self.choice = choice
         self.kv = kv
@@ -133,7 +171,7 @@ class StageModel:
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device)
-        step = plan_step(batch, self.kv, self._context, self.dtype)
+        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows)
         rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
         return self._family.run_layers(rows, step)
 
@@ -154,9 +192,7 @@ def make_family(
     device: torch.device,
 ) -> FamilyStage:
     """Build the family's layers of one stage from `weights`."""
-    if config.family == "llama":
-        return LlamaStage(config, layers, weights, context, dtype, device)
-    return Gpt2Stage(config, layers, weights)
+    return STAGES[config.family](config, layers, weights, context, dtype, device)
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:

@@ -35,8 +35,11 @@ class WeightSource(Protocol):
     def linear(self, *names: str, transposed: bool = False) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it)."""
 
-    def norm(self, name: str, eps: float) -> Norm:
-        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`."""
+    def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
+        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
+
+        An `offset` is added to the weight, in float32, where the norm stays.
+        """
 
     def table(self, name: str) -> Tensor:
         """Give `NAME.weight` as it is: [rows, E] in the compute dtype."""
@@ -101,11 +104,18 @@ class StageWeights:
                 self.exact_rows = 1
         return linear
 
-    def norm(self, name: str, eps: float) -> Norm:
-        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`."""
+    def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
+        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
+
+        An `offset` is added to the weight, in float32, where the norm stays.
+        """
         with_bias = f"{name}.bias" in self._shapes
+        if offset:
+            weight = self._read(f"{name}.weight").to(self._device, torch.float32) + offset
+        else:
+            weight = self._own(f"{name}.weight")
         norm = Norm(
-            weight=self._own(f"{name}.weight"),
+            weight=weight,
             bias=self._own(f"{name}.bias") if with_bias else None,
             eps=eps,
         )

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.config import ModelConfig, parse_config
+from shardnet.model.config import ModelConfig
+from shardnet.model.families import parse_config
 from shardnet.types import PREFILL_CHUNK_ROWS, DType
 
 if TYPE_CHECKING:

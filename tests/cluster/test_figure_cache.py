@@ -15,7 +15,8 @@ from shardnet.cluster.figure_cache import (
     FigureCache,
     FigureKey,
 )
-from shardnet.model.config import ModelConfig, parse_config
+from shardnet.model.config import ModelConfig
+from shardnet.model.families import parse_config
 from shardnet.runtime.measuring import StageFigures
 from shardnet.types import DType
 

@@ -15,7 +15,7 @@ from shardnet.cluster.planning import (
     settle_wire_dtype,
 )
 from shardnet.errors import PlanError, UsageError
-from shardnet.model.config import parse_config
+from shardnet.model.families import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId, WireDType
 from shardnet.wire.control import ModelChoice, NodeInfo

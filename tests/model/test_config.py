@@ -9,7 +9,8 @@ from checkpoints import make_gpt2, make_llama
 from transformers import GPT2Config, LlamaConfig
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.model.config import Activation, Rope, RopeKind, parse_config
+from shardnet.model.config import Activation, Rope, RopeKind
+from shardnet.model.families import parse_config
 from shardnet.types import DType
 
 LLAMA: dict[str, Any] = {
@@ -171,8 +172,8 @@ def test_linear_rope(key: str) -> None:
         ({"hidden_act": "swiglu_oai"}, "swiglu_oai"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"torch_dtype": "int8"}, "int8"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 0.7}}, "rope_scaling.mscale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -6,15 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoints import make_gpt2, make_llama
+from checkpoints import make_decoder, make_gpt2, make_llama
 from stage_chain import CPU
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
+from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import (
     embedding_weight_bytes,
     head_weight_bytes,
@@ -29,13 +30,12 @@ from shardnet.types import DType, LayerRange, SlotId
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("make", [make_llama, make_gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
-def test_weights_add_up(
-    make: Callable[..., Path], tied: bool, dtype: DType, tmp_path: Path
-) -> None:
-    checkpoint = Checkpoint.open(make(tmp_path, tie_word_embeddings=tied))
+def test_weights_add_up(family: str, tied: bool, dtype: DType, tmp_path: Path) -> None:
+    make = make_gpt2 if family == "gpt2" else partial(make_decoder, family=family)
+    checkpoint = Checkpoint.open(make(tmp_path, with_tokenizer=False, tie_word_embeddings=tied))
     config = checkpoint.config
     stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
     table = config.vocab_size * config.hidden_size * dtype.size_bytes

@@ -13,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_gpt2, make_llama
+from oracle import check_generation, reference_logits
 from safetensors.torch import load_file, save_file
 from stage_chain import CPU, StageChain, even_split, random_prompt
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import probe
-
-FLOAT32_TOLERANCE = 1e-4
-CLOSE_CALL = 1e-3
-"""A step whose two best logits are closer than this may go either way; it is counted."""
-CLOSE_CALLS_ALLOWED = 0.02
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -76,13 +71,6 @@ def reference(folder: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def reference_logits(model: Any, ids: list[int]) -> Tensor:
-    """transformers' full forward over `ids`: float32 [T, V]."""
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([ids])).logits[0].float()
-    return logits
-
-
 @pytest.mark.parametrize("n_stages", [1, 2, 3, "all"])
 def test_greedy_tokens_and_logits_are_those_of_transformers(
     folder: Path, reference: Any, n_stages: int | str
@@ -91,20 +79,7 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(
     n_layers = Checkpoint.open(folder).config.n_layers
     ranges = even_split(n_layers, n_layers if n_stages == "all" else int(n_stages))
     prompts = [random_prompt(length, 300, seed=length) for length in (1, 20, 300)]
-    n_tokens = 24
-    chain = StageChain.load(folder, ranges)
-    close_calls = 0
-    for prompt, logits in zip(prompts, chain.generate(prompts, n_tokens), strict=True):
-        tokens = logits.argmax(-1)[len(prompt) - 1 :].tolist()
-        expected = reference_logits(reference, prompt + tokens[:-1])
-        torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
-        for token, row in zip(tokens, expected[len(prompt) - 1 :], strict=True):
-            first, second = row.topk(2).values
-            if first - second < CLOSE_CALL:
-                close_calls += 1
-            else:
-                assert token == row.argmax()
-    assert close_calls <= CLOSE_CALLS_ALLOWED * n_tokens * len(prompts)
+    check_generation(StageChain.load(folder, ranges), reference, prompts, 24)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_gpt2], ids=["llama", "gpt2"])

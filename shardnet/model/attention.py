@@ -1,0 +1,231 @@
+"""Attention over a slot's KV cache: all positions so far, or a window of them.
+
+Knows shapes and slots. Must not know parameter names, rotary positions, wire or scheduling.
+
+Axes in shape comments: T rows of the micro-batch, H query heads, D head size, P positions, G query
+heads per KV head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.errors import CapacityError
+from shardnet.model.config import ModelConfig
+from shardnet.model.kernels import MAX_EXACT_ROWS
+from shardnet.model.kv_cache import KvCache
+from shardnet.types import MicroBatch, RowGroup, SlotId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """How the rows of one layer look at keys.
+
+    `window`: the positions a row sees, itself included; None is all. `scale` multiplies the scores,
+    None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c).
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
+        """Take what the config says of the absolute `layer`."""
+        return cls(
+            window=config.window(layer),
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+        )
+
+
+PLAIN = AttentionKind()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What the rows of a prompt chunk see: keys from position `first` on, and a mask over them."""
+
+    first: int
+    mask: Tensor  # [T, P - first]: additive, 0 or -inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The rows `[start, end)` of one group, `position` the first one's.
+
+    `sights` has one entry per window of the stage's layers; None for rows attended one by one.
+    """
+
+    slot: SlotId
+    start: int
+    end: int
+    position: int
+    sights: Mapping[int | None, Sight] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What all layers of a stage share in one step."""
+
+    token_ids: Tensor  # [T], int64
+    positions: Tensor  # [T], int64
+    spans: tuple[Span, ...]
+    kv: KvCache
+
+
+def plan_step(
+    batch: MicroBatch,
+    kv: KvCache,
+    context: int,
+    dtype: torch.dtype,
+    windows: Iterable[int | None] = (None,),
+) -> Step:
+    """Make room in the slots and prepare what the layers share; `windows` are those they have.
+
+    Raises CapacityError for a position beyond `context`, and when the KV room is used up.
+    """
+    spans = []
+    positions: list[int] = []
+    for group in batch.groups:
+        end_position = group.position + group.n_rows
+        if end_position > context:
+            raise CapacityError(
+                f"sequence {group.sequence_id}: position {end_position - 1} lies beyond the "
+                f"context of {context}; ask for fewer tokens or a longer --context"
+            )
+        kv.ensure(group.slot, end_position)
+        start = len(positions)
+        positions.extend(range(group.position, end_position))
+        sights = None
+        if group.n_rows > MAX_EXACT_ROWS:
+            sights = {window: _sight(group, window, dtype, kv.device) for window in windows}
+        spans.append(
+            Span(
+                slot=group.slot,
+                start=start,
+                end=len(positions),
+                position=group.position,
+                sights=sights,
+            )
+        )
+    return Step(
+        token_ids=torch.tensor(batch.token_ids, dtype=torch.int64, device=kv.device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
+        spans=tuple(spans),
+        kv=kv,
+    )
+
+
+def _sight(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Sight:
+    """Row i sees the keys of positions up to `position + i`, the last `window` of them."""
+    first = 0 if window is None else max(0, group.position - window + 1)
+    own = group.position - first  # where the first row's own key stands
+    shape = (group.n_rows, own + group.n_rows)
+    mask = torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(own + 1)
+    if window is not None:
+        unseen = torch.ones(shape, dtype=torch.bool, device=device).tril_(own - window)
+        mask.masked_fill_(unseen, -math.inf)
+    return Sight(first=first, mask=mask)
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    step: Step,
+    kind: AttentionKind = PLAIN,
+) -> Tensor:
+    """Store new keys and values in the slots, attend over what each row sees of its slot.
+
+    `queries` is [T, H, D], `keys` and `values` [T, KV heads, D]; `layer` counts from 0 within the
+    stage. Returns [T, H x D]. Groups of at most 32 rows are attended row by row, so that a
+    row's bits are those of a decode step, whoever stands beside it; longer ones are prompt chunks.
+    """
+    n_rows, n_heads, head_size = queries.shape
+    out = queries.new_empty(n_rows, n_heads, head_size)  # [T, H, D]
+    for span in step.spans:
+        cached_keys, cached_values = step.kv.layer(span.slot, layer)  # [KV heads, P, D]
+        end_position = span.position + span.end - span.start
+        rows = slice(span.start, span.end)
+        cached_keys[:, span.position : end_position] = keys[rows].transpose(0, 1)
+        cached_values[:, span.position : end_position] = values[rows].transpose(0, 1)
+        if span.sights is not None:
+            sight = span.sights[kind.window]
+            seen = slice(sight.first, end_position)
+            attended = _attend_chunk(
+                queries[rows], cached_keys[:, seen], cached_values[:, seen], sight.mask, kind
+            )
+            out[rows] = attended
+            continue
+        for row in range(span.start, span.end):
+            end = span.position + row - span.start + 1
+            first = 0 if kind.window is None else max(0, end - kind.window)
+            _attend_row(
+                out[row], queries[row], cached_keys[:, first:end], cached_values[:, first:end], kind
+            )
+    return out.view(n_rows, n_heads * head_size)
+
+
+def _attend_row(
+    out: Tensor, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind
+) -> None:
+    """Attend one row: [H, D] over [KV heads, P, D]. Heads of a KV group stand as rows."""
+    n_kv_heads, _, head_size = keys.shape
+    grouped = query.view(1, n_kv_heads, -1, head_size)  # [1, KV heads, G, D]
+    if kind.soft_cap is None:
+        attended = F.scaled_dot_product_attention(
+            grouped, keys.unsqueeze(0), values.unsqueeze(0), scale=kind.scale
+        )
+    else:
+        attended = _attend_capped(grouped[0], keys, values, None, kind.soft_cap, kind.scale)
+    out.view(n_kv_heads, -1, head_size).copy_(attended.view(n_kv_heads, -1, head_size))
+
+
+def _attend_chunk(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
+) -> Tensor:
+    """Attend a prompt chunk: [T, H, D] over [KV heads, P, D]. KV heads stand as a batch."""
+    n_rows, n_heads, head_size = queries.shape
+    n_kv_heads, n_positions, _ = keys.shape
+    grouped = queries.view(n_rows, n_kv_heads, -1, head_size).permute(1, 2, 0, 3)
+    if kind.soft_cap is None:
+        spread = (n_kv_heads, grouped.shape[1], n_positions, head_size)  # G by stride 0
+        attended = F.scaled_dot_product_attention(
+            grouped,
+            keys.unsqueeze(1).expand(spread),
+            values.unsqueeze(1).expand(spread),
+            mask,
+            scale=kind.scale,
+        )  # [KV heads, G, T, D]
+    else:
+        attended = torch.empty_like(grouped)
+        for head, rows in enumerate(grouped):  # one at a time: all scores at once take much memory
+            attended[head] = _attend_capped(
+                rows, keys[head], values[head], mask, kind.soft_cap, kind.scale
+            )
+    return attended.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_size)
+
+
+def _attend_capped(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    soft_cap: float,
+    scale: float | None,
+) -> Tensor:
+    """Attend with capped scores, in float32 from the product on: [..., T, D] over [..., P, D]."""
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    scores = (queries @ keys.transpose(-2, -1)).float()  # [..., T, P]
+    scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1).to(queries.dtype) @ values

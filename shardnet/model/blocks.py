@@ -1,0 +1,120 @@
+"""The two halves of a decoder layer as most families have them: self-attention and a gated MLP.
+
+Knows which products make them, not how a family names its parameters. Must not know wire or
+scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from shardnet.model.attention import AttentionKind, Step, attention
+from shardnet.model.config import Activation, ModelConfig
+from shardnet.model.kernels import Linear
+from shardnet.model.layers import HeadNorm, activate
+from shardnet.model.rotary import Rotary
+from shardnet.model.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfAttention:
+    """Queries, keys and values in one product, rotary positions, attention, output product.
+
+    `head_norm`, where there is one, comes before the rotation.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    kind: AttentionKind
+    qkv_proj: Linear
+    o_proj: Linear
+    head_norm: HeadNorm | None = None
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
+    ) -> SelfAttention:
+        """Take the parameters under Llama's names, and Qwen3's for the norms."""
+        attn = f"model.layers.{layer}.self_attn"
+        qkv_proj = weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
+        head_norm = None
+        if with_head_norm:
+            head_norm = HeadNorm.join(
+                weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
+                weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),
+                config.n_heads,
+                config.n_kv_heads,
+            )
+        return cls.of(config, layer, qkv_proj, weights.linear(f"{attn}.o_proj"), head_norm)
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        layer: int,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        head_norm: HeadNorm | None = None,
+    ) -> SelfAttention:
+        """Put products together as the config says of the absolute `layer`."""
+        return cls(
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_size=config.head_size,
+            kind=AttentionKind.of(config, layer),
+            qkv_proj=qkv_proj,
+            o_proj=o_proj,
+            head_norm=head_norm,
+        )
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+        n_rotated = self.n_heads + self.n_kv_heads
+        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
+        looking = heads[:, :n_rotated]
+        if self.head_norm is not None:
+            looking = self.head_norm(looking)
+        rotated = rotary.rotate(looking)
+        attended = attention(
+            rotated[:, : self.n_heads],
+            rotated[:, self.n_heads :],
+            heads[:, n_rotated:],
+            index,
+            step,
+            self.kind,
+        )
+        return self.o_proj(attended)
+
+
+class Mlp(Protocol):
+    """The second half of a layer."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Run every row: [T, E] in and out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """Gate and up in one product, down in another."""
+
+    activation: Activation
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, prefix: str) -> GatedMlp:
+        """Take the parameters under Llama's names."""
+        return cls(
+            activation=config.activation,
+            gate_up_proj=weights.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+            down_proj=weights.linear(f"{prefix}.down_proj"),
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Run every row: [T, E] in and out."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
+        return self.down_proj(activate(self.activation, gate).mul_(up))

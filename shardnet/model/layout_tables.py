@@ -1,0 +1,155 @@
+"""The tensors of each family: Hugging Face's parameter names and their shapes.
+
+Knows one table per family. Must not know files, stages or torch; layout.py puts stages together.
+
+Names are those of the causal-LM class, GPT-2's without the `transformer.` prefix.
+"""
+
+from __future__ import annotations
+
+from shardnet.model.config import ModelConfig
+
+Shape = tuple[int, ...]
+Table = dict[str, Shape]
+
+
+def decoder_embedding(config: ModelConfig) -> Table:
+    """The embedding of the families that share Llama's names."""
+    return {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+
+
+def decoder_head(config: ModelConfig) -> Table:
+    """The final norm and the LM head of the families that share Llama's names."""
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return {
+        "model.norm.weight": (config.hidden_size,),
+        name: (config.vocab_size, config.hidden_size),
+    }
+
+
+def llama_layer(config: ModelConfig, layer: int) -> Table:
+    """A layer of Llama and Mistral: biases as the config says."""
+    return (
+        _attention(config, layer)
+        | gated_mlp(config, layer)
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
+def qwen2_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, without a bias on the attention's output."""
+    tensors = llama_layer(config, layer)
+    del tensors[f"model.layers.{layer}.self_attn.o_proj.bias"]
+    return tensors
+
+
+def qwen3_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with norms over each head of queries and keys."""
+    return llama_layer(config, layer) | head_norms(config, layer)
+
+
+def phi3_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with the projections stored joined."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+    prefix = f"model.layers.{layer}"
+    return {
+        f"{prefix}.self_attn.qkv_proj.weight": (queries + 2 * keys, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+        f"{prefix}.mlp.gate_up_proj.weight": (2 * inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+    } | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+
+
+def gemma2_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with norms before and after both halves."""
+    return llama_layer(config, layer) | _norms(
+        config, layer, "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+
+
+def gemma3_layer(config: ModelConfig, layer: int) -> Table:
+    """Gemma 2's, with norms over each head of queries and keys."""
+    return gemma2_layer(config, layer) | head_norms(config, layer)
+
+
+def head_norms(config: ModelConfig, layer: int) -> Table:
+    """Norms over each head of queries and keys."""
+    attn = f"model.layers.{layer}.self_attn"
+    return {
+        f"{attn}.q_norm.weight": (config.head_size,),
+        f"{attn}.k_norm.weight": (config.head_size,),
+    }
+
+
+def gated_mlp(config: ModelConfig, layer: int) -> Table:
+    """Gate, up and down of a layer's MLP."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    return _linears(f"model.layers.{layer}.mlp", linears, config.mlp_bias)
+
+
+def _attention(config: ModelConfig, layer: int) -> Table:
+    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+    linears = {
+        "q_proj": (queries, config.hidden_size),
+        "k_proj": (keys, config.hidden_size),
+        "v_proj": (keys, config.hidden_size),
+        "o_proj": (config.hidden_size, queries),
+    }
+    return _linears(f"model.layers.{layer}.self_attn", linears, config.attention_bias)
+
+
+def _linears(prefix: str, linears: dict[str, tuple[int, int]], with_bias: bool) -> Table:
+    tensors: Table = {}
+    for name, shape in linears.items():
+        tensors[f"{prefix}.{name}.weight"] = shape
+        if with_bias:
+            tensors[f"{prefix}.{name}.bias"] = shape[:1]
+    return tensors
+
+
+def _norms(config: ModelConfig, layer: int, *names: str) -> Table:
+    return {f"model.layers.{layer}.{name}.weight": (config.hidden_size,) for name in names}
+
+
+def gpt2_embedding(config: ModelConfig) -> Table:
+    """GPT-2's tables of tokens and positions."""
+    return {
+        "wte.weight": (config.vocab_size, config.hidden_size),
+        "wpe.weight": (config.max_positions, config.hidden_size),
+    }
+
+
+def gpt2_head(config: ModelConfig) -> Table:
+    """GPT-2's final norm and LM head."""
+    name = "wte.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return {
+        "ln_f.weight": (config.hidden_size,),
+        "ln_f.bias": (config.hidden_size,),
+        name: (config.vocab_size, config.hidden_size),
+    }
+
+
+def gpt2_layer(config: ModelConfig, layer: int) -> Table:
+    """GPT-2's layer: Conv1D weights have the inputs first, the outputs second."""
+    prefix = f"h.{layer}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears = {
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (hidden, inner),
+        "mlp.c_proj": (inner, hidden),
+    }
+    tensors: Table = {}
+    for name, shape in linears.items():
+        tensors[f"{prefix}{name}.weight"] = shape
+        tensors[f"{prefix}{name}.bias"] = shape[1:]
+    for name in ("ln_1", "ln_2"):
+        tensors[f"{prefix}{name}.weight"] = (hidden,)
+        tensors[f"{prefix}{name}.bias"] = (hidden,)
+    return tensors

@@ -1,0 +1,19 @@
+"""Qwen3's layer: Llama's, with a norm over each head of queries and keys.
+
+Knows the forward pass of Qwen3ForCausalLM (transformers, modeling_qwen3.py), with Hugging Face's
+parameter names. Must not know files, wire or scheduling.
+"""
+
+from __future__ import annotations
+
+from shardnet.model.blocks import GatedMlp, SelfAttention
+from shardnet.model.config import ModelConfig
+from shardnet.model.llama import LlamaLayer
+from shardnet.model.weights import WeightSource
+
+
+def load_qwen3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> LlamaLayer:
+    """Take the parameters of the absolute `layer`."""
+    self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
+    mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+    return LlamaLayer.of(config, weights, layer, self_attn, mlp)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardnet.model.attention import AttentionKind, attention, plan_step
+from shardnet.model.kv_cache import KvCache
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+
+CPU = torch.device("cpu")
+KINDS = {
+    "plain": AttentionKind(),
+    "scaled": AttentionKind(scale=0.3),
+    "window of 1": AttentionKind(window=1),
+    "window of 7": AttentionKind(window=7),
+    "window of 40": AttentionKind(window=40),
+    "capped": AttentionKind(soft_cap=0.8),
+    "capped window": AttentionKind(window=33, soft_cap=1.5, scale=0.9),
+}
+
+
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    """One row [H, D] over [P, KV heads, D], in float64, from the definition."""
+    first = max(0, len(keys) - (kind.window or len(keys)))
+    spread = query.shape[0] // keys.shape[1]
+    keys, values = (t[first:].double().repeat_interleave(spread, dim=1) for t in (keys, values))
+    scores = torch.einsum("hd,phd->hp", query.double(), keys)
+    scores = scores * (kind.scale or 1 / math.sqrt(query.shape[1]))
+    if kind.soft_cap:
+        scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+    return torch.einsum("hp,phd->hd", scores.softmax(-1), values)
+
+
+def batch_of(*sizes: tuple[int, int]) -> MicroBatch:
+    """A group per (position, rows), each in a slot of its own."""
+    return MicroBatch(
+        epoch=Epoch(1),
+        step=StepId(1),
+        groups=tuple(
+            RowGroup(
+                sequence_id=SequenceId(slot),
+                slot=SlotId(slot),
+                position=position,
+                n_rows=rows,
+                n_sampled=0,
+            )
+            for slot, (position, rows) in enumerate(sizes)
+        ),
+        token_ids=[0] * sum(rows for _, rows in sizes),
+    )
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
+    n_kv_heads=st.sampled_from([1, 2, 6]),
+    kind=st.sampled_from(list(KINDS.values())),
+)
+@example(sizes=[(0, 40), (39, 33), (40, 1)], n_kv_heads=2, kind=KINDS["window of 40"])
+def test_each_row_sees_its_own_slot_up_to_itself(
+    sizes: list[tuple[int, int]], n_kv_heads: int, kind: AttentionKind
+) -> None:
+    """Groups of one row, few and many, each after some positions that were there before."""
+    n_heads, head_size = 6, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, head_size, generator=generator)
+
+    kv = KvCache(1, n_kv_heads, head_size, torch.float32, CPU, room_blocks=16)
+    past = [(draw(position, n_kv_heads), draw(position, n_kv_heads)) for position, _ in sizes]
+    n_rows = sum(rows for _, rows in sizes)
+    queries, keys, values = (
+        draw(n_rows, n_heads),
+        draw(n_rows, n_kv_heads),
+        draw(n_rows, n_kv_heads),
+    )
+    step = plan_step(batch_of(*sizes), kv, 400, torch.float32, [None, kind.window])
+    for slot, (past_keys, past_values) in enumerate(past):
+        cached_keys, cached_values = kv.layer(SlotId(slot), 0)
+        cached_keys[:, : len(past_keys)] = past_keys.transpose(0, 1)
+        cached_values[:, : len(past_values)] = past_values.transpose(0, 1)
+    attended = attention(queries, keys, values, 0, step, kind).view(n_rows, n_heads, head_size)
+    start = 0
+    for (_, rows), (past_keys, past_values) in zip(sizes, past, strict=True):
+        for row in range(start, start + rows):
+            seen = slice(start, row + 1)
+            expected = naive_attention(
+                queries[row],
+                torch.cat((past_keys, keys[seen])),
+                torch.cat((past_values, values[seen])),
+                kind,
+            )
+            torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)
+        start += rows
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 32])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_rows_of_a_small_group_have_the_bits_of_decode_steps(name: str, n_rows: int) -> None:
+    kind, position = KINDS[name], 50
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_rows, 4, 8, generator=generator)
+    keys, values = torch.randn(2, position + n_rows, 2, 8, generator=generator)
+    rows = slice(position, position + n_rows)
+
+    def run(sizes: list[tuple[int, int]]) -> Tensor:
+        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1)
+        kv.ensure(SlotId(0), position)
+        for cached, past in zip(kv.layer(SlotId(0), 0), (keys, values), strict=True):
+            cached[:, :position] = past[:position].transpose(0, 1)
+        out = []
+        for start, count in sizes:
+            step = plan_step(batch_of((start, count)), kv, 400, torch.float32, [kind.window])
+            own = slice(start, start + count)
+            some = queries[start - position : start - position + count]
+            out.append(attention(some, keys[own], values[own], 0, step, kind))
+        return torch.cat(out)
+
+    one_by_one = run([(p, 1) for p in range(rows.start, rows.stop)])
+    assert torch.equal(run([(position, n_rows)]), one_by_one)
+
+
+def test_a_window_counts_the_row_itself() -> None:
+    """Values are one-hot by position and all scores equal: the output names what was seen."""
+    n_rows, window = 40, 3
+    kv = KvCache(1, 1, 40, torch.float32, CPU, room_blocks=1)
+    step = plan_step(batch_of((0, n_rows)), kv, 40, torch.float32, [window])
+    zeros = torch.zeros(n_rows, 1, 40)
+    positions = torch.eye(40)[:, None]
+    attended = attention(zeros, zeros, positions, 0, step, AttentionKind(window=window))
+    assert attended[0].nonzero().flatten().tolist() == [0]
+    assert attended[10].nonzero().flatten().tolist() == [8, 9, 10]
+    torch.testing.assert_close(attended[10, 8:11], torch.full((3,), 1 / 3))
+
+
+def test_a_soft_cap_by_hand() -> None:
+    """Two keys, scores 2 and 0, cap 1: weights are the softmax of tanh(2) and 0."""
+    kv = KvCache(1, 1, 2, torch.float32, CPU, room_blocks=1)
+    step = plan_step(batch_of((0, 2)), kv, 2, torch.float32)
+    queries = torch.tensor([[[0.0, 0.0]], [[2.0, 0.0]]])
+    keys = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    kind = AttentionKind(scale=1.0, soft_cap=1.0)
+    attended = attention(queries, keys, keys, 0, step, kind)
+    first = math.exp(math.tanh(2)) / (math.exp(math.tanh(2)) + 1)
+    torch.testing.assert_close(attended[1], torch.tensor([first, 1 - first]))

@@ -1,0 +1,287 @@
+"""The families' config.json: published ones are read, what changes the maths is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_decoder
+from transformers import AutoConfig
+
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config import Activation, ModelConfig, Rope, RopeKind
+from shardnet.model.families import FAMILIES, parse_config
+from shardnet.model.stage_model import STAGES
+
+DECODERS = [family for family in FAMILIES if family != "gpt2"]
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "vocab_size": 99,
+}
+QWEN2 = SIZES | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "max_window_layers": 5,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+PHI4_MINI = SIZES | {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "long_factor": [1, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "short_factor": [1.0] * 6,
+        "type": "longrope",
+    },
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = SIZES | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 144,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+GEMMA3 = SIZES | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+RAW = {
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI4_MINI,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
+
+
+def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_config(raw | changes, "config.json")
+
+
+def test_every_family_has_a_forward_pass() -> None:
+    assert STAGES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    """Every key that transformers' own classes put into config.json is known."""
+    folder = make_decoder(tmp_path, family, with_tokenizer=False)
+    raw = json.loads((folder / "config.json").read_text())
+    config = parse_config(raw, "config.json")
+    assert (config.family, config.n_layers, config.vocab_size) == (family, 4, 320)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    """A config that names nothing but the sizes that have no default of their own."""
+    sizes = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
+    sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
+    theirs = AutoConfig.for_model(family, **sizes)
+    ours = parse_config(sizes | {"model_type": family}, "config.json")
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == getattr(theirs, "head_dim", 16)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings
+    kinds = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if kinds is None:
+        assert set(ours.windows) <= {window}
+    else:
+        expected = [window if kind == "sliding_attention" else None for kind in kinds]
+        assert list(ours.windows) == expected
+    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert ours.activation is Activation(activation)
+
+
+def test_mistral_has_a_window_unless_it_says_null() -> None:
+    assert parse(MISTRAL).windows == (4096,) * 7
+    assert parse(MISTRAL, sliding_window=100).windows == (100,) * 7
+    assert parse(MISTRAL, sliding_window=None).windows == (None,) * 7
+
+
+def test_qwen_windows_begin_at_a_layer_where_they_are_switched_on() -> None:
+    config = parse(QWEN2)
+    assert config.windows == (None,) * 7
+    assert config.attention_bias
+    assert config.rope == Rope(theta=1e6)
+    assert parse(QWEN2, use_sliding_window=True).windows == (None,) * 5 + (4096,) * 2
+    kinds = ["sliding_attention"] + ["full_attention"] * 6
+    on = parse(QWEN2, use_sliding_window=True, layer_types=kinds)
+    assert on.windows == (4096,) + (None,) * 6
+
+
+def test_qwen_with_yarn_reaches_further_than_it_says() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = parse(QWEN2, rope_scaling=scaling)
+    assert config.max_positions == 131072
+    assert config.rope is not None
+    assert config.rope.kind is RopeKind.YARN
+
+
+def test_phi4_mini() -> None:
+    config = parse(PHI4_MINI)
+    assert config.windows == (262144,) * 7
+    assert config.rope is not None
+    assert config.rope.rotated(config.head_size) == 12
+    assert config.rope.original_max_positions == 4096
+    assert config.rope.long_factors == (1, 1.1, 1.2, 1.3, 1.4, 1.5)
+    assert config.rope.magnitude == pytest.approx((1 + 5 / 12) ** 0.5)  # ln 32 / ln 4096
+    assert (config.max_positions, config.default_context) == (131072, 4096)
+
+
+def test_gemma2() -> None:
+    config = parse(GEMMA2)
+    assert config.windows == (4096, None, 4096, None, 4096, None, 4096)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.attention_scale == pytest.approx(1 / 12)
+    assert (config.embedding_multiplier, config.norm_offset) == (8.0, 1.0)
+    assert config.tie_word_embeddings
+    bare = {key: GEMMA2[key] for key in GEMMA2 if "softcapping" not in key}
+    assert parse(bare) == config
+    capless = parse(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (capless.attention_soft_cap, capless.logit_soft_cap) == (None, None)
+
+
+def test_gemma3_in_both_spellings() -> None:
+    config = parse(GEMMA3)
+    assert config.windows == (512,) * 5 + (None, 512)
+    assert config.rope == Rope(kind=RopeKind.LINEAR, theta=1e6, factor=8.0)
+    assert config.local_rope == Rope(theta=1e4)
+    assert (config.layer_rope(5), config.layer_rope(6)) == (config.rope, config.local_rope)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+    new = {key: GEMMA3[key] for key in GEMMA3 if not key.startswith("rope_")}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert parse(new) == config
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ("mistral", {"model_type": "mistral3"}, "mistral3"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
+        ("qwen2", {"use_mrope": True}, "use_mrope"),
+        ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+        ("phi3", {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_mscale": 1.1}}, "long_mscale"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*gemma3_text"),
+        (
+            "gemma3_text",
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "Gemma3ForConditionalGeneration",
+        ),
+    ],
+)
+def test_what_changes_the_maths_is_refused_by_name(
+    family: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named) as error:
+        parse_config(RAW[family] | change, "/models/x/config.json")
+    assert str(error.value).startswith("/models/x/config.json: ")
+    assert "\n" not in str(error.value)
+
+
+YARN = {"type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096'"),
+        ("mistral", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 7}, "there is no sliding_window"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 0.5}}, "rope factor is 0.5"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 1e300}}, "rope factor is 1e"),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta is 1"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 10**400}}, "rope_scaling.factor is 1"),
+        ("qwen3", {"head_dim": 7}, "head_dim 7 is odd"),
+        ("phi3", {"partial_rotary_factor": 0.7}, "leaves 11 columns"),
+        ("phi3", {"partial_rotary_factor": 2.0}, "leaves 32 columns"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor is missing"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}},
+            "short_factor has 1 numbers, expected 6",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1, 1, 1, 1, 1, "x"]}},
+            "short_factor holds 'x'",
+        ),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_local_base_freq is 'x'"),
+    ],
+)
+def test_a_malformed_field_is_named(family: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse_config(RAW[family] | change, "config.json")
+
+
+def test_a_model_cut_short_keeps_its_first_layers() -> None:
+    cut = parse(GEMMA3).cut(3)
+    assert (cut.n_layers, cut.windows) == (3, (512,) * 3)

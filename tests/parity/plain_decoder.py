@@ -1,0 +1,155 @@
+"""A second oracle: the dense families in plain formulas, in float64, one sequence at a time.
+
+Written from the papers and the published configs, with nothing of shardnet's or transformers' code.
+Each `twist` is a mistake that is easy to make; a test shows that its model would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+SANDWICH = {"gemma2", "gemma3_text"}
+HEAD_NORMS = {"qwen3", "gemma3_text"}
+
+
+class PlainDecoder:
+    """One checkpoint with default rotary scaling, computed with or without a mistake."""
+
+    def __init__(self, folder: Path, twist: str = "") -> None:
+        self.raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        stored = load_file(folder / "model.safetensors")
+        self.weights = {name: tensor.double() for name, tensor in stored.items()}
+        self.twist = twist
+        self.family = self.raw["model_type"]
+        self.is_gemma = self.family.startswith("gemma")
+        self.n_heads = self.raw["num_attention_heads"]
+        self.head_size = self.raw.get("head_dim") or self.raw["hidden_size"] // self.n_heads
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Run the whole sequence: [T, V]."""
+        table = self.weights["model.embed_tokens.weight"]
+        hidden = table[ids]
+        if self.is_gemma and self.twist != "embedding as it is":
+            hidden = hidden * math.sqrt(self.raw["hidden_size"])
+        for layer in range(self.raw["num_hidden_layers"]):
+            hidden = self.layer(hidden, layer)
+        hidden = self.norm(hidden, "model.norm")
+        logits = hidden @ self.weights.get("lm_head.weight", table).T
+        cap = self.raw.get("final_logit_softcapping")
+        return cap * torch.tanh(logits / cap) if cap and self.twist != "no logit cap" else logits
+
+    def layer(self, hidden: Tensor, layer: int) -> Tensor:
+        """Two halves, each added to what went in."""
+        prefix = f"model.layers.{layer}"
+        attended = self.attention(self.norm(hidden, f"{prefix}.input_layernorm"), layer)
+        if self.family not in SANDWICH:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.norm(hidden, f"{prefix}.post_attention_layernorm"), layer)
+        hidden = hidden + self.norm(attended, f"{prefix}.post_attention_layernorm")
+        inner = self.mlp(self.norm(hidden, f"{prefix}.pre_feedforward_layernorm"), layer)
+        return hidden + self.norm(inner, f"{prefix}.post_feedforward_layernorm")
+
+    def norm(self, rows: Tensor, name: str) -> Tensor:
+        """Divide by the root mean square, multiply by the weight, Gemma by 1 + weight."""
+        offset = 1.0 if self.is_gemma and self.twist != "norms without 1" else 0.0
+        size = rows.square().mean(-1, keepdim=True) + self.raw["rms_norm_eps"]
+        return rows / size.sqrt() * (self.weights[f"{name}.weight"] + offset)
+
+    def mlp(self, rows: Tensor, layer: int) -> Tensor:
+        """down(act(gate) * up)."""
+        mlp = f"model.layers.{layer}.mlp"
+        if self.family == "phi3":
+            gate, up = (rows @ self.weights[f"{mlp}.gate_up_proj.weight"].T).chunk(2, -1)
+        else:
+            gate, up = (self.linear(rows, f"{mlp}.{name}_proj") for name in ("gate", "up"))
+        if self.twist == "gate and up swapped":
+            gate, up = up, gate
+        if self.is_gemma:
+            cubic = gate + 0.044715 * gate**3
+            active = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubic))
+        else:
+            active = gate / (1 + torch.exp(-gate))
+        return (active * up) @ self.weights[f"{mlp}.down_proj.weight"].T
+
+    def attention(self, rows: Tensor, layer: int) -> Tensor:
+        """Every head by itself, every row by itself."""
+        attn = f"model.layers.{layer}.self_attn"
+        queries, keys, values = self.heads(rows, attn)
+        if self.family in HEAD_NORMS and self.twist == "rotated before head norms":
+            queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)
+        if self.family in HEAD_NORMS and self.twist != "no head norms":
+            queries = self.norm(queries, f"{attn}.q_norm")
+            keys = self.norm(keys, f"{attn}.k_norm")
+        if self.twist != "rotated before head norms":
+            queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)
+        scale = self.raw.get("query_pre_attn_scalar", self.head_size) ** -0.5
+        if self.twist == "scaled by head size":
+            scale = self.head_size**-0.5
+        cap = self.raw.get("attn_logit_softcapping")
+        window = self.window(layer) or len(rows)
+        out = torch.empty_like(queries)
+        group = self.n_heads // keys.shape[1]
+        for row in range(len(rows)):
+            seen = slice(max(0, row - window + 1), row + 1)
+            for head in range(self.n_heads):
+                scores = keys[seen, head // group] @ queries[row, head] * scale
+                if cap and self.twist != "no score cap":
+                    scores = cap * torch.tanh(scores / cap)
+                out[row, head] = scores.softmax(0) @ values[seen, head // group]
+        return out.flatten(1) @ self.weights[f"{attn}.o_proj.weight"].T
+
+    def heads(self, rows: Tensor, attn: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values: [T, heads, D] each."""
+        n_keys = self.raw["num_key_value_heads"] * self.head_size
+        if self.family == "phi3":
+            joined = rows @ self.weights[f"{attn}.qkv_proj.weight"].T
+            parts = joined.split((self.n_heads * self.head_size, n_keys, n_keys), -1)
+        else:
+            parts = tuple(self.linear(rows, f"{attn}.{name}_proj") for name in "qkv")
+        queries, keys, values = (part.unflatten(-1, (-1, self.head_size)) for part in parts)
+        return queries, keys, values
+
+    def linear(self, rows: Tensor, name: str) -> Tensor:
+        """A product with the bias that the checkpoint has, or none."""
+        bias = self.weights.get(f"{name}.bias", torch.zeros(()))
+        return rows @ self.weights[f"{name}.weight"].T + (0 if self.twist == "no biases" else bias)
+
+    def rotate(self, heads: Tensor, layer: int) -> Tensor:
+        """Turn column i and column i + R / 2 by position x theta ** (-2 i / R)."""
+        rope = self.raw["rope_parameters"]
+        if self.family == "gemma3_text":
+            is_local = self.is_local(layer) != (self.twist == "thetas swapped")
+            rope = rope["sliding_attention" if is_local else "full_attention"]
+        share = 1.0 if self.twist == "whole heads" else rope.get("partial_rotary_factor", 1.0)
+        half = int(self.head_size * share) // 2
+        powers = torch.arange(half, dtype=torch.float64) / half
+        angles = torch.arange(len(heads))[:, None] * rope["rope_theta"] ** -powers
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second, rest = heads.split((half, half, self.head_size - 2 * half), -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    def is_local(self, layer: int) -> bool:
+        """Whether the layer has a window, by what is published of each family."""
+        match self.family:
+            case "gemma2":
+                local = layer % 2 == 0
+            case "gemma3_text":
+                local = layer % 6 != 5
+            case "qwen2" | "qwen3":
+                local = self.raw["use_sliding_window"] and layer >= self.raw["max_window_layers"]
+            case _:
+                local = True
+        return local != (self.twist == "windows swapped")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a row sees, None for all."""
+        window: int | None = self.raw.get("sliding_window") if self.is_local(layer) else None
+        wider = self.twist == "windows wider by one"
+        return window + wider if window else None

@@ -1,0 +1,131 @@
+"""Every family against transformers' own class, on random tiny checkpoints in float32.
+
+One stage is held against transformers: logits within 1e-4, the same greedy tokens. Every split is
+held against one stage: the same bits. Prompts are shorter and longer than windows and chunks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_decoder
+from oracle import check_generation, reference_logits
+from stage_chain import CPU, StageChain, even_split, random_prompt
+from transformers import AutoModelForCausalLM
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.kernels import probe
+from shardnet.types import DType, LayerRange
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+CASES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 20, "head_dim": 8},
+    "mistral-no-window": {"sliding_window": None, "head_dim": None, "num_hidden_layers": 3},
+    "mistral-odd": ODD | {"sliding_window": 260, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2-windows": SOME_WINDOWS | {"num_hidden_layers": 5},
+    "qwen2-yarn": {"rope_parameters": YARN},
+    "qwen3": ODD | {"num_hidden_layers": 3},
+    "qwen3-windows": SOME_WINDOWS | {"head_dim": 12, "attention_bias": True},
+    "phi3": {"sliding_window": 20, "num_hidden_layers": 3},
+    "phi3-partial-tied": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        "tie_word_embeddings": True,
+    },
+    "gemma2": GEMMA | {"num_hidden_layers": 5},
+    "gemma2-no-caps": GEMMA
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 10},
+    "gemma3_text": GEMMA | {"num_hidden_layers": 7},
+    "gemma3_text-long": GEMMA
+    | {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    return make_decoder(path, request.param.split("-")[0], **CASES[request.param])
+
+
+def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
+    """Prefill in chunks and decoding, against full forwards."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    n_layers = Checkpoint.open(folder).config.n_layers
+    prompts = [random_prompt(length, 300, seed=length) for length in (1, 19, 300)]
+    chain = StageChain.load(folder, [LayerRange(0, n_layers)])
+    check_generation(chain, reference, prompts, 24)
+
+
+def test_every_split_gives_the_same_bits(folder: Path) -> None:
+    n_layers = Checkpoint.open(folder).config.n_layers
+    prompts = [random_prompt(length, 300, seed=length) for length in (7, 290)]
+    whole = StageChain.load(folder, [LayerRange(0, n_layers)]).generate(prompts, 3)
+    cuts = [[LayerRange(0, k), LayerRange(k, n_layers)] for k in range(1, n_layers)]
+    for ranges in [*cuts, even_split(n_layers, n_layers)]:
+        parts = StageChain.load(folder, ranges).generate(prompts, 3)
+        for expected, logits in zip(whole, parts, strict=True):
+            assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
+@pytest.mark.parametrize("context", [60, 290])
+def test_a_sequence_that_fills_its_context_is_as_in_transformers(
+    kind: str, context: int, tmp_path: Path
+) -> None:
+    """Rotary positions that depend on the length, within the positions trained with and beyond."""
+    n_tokens = 5
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    rope = dynamic if kind == "dynamic" else dict(LONGROPE)
+    sizes = {"max_position_embeddings": 64 if kind == "dynamic" else 512}
+    family = "phi3" if kind == "phi3" else "llama"
+    if kind == "phi3":
+        sizes["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+    make_decoder(tmp_path, family, rope_parameters=rope, **sizes)
+    assert Checkpoint.open(tmp_path).config.default_context == 64
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    chain = StageChain.load(tmp_path, even_split(4, 2), context=context)
+    check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "phi3", "gemma2", "gemma3_text"])
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
+    sizes = {"head_dim": 8} if family != "phi3" else {}
+    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, sliding_window=50, **sizes)
+    prompt = random_prompt(290, 300)
+    exact, rounded = (
+        reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
+    error = (logits.prefill(0, prompt) - exact).square().mean()
+    assert error <= 1.5**2 * (rounded - exact).square().mean()

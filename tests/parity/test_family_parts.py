@@ -1,0 +1,79 @@
+"""What is special in each family, against formulas written out in plain_decoder.py.
+
+Random tiny weights hide mistakes: each model here is one that the mistakes would change, and every
+one of them is made once to prove it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_decoder
+from plain_decoder import PlainDecoder
+from stage_chain import StageChain, even_split, random_prompt
+
+N_ROWS = 50
+WINDOW = {"sliding_window": 12, "num_hidden_layers": 3}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 12}
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mistral": (WINDOW | {"head_dim": None}, ["windows wider by one", "windows swapped"]),
+    "qwen2": (
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+        ["windows wider by one", "windows swapped", "no biases", "gate and up swapped"],
+    ),
+    "qwen3": (
+        {"num_hidden_layers": 2, "head_dim": 10},
+        ["rotated before head norms", "no head norms"],
+    ),
+    "phi3": (
+        WINDOW | {"rope_parameters": PARTIAL},
+        ["whole heads", "gate and up swapped", "windows wider by one"],
+    ),
+    "gemma2": (
+        GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+        [
+            "windows swapped",
+            "windows wider by one",
+            "no score cap",
+            "no logit cap",
+            "scaled by head size",
+            "embedding as it is",
+            "norms without 1",
+        ],
+    ),
+    "gemma3_text": (
+        GEMMA | {"num_hidden_layers": 7},
+        [
+            "windows swapped",
+            "windows wider by one",
+            "thetas swapped",
+            "rotated before head norms",
+            "no head norms",
+            "scaled by head size",
+            "norms without 1",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", list(CASES))
+def test_the_parts_of_a_family_are_as_published(family: str, tmp_path: Path) -> None:
+    config, mistakes = CASES[family]
+    make_decoder(tmp_path, family, **config)
+    prompt = random_prompt(N_ROWS, 300)
+    n_layers = config["num_hidden_layers"]
+    logits = StageChain.load(tmp_path, even_split(n_layers, 2)).prefill(0, prompt).double()
+    expected = PlainDecoder(tmp_path).logits(prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    for mistake in mistakes:
+        wrong = PlainDecoder(tmp_path, mistake).logits(prompt)
+        assert (wrong - expected).abs().max() > 1e-2, f"nobody would notice: {mistake}"
