@@ -17,6 +17,7 @@ from stage_chain import CPU, StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.families import FAMILIES
 from shardnet.model.kernels import probe
 from shardnet.types import DType, LayerRange
 
@@ -68,6 +69,17 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 5,
+    },
+    "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "olmo2-odd": ODD | {"attention_bias": True},
+    "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
 
 
@@ -117,10 +129,17 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "phi3", "gemma2", "gemma3_text"])
-def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
-    sizes = {"head_dim": 8} if family != "phi3" else {}
-    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, sliding_window=50, **sizes)
+@pytest.fixture(params=[family for family in FAMILIES if family not in ("llama", "gpt2")])
+def family(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Each family and a config of it that is not all default."""
+    config: dict[str, Any] = CASES[request.param]
+    return request.param, config | {"num_hidden_layers": 4}
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
+    family: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = make_decoder(tmp_path, family[0], dtype=torch.bfloat16, **family[1])
     prompt = random_prompt(290, 300)
     exact, rounded = (
         reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
@@ -129,3 +148,13 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path:
     logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
     error = (logits.prefill(0, prompt) - exact).square().mean()
     assert error <= 1.5**2 * (rounded - exact).square().mean()
+
+
+def test_a_float16_checkpoint_is_computed_in_float32(
+    family: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = make_decoder(tmp_path, family[0], dtype=torch.float16, **family[1])
+    assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    chain = StageChain.load(folder, even_split(4, 3), probe(CPU, DType.FLOAT16, None))
+    check_generation(chain, reference, [random_prompt(40, 300)], 8)
