@@ -6,12 +6,18 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import GenerationOptions, Prompt, make_requests, name_model
+from shardnet.api.requests import (
+    GenerationOptions,
+    Message,
+    Prompt,
+    make_requests,
+    name_model,
+)
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
@@ -38,6 +44,26 @@ from .options import (
 from .progress import LoadBars
 from .prompts_file import read_prompts
 from .run import EXIT_FAILURE, run_command
+from .sampling_options import (
+    Deterministic,
+    DraftTokens,
+    FrequencyPenalty,
+    LogitBias,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Speculate,
+    Stop,
+    StopTokenId,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    parse_bias,
+)
 from .saved_rows import SavedRows, SaveFlags
 from .target import Target, open_target
 from .texts import ListedTexts, OneText
@@ -73,69 +99,24 @@ def generate(
             help="Many prompts: one a line, as text or JSON; - reads standard input.",
         ),
     ] = "",
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens", min=0, help="Make at most so many tokens; 0 only reads the prompt."
-        ),
-    ] = 256,
-    min_tokens: Annotated[
-        int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
-    ] = 0,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="0 takes the likeliest token every time.")
-    ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw among the K likeliest tokens; 0 is off.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
-    ] = 1.0,
-    min_p: Annotated[
-        float,
-        typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            "--repetition-penalty",
-            metavar="X",
-            help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
-        ),
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float,
-        typer.Option(
-            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
-        ),
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float,
-        typer.Option(
-            "--frequency-penalty",
-            metavar="X",
-            help="Lower the logit of tokens of the answer by X each time they come.",
-        ),
-    ] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            metavar="ID=X",
-            help="Add X, from -100 to 100, to a token's logit; may be given several times.",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="STR", help="End before this text.")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", metavar="ID", min=0, help="End after this token."),
-    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
+    ] = False,
+    system: System = "",
+    max_tokens: MaxTokens = 256,
+    min_tokens: MinTokens = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
     ] = False,
@@ -150,33 +131,9 @@ def generate(
     keep_special_tokens: Annotated[
         bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
     ] = False,
-    speculate: Annotated[
-        str,
-        typer.Option(
-            "--speculate",
-            metavar="off|ngram|PATH",
-            help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
-            "small model at PATH on the head.",
-            envvar="SHARDNET_SPECULATE",
-        ),
-    ] = "off",
-    draft_tokens: Annotated[
-        int,
-        typer.Option(
-            "--draft-tokens",
-            metavar="N",
-            min=0,
-            help="Guess at most N tokens at once. Default: as many as pay.",
-            show_default=False,
-        ),
-    ] = 0,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="The same tokens whoever else is served, with speculation or without; slower.",
-        ),
-    ] = False,
+    speculate: Speculate = "off",
+    draft_tokens: DraftTokens = 0,
+    deterministic: Deterministic = False,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -253,7 +210,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        logit_bias=tuple(_parse_bias(entry) for entry in logit_bias or ()),
+        logit_bias=tuple(parse_bias(entry) for entry in logit_bias or ()),
         min_tokens=min_tokens,
         seed=secrets.randbits(32) if seed is None else seed,
         n_logprobs=logprobs,
@@ -278,7 +235,11 @@ def generate(
         hidden_before_norm=hidden_before_norm,
     )
     outputs = save.outputs(prompt_logprobs)
+    if system and not chat:
+        raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, _checked(sampling))
+    if chat:
+        prompts = [replace(asked, content=_conversation(asked, system)) for asked in prompts]
     job = _Job(
         prompts=prompts,
         lines=lines,
@@ -307,14 +268,13 @@ def generate(
     run_command(_run(job, local, peer or [], access, not no_mdns))
 
 
-def _parse_bias(entry: str) -> tuple[int, float]:
-    token_id, equals, bias = entry.partition("=")
-    try:
-        if equals:
-            return int(token_id), float(bias)
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"'{entry}' is not ID=X, such as 50=-3.5", param_hint="--logit-bias")
+def _conversation(asked: Prompt, system: str) -> list[Message]:
+    """Make messages of a prompt, for --chat."""
+    if not isinstance(asked.content, str):
+        what = "text, no token ids; messages need no --chat"
+        raise typer.BadParameter(f"a chat template takes {what}", param_hint="--chat")
+    told: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*told, {"role": "user", "content": asked.content}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

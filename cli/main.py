@@ -12,6 +12,7 @@ from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
 from .cache import cache_app
+from .chat import chat
 from .config import config_path, read_config
 from .doctor import doctor
 from .generate import generate
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (node, nodes, status, plan, generate, unload, doctor):
+for command in (node, nodes, status, plan, generate, chat, unload, doctor):
     app.command()(command)
 app.add_typer(key_app)
 app.add_typer(cache_app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ from .run import say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID
+
+
+PLANNING_TOLD_AFTER_S = 1.0
+"""Planning takes longer only where nodes have something to measure."""
 
 
 class LoadBars:
@@ -34,8 +39,13 @@ class LoadBars:
         )
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
+        self._planning: TaskID | None = None
+        self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
 
     def __enter__(self) -> LoadBars:
+        if self._console.is_terminal:
+            self._planning_timer.daemon = True
+            self._planning_timer.start()
         return self
 
     def __exit__(
@@ -48,6 +58,7 @@ class LoadBars:
 
     def expect(self, plan: PlanReply) -> None:
         """Say what was planned."""
+        self._end_planning()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
         ring = ", ".join(self._names.values())
@@ -71,7 +82,22 @@ class LoadBars:
 
     def stop(self) -> None:
         """Take the bars away; text follows."""
+        self._end_planning()
         self._progress.stop()
+
+    def _tell_of_planning(self) -> None:
+        self._planning = self._progress.add_task(
+            "planning; nodes and links are measured once per model", total=None
+        )
+        self._progress.start()
+
+    def _end_planning(self) -> None:
+        self._planning_timer.cancel()
+        if self._planning_timer.is_alive():
+            self._planning_timer.join()  # it may be adding its line right now
+        if self._planning is not None:
+            self._progress.remove_task(self._planning)
+            self._planning = None
 
 
 class ProgressLine:

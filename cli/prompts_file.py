@@ -30,6 +30,7 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     prompt: str | None = None
     token_ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None
     max_tokens: int | UnsetType = UNSET
     temperature: float | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
@@ -107,11 +108,12 @@ def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
 
 
 def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
-    if (said.prompt is None) == (said.token_ids is None):
-        raise ValueError("give either prompt or token_ids")
+    given = [c for c in (said.prompt, said.token_ids, said.messages) if c is not None]
+    if len(given) != 1:
+        raise ValueError("give one of prompt, token_ids and messages")
     changes = _given(said, SAMPLING_KEYS)
     return Prompt(
-        said.prompt if said.token_ids is None else said.token_ids,  # type: ignore[arg-type]
+        given[0],  # type: ignore[arg-type]  # messages are checked when they are asked
         sampling=replace(sampling, **changes) if changes else None,
         sample_index=said.sample_index,
         options=_given(said, OPTION_KEYS),  # type: ignore[arg-type]  # these are its keys

@@ -6,7 +6,8 @@ Knows the exit codes: 0 done, 1 a named failure in one line on standard error, 1
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -20,8 +21,15 @@ EXIT_INTERRUPTED = 130
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine and turn its end into an exit code."""
-    try:
+    with exit_codes():
         run(main)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn the end of a command into an exit code."""
+    try:
+        yield
     except ShardnetError as error:
         fail(str(error))
     except BaseExceptionGroup as group:

@@ -187,40 +187,49 @@ def _measure_ready(site: Site, bytes_per_s: float) -> dict[str, float]:
     }
 
 
-def _measure_decode(site: Site, n_rounds: int, n_tokens: int) -> dict[str, float]:
+def _measure_decode(site: Site, n_rounds: int, n_tokens: int) -> dict[str, dict[str, float]]:
     """Let anna and bert decode, in turns alone and while cleo fetches from anna.
 
     What cleo computes would not disturb the ring if she were a machine of her own: where there are
-    two cores, the ring has the first and cleo the second. One sequence keeps one stage busy at a
-    time, so one core is enough for the ring.
+    two cores, the ring computes on the first and cleo, who gives way to everybody, on the second,
+    which anna may use too. One sequence keeps one stage busy at a time.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    for node, core in zip(site.nodes, (cores[0], cores[0], cores[-1]), strict=True):
-        _pin(node, core)
+    for node, allowed in zip(site.nodes, (cores, cores[:1], cores[-1:]), strict=True):
+        _place(node, allowed, niceness=19 if node is site.nodes[-1] else 0)
     site.generate(0, (0, 1), 2)
-    speeds: dict[str, list[float]] = {"alone": [], "with a transfer": []}
+    rounds: dict[str, list[dict[str, float]]] = {"alone": [], "with a transfer": []}
     for _ in range(n_rounds):
-        speeds["alone"].append(_decode_tok_s(site, n_tokens))
+        rounds["alone"].append(_decode(site, n_tokens))
         site.forget(2)
         log_length = len(site.nodes[2].log)
         fetching = _begin_fetch(site)
-        speeds["with a transfer"].append(_decode_tok_s(site, n_tokens))
+        rounds["with a transfer"].append(_decode(site, n_tokens))
         lasted = "fetched" not in site.nodes[2].log[log_length:]
         fetching.wait(COMMAND_S)
         if not lasted:
             print("note: the transfer ended before the decoding; raise --layers", flush=True)
-    medians = {what: statistics.median(values) for what, values in speeds.items()}
-    for what, values in speeds.items():
-        each = ", ".join(f"{value:.2f}" for value in values)
-        print(f"decode {what}: {medians[what]:.2f} tokens/s ({each})", flush=True)
+    medians = {
+        what: {figure: statistics.median(one[figure] for one in turns) for figure in turns[0]}
+        for what, turns in rounds.items()
+    }
+    for what, median in medians.items():
+        each = ", ".join(f"{one['tok_s']:.2f}" for one in rounds[what])
+        print(
+            f"decode {what}: {median['tok_s']:.2f} tokens/s ({each}); of a token both stages "
+            f"compute {median['compute_ms']:.1f} ms, all hops take {median['hops_ms']:.2f} ms, "
+            f"waiting for a stage {median['queue_ms']:.2f} ms",
+            flush=True,
+        )
     return medians
 
 
-def _pin(node: NodeProcess, core: int) -> None:
-    """Keep all threads of a node on one core, where the system can."""
+def _place(node: NodeProcess, cores: Sequence[int], niceness: int) -> None:
+    """Keep all threads of a node on some cores and let them give way, where the system can."""
     for task in Path(f"/proc/{node.pid}/task").glob("*"):
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(task.name), {core})
+            os.sched_setaffinity(int(task.name), cores)
+            os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
 
 
 def _begin_fetch(site: Site) -> Command:
@@ -233,8 +242,16 @@ def _begin_fetch(site: Site) -> Command:
     return running
 
 
-def _decode_tok_s(site: Site, n_tokens: int) -> float:
-    return float(site.generate(0, (0, 1), n_tokens).json["timing"]["decode_tok_s"])
+def _decode(site: Site, n_tokens: int) -> dict[str, float]:
+    """Generate, and say how fast, and where the time of a token went."""
+    timing = site.generate(0, (0, 1), n_tokens).json["timing"]
+    stages = timing["per_stage"]
+    return {
+        "tok_s": timing["decode_tok_s"],
+        "compute_ms": sum(stage["compute_ms"] for stage in stages),
+        "hops_ms": sum(stage["wire_ms"] for stage in stages),
+        "queue_ms": sum(stage["queue_ms"] for stage in stages),
+    }
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def is_pure(path: str) -> bool:
             "shardnet/runtime/scheduler.py",
             "shardnet/runtime/sequences.py",
             "shardnet/runtime/slot_book.py",
+            "shardnet/runtime/step_cost.py",
             "shardnet/runtime/drafting.py",
             "shardnet/cluster/placement",
             "shardnet/cluster/diagnosis",

@@ -17,7 +17,7 @@ from shardnet.api.events import (
     Usage,
 )
 from shardnet.api.opening import connect, in_process, local_ring
-from shardnet.api.requests import GenerationOptions, Prompt
+from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
 from shardnet.wire.control import ModelChoice
 
@@ -29,6 +29,7 @@ __all__ = [
     "GenerationOptions",
     "GenerationResult",
     "LikelyToken",
+    "Message",
     "ModelChoice",
     "OutputParams",
     "Prompt",

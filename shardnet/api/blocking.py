@@ -113,25 +113,26 @@ def connect(
     insecure: bool = False,
 ) -> AbstractContextManager[Client]:
     """Connect to the node at `address`; see `shardnet.api.connect`."""
-    return _opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
+    return opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
 
 
 def in_process(
     *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Run a node inside this process; see `shardnet.api.in_process`."""
-    return _opened(opening.in_process(model=model, threads=threads))
+    return opened(opening.in_process(model=model, threads=threads))
 
 
 def local_ring(
     n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Start node processes on this machine; see `shardnet.api.local_ring`."""
-    return _opened(opening.local_ring(n_nodes, model=model, threads=threads))
+    return opened(opening.local_ring(n_nodes, model=model, threads=threads))
 
 
 @contextmanager
-def _opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+def opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+    """Open an asynchronous client in a loop of its own, and give its blocking twin."""
     loop = _LoopThread(opening)
     try:
         yield Client(loop.open(), loop)
@@ -183,19 +184,20 @@ class _LoopThread:
         self, events: AsyncGenerator[GenerationEvent, None]
     ) -> Generator[GenerationEvent, None, None]:
         """Give an iterator its counterpart in this thread."""
+        in_use = asyncio.Lock()
         try:
-            while (event := self.call(_next(events))) is not None:
+            while (event := self.call(_next(events, in_use))) is not None:
                 yield event
         finally:
-            self._leave(events)
+            self._leave(events, in_use)
 
-    def _leave(self, events: AsyncGenerator[GenerationEvent, None]) -> None:
+    def _leave(self, events: AsyncGenerator[GenerationEvent, None], in_use: asyncio.Lock) -> None:
         if self._ended.done():
             return  # the loop has closed it
         if threading.get_ident() == self._thread:  # dropped by a hook: to wait would be for ever
-            asyncio.run_coroutine_threadsafe(_close(events), self._loop)
+            asyncio.run_coroutine_threadsafe(_close(events, in_use), self._loop)
         else:
-            self.call(_close(events))
+            self.call(_close(events, in_use))
 
     def _failed(self) -> AsyncClient:
         self._ended.result()
@@ -214,9 +216,14 @@ class _LoopThread:
             await stopping.wait()
 
 
-async def _next(events: AsyncGenerator[GenerationEvent, None]) -> GenerationEvent | None:
-    return await anext(events, None)
+async def _next(
+    events: AsyncGenerator[GenerationEvent, None], in_use: asyncio.Lock
+) -> GenerationEvent | None:
+    async with in_use:
+        return await anext(events, None)
 
 
-async def _close(events: AsyncGenerator[GenerationEvent, None]) -> None:
-    await events.aclose()
+async def _close(events: AsyncGenerator[GenerationEvent, None], in_use: asyncio.Lock) -> None:
+    """Close the iterator, once a wait for its next event that was given up has ended."""
+    async with in_use:
+        await events.aclose()

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, cast
 
+import msgspec
+
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.control import (
+    ChatMessage,
     Generate,
     LastRunRequest,
     ModelChoice,
@@ -54,21 +57,29 @@ class GenerationOptions(TypedDict, total=False):
     outputs: OutputParams
 
 
+class Message(TypedDict):
+    """What somebody said in a conversation. `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, text or token ids, with its own sampling and options.
+    """A prompt, text, token ids or the messages of a conversation, with its own sampling and
+    options. Messages are written in the model's chat template, up to where its answer begins.
 
     `sampling` None and options that are left out are those of the whole call. `sample_index` takes
     the place of the prompt's number in the list.
     """
 
-    content: str | Sequence[int]
+    content: str | Sequence[int] | Sequence[Message]
     sampling: SamplingParams | None = field(default=None, kw_only=True)
     sample_index: int | None = field(default=None, kw_only=True)
     options: GenerationOptions = field(default_factory=GenerationOptions, kw_only=True)
 
 
-OnePrompt: TypeAlias = str | Sequence[int] | Prompt
+OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Prompt
 Prompts: TypeAlias = OnePrompt | Sequence[OnePrompt]
 
 
@@ -83,7 +94,7 @@ class Request:
 
 def is_single(prompts: Prompts) -> bool:
     """Say whether `prompts` is one prompt, not a list of them. An empty list is a list."""
-    return isinstance(prompts, str | Prompt) or _is_ids(prompts)
+    return isinstance(prompts, str | Prompt) or _is_ids(prompts) or _is_messages(prompts)
 
 
 def make_requests(
@@ -132,10 +143,14 @@ def _is_ids(prompts: object) -> TypeGuard[Sequence[int]]:
     return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)
 
 
+def _is_messages(prompts: object) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], dict)
+
+
 def _listed(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, Prompt):
         return [prompts]
-    if isinstance(prompts, str) or _is_ids(prompts):
+    if isinstance(prompts, str) or _is_ids(prompts) or _is_messages(prompts):
         return [Prompt(prompts)]
     return [_prompt(cast(OnePrompt, prompt)) for prompt in prompts]
 
@@ -156,9 +171,7 @@ def _message(
 ) -> Generate:
     """Write one message. The values are checked as the node would check them."""
     params.check()
-    content = prompt.content
-    text, token_ids = (content, None) if isinstance(content, str) else ("", list(content))
-    fields: dict[str, Any] = dict(options)
+    fields: dict[str, Any] = {**options, **_said(prompt.content)}
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = Outputs.of(options["outputs"])
@@ -167,14 +180,26 @@ def _message(
             request=0,
             choice=choice,
             sampling=Sampling.of(params),
-            prompt=text,
-            token_ids=token_ids,
             **fields,
         )
     except TypeError as error:  # an option that does not exist
         raise UsageError(f"this cannot be asked: {error}") from error
     check_request(message)
     return message
+
+
+def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
+    """Give the field of Generate that carries the prompt."""
+    if isinstance(content, str):
+        return {"prompt": content}
+    if not _is_messages(content):
+        return {"token_ids": list(content)}
+    try:
+        return {"messages": msgspec.convert(content, list[ChatMessage])}
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"the messages cannot be asked: {error}; give each a role and a content, both text"
+        ) from error
 
 
 def _named(text: str, index: int, n_prompts: int) -> str:

@@ -5,11 +5,13 @@ Knows the client messages and turns the engine's events into them. Must not plan
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from shardnet.cluster.control import ControlLink
@@ -18,6 +20,7 @@ from shardnet.cluster.head import Elsewhere, Head, Lead
 from shardnet.cluster.last_run import write_last_run
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import UsageError
+from shardnet.model.chat_template import ChatTemplate
 from shardnet.model.text import TextStream
 from shardnet.model.tokenizer import Tokenizer, check_token_ids
 from shardnet.runtime.engine import (
@@ -137,7 +140,9 @@ class Clients:
                 await self._stream(control, message, lead)
 
     async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
-        prompt = await self._reader.run(lambda: _prompt_ids(message, lead))
+        # A chat template is a stranger's program: nobody else's prompt shall wait for its end.
+        run = self._reader.run if message.messages is None else asyncio.to_thread
+        prompt = await run(lambda: _prompt_ids(message, lead))
         spec = lead.ring.spec
         speculation = await self._drafts.speculation(
             message.speculate,
@@ -216,7 +221,7 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
     Raises UsageError for an id the model does not have, an empty prompt, or text where the
-    checkpoint has no tokenizer.
+    checkpoint has no tokenizer; for messages what ChatTemplate.find and render raise.
     """
     vocab_size = lead.ring.spec.vocab_size
     if message.token_ids is not None:
@@ -225,6 +230,12 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
         raise UsageError(
             f"{lead.plan.facts.path} has no tokenizer.json: give the prompt as --token-ids"
         )
+    elif message.messages is not None:
+        template = ChatTemplate.find(Path(lead.plan.facts.path))
+        text = template.render([msgspec.to_builtins(said) for said in message.messages])
+        token_ids = lead.tokenizer.encode(
+            text, bos="off"
+        )  # the template writes it where it belongs
     elif not message.prompt:
         raise UsageError("the prompt is empty: give some text, or ids with --token-ids")
     else:

@@ -1,6 +1,6 @@
 """Guesses of how a sequence goes on, and how many of them pay. Pure.
 
-Knows token ids, acceptance and the time of steps by their rows (design decision 5). Must not know
+Knows token ids, acceptance and what rows cost (design decision 5). Must not know
 slots, frames or models: whoever verifies the guesses tells how many were right.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from shardnet.runtime.step_cost import StepCost
 
 MAX_DRAFT_TOKENS = 31
 """With the newest token they fill what a step carries for about the price of one row."""
@@ -73,41 +75,6 @@ def _continued(tokens: Sequence[int], start: int, limit: int) -> list[int]:
     for place in range(limit - len(guessed)):
         guessed.append(guessed[place])
     return guessed
-
-
-@dataclass(slots=True)
-class StepCost:
-    """The time of a step by its rows, as a line through what was measured of late.
-
-    Weighted least squares; an observation counts half as much `half_life` steps later.
-    """
-
-    half_life: float = 64.0
-    _weight: float = 0.0
-    _rows: float = 0.0
-    _time: float = 0.0
-    _rows_rows: float = 0.0
-    _rows_time: float = 0.0
-
-    def learn(self, n_rows: int, time_s: float) -> None:
-        """Take one step's rows and seconds."""
-        fade = 0.5 ** (1 / self.half_life)
-        self._weight = self._weight * fade + 1
-        self._rows = self._rows * fade + n_rows
-        self._time = self._time * fade + time_s
-        self._rows_rows = self._rows_rows * fade + n_rows * n_rows
-        self._rows_time = self._rows_time * fade + n_rows * time_s
-
-    def extra(self, n_rows: int) -> float:
-        """Return what `n_rows` more rows add, in steps of one row; 0 before anything is known."""
-        spread = self._weight * self._rows_rows - self._rows * self._rows
-        if spread <= 1e-9 * max(1.0, self._rows_rows):
-            return 0.0
-        slope = (self._weight * self._rows_time - self._rows * self._time) / spread
-        one_row = (self._time - slope * self._rows) / self._weight + slope
-        if slope <= 0 or one_row <= 0:
-            return 0.0
-        return n_rows * slope / one_row
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from shardnet.runtime.compute import (
     SlotFreed,
     StepFailed,
 )
-from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter, Guesser, StepCost
+from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter, Guesser
 from shardnet.runtime.outputs import OutputCollector, OutputEvent
 from shardnet.runtime.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduler import Scheduler
@@ -36,6 +36,7 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
+from shardnet.runtime.step_cost import StepCost
 from shardnet.types import (
     MAX_STOP_IDS,
     LiveState,
@@ -44,6 +45,12 @@ from shardnet.types import (
     SequenceId,
     TokenLogprobs,
 )
+
+SLOWDOWN = 2.2
+"""A running sequence's tokens may take so many times as long while a prompt travels beside it."""
+
+FIRST_MIXED_ROWS = 12
+"""Prompt rows beside decode rows before it is known what rows cost on this ring."""
 
 LONGEST_DEADLINE_S = 1e8
 """Three years: what is longer is no deadline, and more than timers take."""
@@ -240,6 +247,7 @@ class Engine:
         clock_ns: Callable[[], int],
     ) -> None:
         self._scheduler = scheduler
+        scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
         self._clock_ns = clock_ns
         self._live: dict[SequenceId, _Live] = {}
@@ -423,13 +431,16 @@ class Engine:
     def _count_time(self, answered: StepAnswered) -> None:
         """Book a decode step's time with each of its sequences; prefill steps are not counted."""
         self.n_steps += 1
+        queued_us = 0
         for timing in answered.answer.timings:
             self.compute_us[timing.rank] += timing.compute_us
-        if answered.batch.n_sampled == answered.batch.n_rows:
-            queued_us = sum(timing.queue_us for timing in answered.answer.timings)
-            self._step_cost.learn(
-                answered.batch.n_rows, max(1, answered.round_trip_us - queued_us) / 1e6
-            )
+            queued_us += timing.queue_us
+        first = answered.batch.groups[0]
+        if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
+            took_s = max(1, answered.round_trip_us - queued_us) / 1e6
+            self._step_cost.learn(answered.batch.n_rows, took_s)
+            if answered.batch.n_sampled < answered.batch.n_rows:
+                self._scheduler.mix(answered.batch.n_sampled, self._step_cost, SLOWDOWN)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None and group.position >= len(live.request.prompt):

@@ -7,7 +7,8 @@ tensors, tokens' text, sockets or asyncio: the engine around it carries its inst
 Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 - while sequences decode, as many steps are in flight as there are stages: each carries its share
-  of the sequences, and up to `mixed_rows` prompt rows on top; with prompts alone, twice as many;
+  of the sequences, and up to `mixed_rows` prompt rows on top, as many as slow them down within
+  bounds; with prompts alone, twice as many steps;
 - prompt chunks end at multiples of a fixed size counted from position 0;
 - the KV room of rows is booked before they are sent, so no stage ever runs out. When running
   sequences outgrow the room, warm slots are given up, then the youngest sequence is paused.
@@ -35,6 +36,7 @@ from shardnet.runtime.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.slot_book import Slot, SlotBook, common_prefix
+from shardnet.runtime.step_cost import StepCost
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -46,18 +48,21 @@ from shardnet.types import (
     blocks_for,
 )
 
+MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""How many prompt rows may travel beside decode rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """How many rows travel in one step.
 
-    `chunk_rows` of prompts while nobody decodes, `mixed_rows` of prompts beside decode rows, which
-    divides `chunk_rows`. Up to `cheap_rows` rows a step costs about what one row does: drafts fill
-    it up to there. `exact_rows` is design decision 4's, for deterministic sequences.
+    `chunk_rows` of prompts while nobody decodes, at most `mixed_rows` beside decode rows. Up to
+    `cheap_rows` rows a step costs about what one row does: drafts fill it up to there. `exact_rows`
+    is design decision 4's, for deterministic sequences.
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
-    mixed_rows: int = PREFILL_CHUNK_ROWS // 2
+    mixed_rows: int = MIXED_ROWS[-1]
     cheap_rows: int = 32
     exact_rows: int = 1
 
@@ -87,6 +92,8 @@ class Scheduler:
     max_waiting: int = 1024
     limits: StepLimits = field(default_factory=StepLimits)
     book: SlotBook = field(init=False)
+    mixed_rows: int = field(init=False)
+    """Prompt rows that travel beside decode rows now, at most."""
     _waiting: list[LiveSequence] = field(default_factory=list)
     _running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     _ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
@@ -99,6 +106,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.book = SlotBook(room_blocks=self.room_blocks)
+        self.mixed_rows = self.limits.mixed_rows
 
     @property
     def max_in_flight(self) -> int:
@@ -181,6 +189,14 @@ class Scheduler:
                 outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
         return outcomes
 
+    def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
+        """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
+        takes at most `slowdown` times as long as `n_decode` rows alone.
+        """
+        most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
+        choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
+        self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
+
     def end(self, sequence_id: SequenceId) -> bool:
         """End a sequence from outside (stop string, cancellation). False when it has ended."""
         if sequence_id in self._running:
@@ -226,7 +242,7 @@ class Scheduler:
             return False
         held = self.book.prefix(sequence.tokens)
         n_held = held.n_kept if held is not None else 0
-        wanted = n_held + self.limits.mixed_rows
+        wanted = n_held + self.mixed_rows
         limit = len(sequence.tokens) - 1
         return any(
             other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
@@ -304,7 +320,7 @@ class Scheduler:
             return False
         decode = self._decode_rows(-(-n_decoding // self.n_stages))
         is_exact = any(rows.sequence.request.deterministic for rows in decode)
-        prompts = [] if is_exact else self._prompt_rows(self.limits.mixed_rows, beside=decode)
+        prompts = [] if is_exact else self._prompt_rows(self.mixed_rows, beside=decode)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _decode_rows(self, share: int) -> list[_Rows]:

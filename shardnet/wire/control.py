@@ -378,8 +378,18 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
     phase: Phase = "loading"
 
 
+class ChatMessage(Strict, frozen=True, kw_only=True):
+    """One message of a conversation. `role` is system, user, assistant or what else the model's
+    chat template knows.
+    """
+
+    role: Name
+    content: Text
+
+
 class Generate(Tagged, frozen=True, kw_only=True):
-    """Ask for the continuation of one prompt: `token_ids` if there are any, else `prompt`.
+    """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
+    model's chat template, else `prompt`.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
@@ -391,6 +401,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     sampling: Sampling
     prompt: Text = ""
     token_ids: TokenIds | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
     max_tokens: U32 = 256
     stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
         msgspec.field(default_factory=list)

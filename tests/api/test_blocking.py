@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from scripted_node import ScriptedNode, client_of
@@ -23,7 +25,7 @@ async def scripted(nodes: list[ScriptedNode]) -> AsyncIterator[Client]:
 
 
 def test_calls_wait_for_their_results() -> None:
-    with blocking._opened(scripted([])) as client:
+    with blocking.opened(scripted([])) as client:
         texts = [event.text for event in client.generate("abc")]
         assert "".join(texts) == "abc"
         assert [result.text for result in client.complete(["ab", "cd"])] == ["ab", "cd"]
@@ -35,7 +37,7 @@ def test_calls_wait_for_their_results() -> None:
 
 def test_dropping_an_iterator_gives_its_requests_up() -> None:
     nodes: list[ScriptedNode] = []
-    with blocking._opened(scripted(nodes)) as client:
+    with blocking.opened(scripted(nodes)) as client:
         for event in client.generate(["wait", "abc"]):
             if event.state is RequestState.FINISHED:
                 break
@@ -45,7 +47,7 @@ def test_dropping_an_iterator_gives_its_requests_up() -> None:
 
 
 def test_threads_share_a_client() -> None:
-    with blocking._opened(scripted([])) as client, ThreadPoolExecutor(8) as pool:
+    with blocking.opened(scripted([])) as client, ThreadPoolExecutor(8) as pool:
         prompts = [f"prompt {number}" for number in range(24)]
         results = pool.map(lambda prompt: client.complete(prompt)[0].text, prompts)
         assert list(results) == prompts
@@ -53,7 +55,7 @@ def test_threads_share_a_client() -> None:
 
 def test_an_iterator_that_outlives_its_client_does_no_harm() -> None:
     nodes: list[ScriptedNode] = []
-    with blocking._opened(scripted(nodes)) as client:
+    with blocking.opened(scripted(nodes)) as client:
         events = client.generate("wait")
         next(events)
     events.close()
@@ -71,9 +73,31 @@ def test_a_client_that_cannot_be_opened_says_why() -> None:
 
 def test_an_error_in_the_block_is_the_one_that_comes_out() -> None:
     def fail() -> None:
-        with blocking._opened(scripted([])) as client:
+        with blocking.opened(scripted([])) as client:
             client.complete("a")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+def test_a_wait_that_is_interrupted_gives_its_requests_up() -> None:
+    """As Ctrl-C does: the wait for the next event still runs in the loop when it is closed."""
+    nodes: list[ScriptedNode] = []
+    with blocking.opened(scripted(nodes)) as client:
+        loop, call = client._loop, client._loop.call
+        events = client.generate("wait")
+        next(events)
+
+        def interrupted(asked: Coroutine[Any, Any, object]) -> object:
+            loop.call = call  # type: ignore[method-assign]
+            future = asyncio.run_coroutine_threadsafe(asked, loop._loop)
+            call(asyncio.sleep(0))  # by now it waits
+            future.cancel()
+            raise KeyboardInterrupt
+
+        loop.call = interrupted  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            next(events)
+        call(nodes[0].until_given_up(1))
+        assert nodes[0].given_up == ["wait"]

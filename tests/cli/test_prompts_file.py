@@ -71,8 +71,8 @@ def test_an_object_has_options_of_its_own() -> None:
         ('["a"]', "Expected `int`"),
         ('{"prompt": 1}', "prompt"),
         ('{"text": "a"}', "text"),
-        ('{"prompt": "a", "token_ids": [1]}', "either prompt or token_ids"),
-        ("{}", "either prompt or token_ids"),
+        ('{"prompt": "a", "token_ids": [1]}', "one of prompt, token_ids and messages"),
+        ("{}", "one of prompt, token_ids and messages"),
         ('{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.runtime.drafting import AdaptiveDrafter, NgramGuesser, StepCost
+from shardnet.runtime.drafting import AdaptiveDrafter, NgramGuesser
+from shardnet.runtime.step_cost import StepCost
 
 
 def slow_guess(tokens: Sequence[int], limit: int, sizes: Sequence[int] = (4, 3, 2)) -> list[int]:
@@ -40,22 +41,6 @@ def test_an_index_that_grows_guesses_what_a_search_finds(
 
 def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:
     assert NgramGuesser().guess([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
-@given(base=st.floats(0.01, 1), slope=st.floats(0.0001, 0.1))
-def test_the_cost_of_rows_is_found_from_steps(base: float, slope: float) -> None:
-    cost = StepCost()
-    for n_rows in (1, 5, 2, 9, 1, 17):
-        cost.learn(n_rows, base + slope * n_rows)
-    assert cost.extra(4) == pytest.approx(4 * slope / (base + slope), rel=1e-3)
-
-
-def test_before_rows_differ_nothing_is_known_of_their_cost() -> None:
-    cost = StepCost()
-    assert cost.extra(8) == 0
-    for _ in range(5):
-        cost.learn(1, 0.1)
-    assert cost.extra(8) == 0
 
 
 class Coin:

@@ -22,6 +22,7 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
+from shardnet.runtime.step_cost import StepCost
 from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
 
 CONTEXT = 1024
@@ -240,6 +241,25 @@ def test_a_long_prompt_travels_beside_the_rows_of_those_who_decode() -> None:
     assert all(len(step.batch.groups) == 3 for step in carrying[1:-1])  # two decode rows beside it
     decoded = [s for s in one.sent[before:] if any(g.sequence_id < 9 for g in s.batch.groups)]
     assert len(decoded) >= len(one.sent) - before - 1  # hardly a step without them
+
+
+@pytest.mark.parametrize(
+    ("row_s", "expected"), [(0.0, 32), (0.001, 32), (0.003, 16), (0.004, 12), (0.05, 8)]
+)
+def test_as_many_prompt_rows_travel_beside_others_as_their_cost_allows(
+    row_s: float, expected: int
+) -> None:
+    """A step of two decode rows takes 50 ms and may take 100; never more than twice the last."""
+    scheduler, cost = ring().scheduler, StepCost()
+    scheduler.mixed_rows = 8
+    seen = []
+    for _ in range(12):
+        cost.learn(2, 0.05 + 2 * row_s)
+        cost.learn(2 + scheduler.mixed_rows, 0.05 + row_s * (2 + scheduler.mixed_rows))
+        scheduler.mix(2, cost, 2.0)
+        seen.append(scheduler.mixed_rows)
+    assert seen[0] <= 16
+    assert seen[-1] == expected
 
 
 def test_a_larger_priority_goes_first_and_equals_by_arrival() -> None:

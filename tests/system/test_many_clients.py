@@ -34,7 +34,7 @@ from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
 from shardnet.wire.control import RingLoad
 
-SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "5"))
+SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "7.5"))
 N_CLIENTS = 16
 N_TEXTS = 12
 PATIENCE_S = 30.0

@@ -1,0 +1,172 @@
+"""A checkpoint's chat template: from the messages of a conversation to the text of a prompt.
+
+Knows where checkpoints keep their template, and has it run in a process of its own, with a
+deadline and bounds (chat_render.py). Must not know tokens, requests or the event loop: `render`
+blocks, so it is called on a thread that may wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardnet.errors import CheckpointError, UsageError
+
+MAX_TEMPLATE_BYTES = 2**20
+MAX_TEXT_BYTES = 8 * 2**20
+"""A rendered prompt may be so long: more than any context holds."""
+
+RENDER_S = 5.0
+"""A template that takes longer is given up. Starting the process takes about a tenth of one."""
+RENDER_MEMORY_BYTES = 2**30
+
+_PROGRAM = Path(__file__).with_name("chat_render.py")
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+_TOKEN_NAMES = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
+_AGAIN = "fetch the checkpoint again, or give the prompt without a template"
+
+Message = Mapping[str, str]
+"""`role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A jinja2 template, where it was found, and the special tokens it may name."""
+
+    source: str
+    where: str
+    tokens: Mapping[str, str]
+
+    @classmethod
+    def find(cls, folder: Path) -> ChatTemplate:
+        """Find the template of a checkpoint folder.
+
+        The first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or of
+        several the one named "default") and chat_template.json. Raises UsageError where there is
+        none, CheckpointError for a file that cannot be read or says something else.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        tokens = _special_tokens(folder, config)
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            return cls(source=_read_text(file), where=str(file), tokens=tokens)
+        for name, said in (
+            ("tokenizer_config.json", config),
+            ("chat_template.json", _read_json(folder / "chat_template.json")),
+        ):
+            if said.get("chat_template") is not None:
+                where = f"{folder / name}: chat_template"
+                return cls(source=_named(said["chat_template"], where), where=where, tokens=tokens)
+        raise UsageError(
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json): it is not a chat model; give the prompt without --chat"
+        )
+
+    def render(self, messages: Sequence[Message], *, seconds: float = RENDER_S) -> str:
+        """Write the conversation as the model was taught, up to where its answer begins.
+
+        Raises UsageError for messages that the template refuses, in its own words, CheckpointError
+        for a template that is damaged, does what it may not, or takes too long or too much.
+        """
+        asked = {
+            "template": self.source,
+            "variables": {
+                **self.tokens,
+                "messages": [dict(message) for message in messages],
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+            },
+            "memory_bytes": RENDER_MEMORY_BYTES,
+            "most_bytes": MAX_TEXT_BYTES,
+            "seconds": int(seconds) + 1,
+        }
+        answer = self._run(json.dumps(asked), seconds)
+        if "refused" in answer:
+            raise UsageError(f"{self.where} refuses these messages: {answer['refused']}")
+        if "text" not in answer:
+            line = f" line {answer['line']}" if answer.get("line") else ""
+            raise CheckpointError(f"{self.where}{line}: {answer['failed']}; {_AGAIN}")
+        return str(answer["text"])
+
+    def _run(self, asked: str, seconds: float) -> dict[str, Any]:
+        """Have it rendered in a process that ends with its deadline."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
+                input=asked.encode(),
+                capture_output=True,
+                timeout=seconds,
+                check=False,
+                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            )
+        except subprocess.TimeoutExpired:
+            raise CheckpointError(
+                f"{self.where} was not done after {seconds:g} s: it loops; {_AGAIN}"
+            ) from None
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise CheckpointError(
+                f"{self.where}: rendering it ended with code {done.returncode} ({last}); {_AGAIN}"
+            ) from None
+        assert isinstance(answer, dict)
+        return answer
+
+
+def _named(said: object, where: str) -> str:
+    """Take the template, of several the one that is named default."""
+    if isinstance(said, list):
+        named = {e.get("name"): e.get("template") for e in said if isinstance(e, dict)}
+        said = named.get("default")
+    if not isinstance(said, str):
+        raise CheckpointError(
+            f"{where} is neither a template nor a list with one named default; {_AGAIN}"
+        )
+    return said
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that the files name, as templates know them."""
+    found = {}
+    for said in (_read_json(folder / "special_tokens_map.json"), config):
+        for name in _TOKEN_NAMES:
+            token = said.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read an object; {} where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        said = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable as JSON ({error}); {_AGAIN}") from error
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{path}: expected a JSON object; {_AGAIN}")
+    return said
+
+
+def _read_text(path: Path, most_bytes: int = MAX_TEMPLATE_BYTES) -> str:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > most_bytes:
+            raise CheckpointError(
+                f"{path} has {size_bytes} bytes, at most {most_bytes} are read; {_AGAIN}"
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {_AGAIN}") from error

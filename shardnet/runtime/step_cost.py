@@ -1,0 +1,62 @@
+"""What the rows of a step cost, by what was measured of late. Pure.
+
+Knows rows and seconds. Must not know what the rows are for: guesses (drafting.py) and prompts
+beside running sequences (scheduler.py) both ask how many more are worth their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepCost:
+    """The time of a step by its rows, as a line through what was measured of late.
+
+    Weighted least squares; an observation counts half as much `half_life` steps later.
+    """
+
+    half_life: float = 64.0
+    _weight: float = 0.0
+    _rows: float = 0.0
+    _time: float = 0.0
+    _rows_rows: float = 0.0
+    _rows_time: float = 0.0
+
+    def learn(self, n_rows: int, time_s: float) -> None:
+        """Take one step's rows and seconds."""
+        fade = 0.5 ** (1 / self.half_life)
+        self._weight = self._weight * fade + 1
+        self._rows = self._rows * fade + n_rows
+        self._time = self._time * fade + time_s
+        self._rows_rows = self._rows_rows * fade + n_rows * n_rows
+        self._rows_time = self._rows_time * fade + n_rows * time_s
+
+    def extra(self, n_rows: int) -> float:
+        """Return what `n_rows` more rows add, in steps of one row; 0 before anything is known."""
+        line = self._line()
+        return n_rows * line[1] / (line[0] + line[1]) if line else 0.0
+
+    def most_rows_beside(self, n_rows: int, slowdown: float, choices: Sequence[int]) -> int:
+        """Return the largest of the ascending `choices` that may travel beside `n_rows` rows: with
+        it a step takes at most `slowdown` times as long as without. None does: the smallest;
+        rows cost nothing: the largest.
+        """
+        line = self._line()
+        if line is None:
+            return choices[-1]
+        start_s, row_s = line
+        room = (slowdown - 1) * (start_s + row_s * n_rows) / row_s
+        return max((choice for choice in choices if choice <= room), default=choices[0])
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds of a step without rows and of each row; None where rows cost nothing, as far as
+        is known.
+        """
+        spread = self._weight * self._rows_rows - self._rows * self._rows
+        if spread <= 1e-9 * max(1.0, self._rows_rows):
+            return None
+        row_s = (self._weight * self._rows_time - self._rows * self._time) / spread
+        start_s = (self._time - row_s * self._rows) / self._weight
+        return (start_s, row_s) if row_s > 0 and start_s + row_s > 0 else None

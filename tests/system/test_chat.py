@@ -1,0 +1,159 @@
+"""Conversations: `generate --chat`, messages in the Python API, and `shardnet chat` on a pipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from nodes import Machine, NodeProcess
+from parrot import Parrots
+
+from shardnet.api import Client, Message, connect
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.transport.loop import run
+
+TEMPLATE = """{%- for message in messages -%}
+{{ '<' + message.role[0] + '>' + message.content }}
+{%- endfor -%}"""
+"""The parrot goes on after the last character of the last message."""
+
+
+@pytest.fixture
+def talker(parrots: Parrots, tmp_path: Path) -> Path:
+    folder = shutil.copytree(parrots.alphabet, tmp_path / "talker")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def node(machine: Machine) -> NodeProcess:
+    [node] = machine.start_nodes("rosa")
+    return node
+
+
+@pytest.mark.parametrize("stages", ["--local=2", ""])
+def test_a_prompt_is_written_in_the_models_template(
+    machine: Machine, talker: Path, stages: str
+) -> None:
+    common = ["generate", "--model", str(talker), "--max-tokens", "4", "--json", *stages.split()]
+    chatted = machine.call(*common, "--chat", "--system", "be good", "abc").json
+    plain = machine.call(*common, "--bos", "off", "<s>be good<u>abc").json
+    assert chatted["text"] == "defg"
+    assert chatted["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+def test_a_list_may_hold_messages(machine: Machine, talker: Path, tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        json.dumps({"messages": [{"role": "user", "content": "m"}], "max_tokens": 3}),
+    ]
+    (tmp_path / "list").write_text("\n".join(lines))
+    result = machine.call("generate", "--model", str(talker), "--prompts-file", tmp_path / "list")
+    assert result.stdout == "==> 1 <==\nbc\n\n==> 2 <==\nnop\n\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--chat", "--token-ids", "1,2"], "a chat template takes text"),
+        (["--system", "be good", "a"], "add --chat"),
+    ],
+)
+def test_what_no_template_can_say_is_wrong_usage(
+    machine: Machine, arguments: list[str], words: str
+) -> None:
+    result = machine.call("generate", *arguments)
+    assert result.code == 2
+    assert words in result.stderr
+
+
+def test_a_model_without_a_template_is_named(machine: Machine, parrots: Parrots) -> None:
+    result = machine.call("generate", "--model", str(parrots.alphabet), "--chat", "a")
+    assert result.code == 1
+    assert f"{parrots.alphabet} has no chat template" in result.error_line
+
+
+def test_a_template_that_loops_fails_its_request_alone(
+    machine: Machine, node: NodeProcess, talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another prompt is answered while it runs; then it is named."""
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    (talker / "chat_template.jinja").write_text(endless)
+    model = ["--model", str(talker), "--nodes", node.address]
+    assert machine.call("generate", *model, "--max-tokens", "1", "a").stdout == "b\n"
+    looping = machine.begin("generate", *model, "--chat", "a")
+    looping.stderr.wait_for("ring: ")
+    assert machine.call("generate", *model, "--max-tokens", "1", "b").stdout == "c\n"
+    result = looping.wait()
+    assert result.code == 1
+    assert "chat_template.jinja was not done after 5 s" in result.error_line
+
+
+def test_messages_in_the_python_api(node: NodeProcess, talker: Path) -> None:
+    """A second turn finds what the first one has computed."""
+
+    async def talk(client: Client) -> None:
+        messages: list[Message] = [{"role": "user", "content": "x" * 400 + "a"}]
+        [first] = await client.complete(messages, max_tokens=4)
+        assert (first.text, first.usage.n_reused) == ("bcde", 0)
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "m"},
+        ]
+        [second] = await client.complete(messages, max_tokens=2)
+        assert second.text == "no"
+        assert second.usage.n_reused >= len(first.prompt_token_ids)
+        with pytest.raises(UsageError, match="give each a role and a content"):
+            await client.complete([{"role": "user"}])  # type: ignore[list-item]
+        (talker / "chat_template.jinja").write_text("{{ nothing.at_all }}")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja line 1: UndefinedError"):
+            await client.complete(messages)
+
+    async def main() -> None:
+        async with connect(node.address, model=str(talker)) as client:
+            await talk(client)
+
+    run(main())
+
+
+def test_a_conversation_over_a_pipe(machine: Machine, node: NodeProcess, talker: Path) -> None:
+    said = "abc\n\nx\n/what\n/reset\nm\n/exit\nnever\n"
+    command = machine.begin(
+        *("chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "3"),
+        *("--temperature", "0", "--system", "z"),
+        stdin=said,
+    )
+    result = command.wait()
+    assert result.code == 0, result.stderr
+    assert result.stdout == "def\nyza\nnop\n"
+    assert "/what is no command" in result.stderr
+    assert "forgotten" in result.stderr
+    assert result.stderr.count("ring: ") == 1
+    assert result.stderr.count("(3 tokens, first after ") == 3
+
+
+def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
+    machine: Machine, node: NodeProcess, talker: Path
+) -> None:
+    command = machine.begin(
+        *("chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "8000"),
+        *("--temperature", "0"),
+        stdin="a\n!m\n",
+    )
+    command.stdout.wait_for("bcdef")
+    command.signal(signal.SIGINT)
+    command.stdout.wait_for("\nnopq")
+    command.signal(signal.SIGINT)
+    result = command.wait()
+    assert result.code == 0, result.stderr
+    assert result.stderr.count("(stopped)") == 2
+
+
+def test_an_error_ends_a_conversation_over_a_pipe(machine: Machine, parrots: Parrots) -> None:
+    command = machine.begin("chat", "--model", str(parrots.alphabet), stdin="a\nb\n")
+    result = command.wait()
+    assert result.code == 1
+    assert "has no chat template" in result.error_line
