@@ -20,6 +20,7 @@ from .key import key_app
 from .node import node
 from .nodes import nodes
 from .plan import plan
+from .pull import pull
 from .run import fail
 from .status import status
 from .unload import unload
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (node, nodes, status, plan, generate, chat, unload, doctor):
+for command in (node, nodes, status, plan, generate, chat, pull, unload, doctor):
     app.command()(command)
 app.add_typer(key_app)
 app.add_typer(cache_app)

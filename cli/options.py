@@ -29,9 +29,9 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        metavar="PATH",
-        help="Checkpoint folder; nodes that lack it fetch from one that has it at this path. "
-        "Default: the bundled model.",
+        metavar="PATH|ORG/NAME",
+        help="Checkpoint folder, or a model of the Hugging Face Hub. Nodes that lack it fetch from "
+        "one that has it; the head downloads what nobody has. Default: the bundled model.",
         envvar="SHARDNET_MODEL",
         show_default=False,
     ),

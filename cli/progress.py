@@ -71,9 +71,12 @@ class LoadBars:
             return
         bar = (report.rank, report.phase)
         if bar not in self._bars:
-            name = self._names.get(report.rank, f"stage {report.rank}")
+            self._end_planning()
+            name = self._names.get(report.rank, "the head")
             self._progress.start()
             self._bars[bar] = self._progress.add_task(f"{name} {report.phase}", total=None)
+            if report.phase == "downloading":
+                say(f"{name}: downloading {report.total_bytes / 2**20:.1f} MiB from the Hub")
             if report.phase == "fetching":
                 say(f"{name}: fetching {report.total_bytes / 2**20:.1f} MiB from other nodes")
         self._progress.update(

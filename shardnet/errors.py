@@ -7,7 +7,8 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   └── SamplingError             a sampling parameter outside its range
     ├── ConfigurationError            an unknown or unusable configuration key
     ├── CheckpointError               a checkpoint that is missing, damaged or inconsistent
-    │   └── UnsupportedModelError     a model feature that is not implemented, by name
+    │   ├── UnsupportedModelError     a model feature that is not implemented, by name
+    │   └── HubError                  a model that cannot be had from the Hugging Face Hub
     ├── PlanError                     no plan fits, or the nodes do not agree on the model
     ├── CapacityError                 a request that needs more memory or context than there is
     ├── BusyError                     the node serves another ring while requests run
@@ -67,6 +68,12 @@ class UnsupportedModelError(CheckpointError):
     """A model feature that is not implemented; the message names it."""
 
     code = 11
+
+
+class HubError(CheckpointError):
+    """A model that cannot be had from the Hugging Face Hub; the message says why."""
+
+    code = 12
 
 
 class PlanError(ShardnetError):

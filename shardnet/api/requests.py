@@ -14,6 +14,7 @@ import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
+from shardnet.model.hub_cache import HubName
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.control import (
     ChatMessage,
@@ -127,8 +128,14 @@ def make_requests(
 
 
 def name_model(model: str) -> str:
-    """Make a relative path absolute here; the nodes open it there."""
-    return model if model == DEFAULT_MODEL_NAME else str(Path(model).expanduser().absolute())
+    """Make a relative path absolute here; the nodes open it there.
+
+    What is no folder here but can be the name of a model on the Hub stays as it is.
+    """
+    path = Path(model).expanduser()
+    if model == DEFAULT_MODEL_NAME or (HubName.parse(model) and not path.exists()):
+        return model
+    return str(path.absolute())
 
 
 def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> None:

@@ -47,6 +47,9 @@ class Neighbourhood(Protocol):
     async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
         """Return the nodes at `addresses`, or without any this node and all it knows."""
 
+    async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
+        """Have a model of the Hub downloaded if no node has it. Takes progress in bytes."""
+
     async def identify(self, model: str) -> ModelFacts:
         """Look at the model that a path means, on this node or else on its peers."""
 
@@ -214,6 +217,9 @@ class Head:
         if elsewhere is not None and elsewhere.model == choice.model and not choice.nodes:
             return elsewhere
         self.check_idle()
+        await self._neighbourhood.provide(
+            choice.model, lambda done, total: on_progress(0, "downloading", done, total)
+        )
         plan = await self.plan(choice)
         if isinstance(plan, Elsewhere):
             return plan

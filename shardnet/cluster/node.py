@@ -32,6 +32,7 @@ from shardnet.cluster.peers import Peers, split_address
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
+from shardnet.cluster.pulling import pull_beside
 from shardnet.cluster.refusals import Refusals
 from shardnet.cluster.reporter import Holding, Reporter
 from shardnet.cluster.seat import RingSeat
@@ -43,15 +44,17 @@ from shardnet.cluster.stage_port import LocalPort, Progress, RemotePort, StagePo
 from shardnet.cluster.survey import Survey
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.errors import (
+    CheckpointError,
     PeerFailedError,
     ProtocolError,
     RemoteProtocolError,
     ShardnetError,
     error_for_code,
 )
+from shardnet.model.hub_cache import HubName
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts
+from shardnet.runtime.loading import ModelFacts, find_folder
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
@@ -301,6 +304,16 @@ class Node:
     async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
         """Return the nodes at `addresses`, or without any this node and its peers."""
         return await self._neighbours.candidates(addresses)
+
+    async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
+        """Pull a model of the Hub that neither this node nor a peer has."""
+        name = HubName.parse(model)
+        if name is None or find_folder(model) is not None:
+            return
+        try:
+            await self._sharing.identify(model)
+        except CheckpointError:
+            await pull_beside(name, on_progress, self._settings.log)
 
     async def identify(self, model: str) -> ModelFacts:
         """Look at the model that a path means, on this node or else on its peers."""

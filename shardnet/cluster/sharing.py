@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -373,6 +374,11 @@ def _nobody_has(model: str, name: str, answers: Mapping[str, Holder | str]) -> C
         answer if isinstance(answer, str) else f"{peer} has none"
         for peer, answer in answers.items()
     )
+    if not os.path.isabs(model):
+        return CheckpointError(
+            f"{model} is neither a folder where it was asked for, nor on {name} nor on a peer "
+            f"({said or 'no peers'}): `shardnet pull {model}` downloads it, if the Hub has it"
+        )
     return CheckpointError(
         f"there is no checkpoint folder at {model} on {name} nor on a peer ({said or 'no peers'}): "
         "check the path of --model, or copy the checkpoint to one of the nodes"

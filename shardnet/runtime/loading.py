@@ -20,6 +20,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.model.hub_cache import HubName, pulled_folder
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
 from shardnet.types import (
@@ -93,10 +94,14 @@ class LoadedStage:
 
 
 def find_folder(model: str) -> Path | None:
-    """Return the folder that `model` names on this machine: the bundled model, or a path.
+    """Return the folder that `model` names on this machine: the bundled model, an absolute path, or
+    a model of the Hub that was pulled.
 
     None when there is no such folder here.
     """
+    if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
+        name = HubName.parse(model)
+        return pulled_folder(name) if name is not None else None
     path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
     return path if os.path.isdir(path) else None  # also where one may not look
 

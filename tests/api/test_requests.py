@@ -89,6 +89,11 @@ def test_a_relative_path_is_made_absolute_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
     assert name_model("model") == str(tmp_path / "model")
+    assert name_model("./org/name") == str(tmp_path / "org" / "name")
+    assert name_model("org/name") == "org/name"
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert name_model("org/name") == str(tmp_path / "org" / "name")
     assert name_model("/elsewhere/model") == "/elsewhere/model"
     assert name_model("shardnet/default") == "shardnet/default"

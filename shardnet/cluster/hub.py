@@ -1,0 +1,255 @@
+"""Pulls models from the Hugging Face Hub into the cache that other programs share.
+
+Knows the Hub through `huggingface_hub`: which files a model needs, what can go wrong on the way and
+what a person can do about it. Blocks: to be called on a thread that may wait. Must not know nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardnet import __version__
+from shardnet.errors import CheckpointError, HubError
+from shardnet.model.checkpoint import ID_FILES
+from shardnet.model.hub_cache import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    HubName,
+    cache_root,
+    note_revision,
+    pulled_folder,
+)
+
+Report = Callable[[str, int, int], None]
+"""Takes (file, bytes done of all files, bytes in all). What it raises ends the pulling."""
+
+ANSWER_S = 15.0
+"""How long the Hub may take to answer a question."""
+
+_TENSOR_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_PIECE_BYTES = 1 << 22
+_GO_ON = "run the command again to go on where it stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """A file of a model. `sha256` is what the Hub says of large ones, "" of small ones."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PulledModel:
+    """A model that is here whole. `n_new_bytes` came over the network just now."""
+
+    name: str
+    commit: str
+    folder: Path
+    files: tuple[HubFile, ...]
+    n_new_bytes: int
+
+
+def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledModel:
+    """Download what is missing of a model: config, tokenizer and tensors, never code.
+
+    What a broken attempt has left is gone on with. Raises HubError, which says what to do, when the
+    Hub does not answer, refuses, or gives something else than it promised; CheckpointError for a
+    model that has no safetensors.
+    """
+    root = root or cache_root()
+    with _named_errors(name):
+        commit, files = _look_up(name)
+        present = _present(name, commit, root)
+        missing = [file for file in files if file.name not in present]
+        n_missing = sum(file.size_bytes for file in missing)
+        _check_room(name, n_missing, root)
+        total = sum(file.size_bytes for file in files)
+        done = total - n_missing
+        folder: Path | None = None
+        for file in sorted(missing, key=lambda file: file.size_bytes):
+            path = _fetch(name, commit, file, root, _Counter(report, file.name, done, total))
+            _check(name, file, path)
+            done += file.size_bytes
+            folder = path.parent
+        note_revision(name, commit, root)
+        folder = folder or pulled_folder(HubName(repo=name.repo, revision=commit), root)
+    if folder is None:
+        raise HubError(
+            f"{name}: its index names tensor files that the Hub does not have: tell its authors"
+        )
+    return PulledModel(
+        name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
+    )
+
+
+def _look_up(name: HubName) -> tuple[str, list[HubFile]]:
+    """Ask the Hub for the commit and the files that are needed."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="shardnet", library_version=__version__)
+    info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=ANSWER_S)
+    found = [
+        HubFile(
+            name=said.rfilename,
+            size_bytes=said.size or 0,
+            sha256=said.lfs.sha256 if said.lfs is not None else "",
+        )
+        for said in info.siblings or ()
+    ]
+    wanted = [f for f in found if f.name in (*ID_FILES, INDEX_FILE, SINGLE_FILE)]
+    shards = [f for f in found if _TENSOR_FILE.fullmatch(f.name) and f not in wanted]
+    if any(f.name == INDEX_FILE for f in wanted):
+        wanted = [f for f in wanted if f.name != SINGLE_FILE] + shards
+    if not any(_TENSOR_FILE.fullmatch(f.name) for f in wanted):
+        others = ", ".join(sorted(f.name for f in found)[:8]) or "none at all"
+        raise CheckpointError(
+            f"{name} has no model*.safetensors on the Hub (its files: {others}); "
+            "choose a repository that has its weights in safetensors"
+        )
+    assert info.sha is not None
+    return info.sha, wanted
+
+
+def _present(name: HubName, commit: str, root: Path) -> set[str]:
+    """Return the files of a commit that are here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = root / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
+    if not folder.is_dir():
+        return set()
+    return {
+        path.name
+        for path in folder.iterdir()
+        if isinstance(
+            try_to_load_from_cache(name.repo, path.name, cache_dir=root, revision=commit), str
+        )
+    }
+
+
+def _check_room(name: HubName, n_bytes: int, root: Path) -> None:
+    """Raise HubError where the disk has no room for so many bytes."""
+    place = next(p for p in (root, *root.parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    if n_bytes > free:
+        raise HubError(
+            f"{name} needs {n_bytes / 2**30:.1f} GiB more in {root} and {free / 2**30:.1f} GiB are "
+            "free: make room, or set HF_HOME to a folder on a larger disk"
+        )
+
+
+class _Counter:
+    """What huggingface_hub takes for a progress bar."""
+
+    def __init__(self, report: Report, name: str, done: int, total: int) -> None:
+        self._report, self._name = report, name
+        self._done, self._total = done, total
+
+    def __call__(self, *_: Any, initial: int = 0, **__: Any) -> _Counter:
+        """Begin a file of which `initial` bytes are there."""
+        self.update(initial)
+        return self
+
+    def __enter__(self) -> _Counter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, n: float | None = 1) -> None:
+        """Take note of `n` more bytes."""
+        self._done += int(n or 0)
+        self._report(self._name, self._done, self._total)
+
+    def close(self) -> None:
+        """Nothing is shown."""
+
+    def set_postfix_str(self, *_: Any, **__: Any) -> None:
+        """Nothing is shown."""
+
+
+def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    bar: Any = counter  # whatever can be called like a bar's class will do
+    path = hf_hub_download(
+        name.repo,
+        file.name,
+        revision=commit,
+        cache_dir=root,
+        library_name="shardnet",
+        library_version=__version__,
+        tqdm_class=bar,
+    )
+    return Path(path)
+
+
+def _check(name: HubName, file: HubFile, path: Path) -> None:
+    """Hold a file against what the Hub said of it; one that differs is deleted."""
+    why = ""
+    if path.stat().st_size != file.size_bytes:
+        why = f"{path.stat().st_size} bytes, not {file.size_bytes}"
+    elif file.sha256 and _sha256(path) != file.sha256:
+        why = "another SHA-256 than the Hub says"
+    if why:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise HubError(f"{name}: {file.name} came with {why}, and was deleted; {_GO_ON}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _named_errors(name: HubName) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one line that says what to do."""
+    import httpx2
+    from huggingface_hub import errors
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is said here
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name.repo}, then give a "
+            "token with `hf auth login` or HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(f"{name}: {name.repo} has no revision {name.revision}; check it") from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"{name} is neither a folder where it was asked for, nor a model of the Hub that may "
+            "be read: check the name; for a private one give a token (`hf auth login`, HF_TOKEN)"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise HubError(
+            f"{name} is not on this machine and HF_HUB_OFFLINE is set: unset it, or copy the model"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        raise HubError(f"{name}: the Hub answered {status}; try again later: {_GO_ON}") from error
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
+        raise HubError(
+            f"{name}: the Hub cannot be reached ({_first_line(error)}): look at the network; "
+            f"{_GO_ON}"
+        ) from error
+    except OSError as error:
+        raise HubError(f"{name}: {_first_line(error)}; {_GO_ON}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:300]

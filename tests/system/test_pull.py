@@ -1,0 +1,191 @@
+"""`shardnet pull` and `--model ORG/NAME`: real commands against a Hub on loopback."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import COMMIT, Hub, open_hub
+from nodes import Machine
+from parrot import Parrots, make_parrot
+from safetensors.torch import load_file, save_file
+
+REPO = "lab/parrot"
+
+
+@pytest.fixture
+def hub(parrots: Parrots) -> Iterator[Hub]:
+    with open_hub() as hub:
+        hub.add(REPO, parrots.alphabet, **{"modeling.py": b"raise SystemExit", "notes.md": b"-"})
+        yield hub
+
+
+@pytest.fixture
+def machine(hub: Hub, tmp_path: Path) -> Iterator[Machine]:
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    environment = {"SHARDNET_NO_MDNS": "1", "HF_HOME": str(folder / "hf"), **hub.environment}
+    machine = Machine(folder, environment=environment)
+    try:
+        yield machine
+    finally:
+        machine.close()
+
+
+def fetched(hub: Hub) -> set[str]:
+    """The files whose bytes came."""
+    return {asked.split()[1] for asked in hub.asked if asked.startswith("GET")}
+
+
+def test_a_pulled_model_is_used_by_its_name_with_the_network_gone(
+    machine: Machine, hub: Hub
+) -> None:
+    result = machine.run("pull", REPO)
+    assert result.code == 0, result.stderr
+    folder = Path(result.stdout.strip())
+    assert folder.name == COMMIT
+    assert (folder / "config.json").is_file()
+    assert fetched(hub) == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    again = machine.run("pull", REPO, "--json").json
+    assert again["new_bytes"] == 0
+    assert again["folder"] == str(folder)
+    hub.fails_with = 503
+    arguments = ("generate", "--model", REPO, "--max-tokens", "3", "a")
+    assert machine.run(*arguments, "--local", "2").stdout == "bcd\n"
+
+
+def test_the_head_downloads_what_nobody_has_and_the_others_fetch_from_it(
+    machine: Machine, hub: Hub
+) -> None:
+    nodes = machine.start_nodes("rosa", "theo")
+    addresses = ",".join(node.address for node in nodes)
+    command = ("generate", "--model", REPO, "--nodes", addresses, "--max-tokens", "3", "a")
+    result = machine.run(*command)
+    assert result.stdout == "bcd\n", result.stderr
+    assert "the head: downloading" in result.stderr
+    assert "pulled lab/parrot" in nodes[0].log
+    assert "pulled" not in nodes[1].log
+    assert [asked for asked in hub.asked if asked == "GET model.safetensors"] == [
+        "GET model.safetensors"
+    ]
+    n_asked = len(hub.asked)
+    assert machine.run(*command).stdout == "bcd\n"
+    assert len(hub.asked) == n_asked
+
+
+def test_a_plan_downloads_nothing_and_says_what_does(machine: Machine, hub: Hub) -> None:
+    machine.start_nodes("rosa")
+    result = machine.run("plan", "--model", REPO)
+    assert result.code == 1
+    assert f"`shardnet pull {REPO}` downloads it" in result.error_line
+    assert fetched(hub) == set()
+
+
+def test_a_folder_wins_over_a_name(machine: Machine, hub: Hub) -> None:
+    make_parrot(machine.folder / "lab" / "parrot", "xyz", ends=True)
+    result = machine.run("generate", "--model", REPO, "x")
+    assert result.stdout == "yz\n", result.stderr
+    assert hub.asked == []
+
+
+def test_a_cut_connection_is_gone_on_with(machine: Machine, hub: Hub, parrots: Parrots) -> None:
+    """From the last whole piece of 10 MB."""
+    hub.add(REPO, parrots.big)
+    hub.cut_after_bytes = 25_000_000
+    result = machine.run("pull", REPO)
+    assert result.code == 0, result.stderr
+    asked = [a for a in hub.asked if a.startswith("GET model.safetensors")]
+    assert len(asked) == 2
+    assert int(asked[1].partition("bytes=")[2].removesuffix("-")) >= 10_000_000
+
+
+def test_files_of_an_index_come_together(machine: Machine, hub: Hub, parrots: Parrots) -> None:
+    whole = load_file(parrots.alphabet / "model.safetensors")
+    names = sorted(whole)
+    parts = {
+        "model-00001-of-00002.safetensors": names[: len(names) // 2],
+        "model-00002-of-00002.safetensors": names[len(names) // 2 :],
+    }
+    repo = {k: v for k, v in hub.repos[REPO].items() if k != "model.safetensors"}
+    for file, held in parts.items():
+        save_file({name: whole[name] for name in held}, machine.folder / file)
+        repo[file] = (machine.folder / file).read_bytes()
+    index = ", ".join(f'"{name}": "{file}"' for file, held in parts.items() for name in held)
+    repo["model.safetensors.index.json"] = b'{"weight_map": {%s}}' % index.encode()
+    hub.repos["lab/two"], hub.commits["lab/two"] = repo, COMMIT
+    result = machine.run("pull", "lab/two")
+    assert result.code == 0, result.stderr
+    assert set(parts) <= fetched(hub)
+    result = machine.run("generate", "--model", "lab/two", "--max-tokens", "3", "a")
+    assert result.stdout == "bcd\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lab/none"], "neither a folder where it was asked for, nor a model of the Hub"),
+        (["lab/gated"], "accept its terms at https://huggingface.co/lab/gated"),
+        ([REPO, "--revision", "v9"], "lab/parrot has no revision v9"),
+        (["lab/bin"], "has no model*.safetensors on the Hub (its files: config.json, pytorch"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_named(
+    machine: Machine, hub: Hub, arguments: list[str], words: str
+) -> None:
+    hub.gated.add("lab/gated")
+    hub.repos["lab/bin"] = {"config.json": b"{}", "pytorch_model.bin": b"-"}
+    hub.commits["lab/bin"] = COMMIT
+    result = machine.run("pull", *arguments)
+    assert result.code == 1
+    assert words in result.error_line
+    assert result.stdout == ""
+
+
+def test_a_name_that_can_be_none_is_wrong_usage(machine: Machine) -> None:
+    result = machine.run("pull", "../secrets")
+    assert result.code == 2
+    assert "is not ORG/NAME" in result.stderr
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_fails_is_named_by_its_status(machine: Machine, hub: Hub, status: int) -> None:
+    hub.fails_with = status
+    result = machine.run("pull", REPO)
+    assert result.code == 1
+    assert f"the Hub answered {status}" in result.error_line
+
+
+def test_bytes_that_are_not_those_promised_are_not_kept(machine: Machine, hub: Hub) -> None:
+    hub.lies_about = "model.safetensors"
+    result = machine.run("pull", REPO)
+    assert result.code == 1
+    assert "model.safetensors came with another SHA-256" in result.error_line
+    hub.lies_about = ""
+    result = machine.run("pull", REPO)
+    assert result.code == 0, result.stderr
+    assert machine.run("generate", "--model", REPO, "--max-tokens", "1", "a").stdout == "b\n"
+
+
+def test_without_the_network_there_is_one_line(machine: Machine) -> None:
+    result = machine.run("pull", REPO, environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert result.code == 1
+    assert "the Hub cannot be reached" in result.error_line
+    result = machine.run("pull", REPO, environment={"HF_HUB_OFFLINE": "1"})
+    assert result.code == 1
+    assert "HF_HUB_OFFLINE is set" in result.error_line
+
+
+def test_an_interrupted_pull_says_how_to_go_on(machine: Machine, hub: Hub) -> None:
+    hub.holds = True
+    command = machine.begin("pull", REPO)
+    command.stderr.wait_for("model.safetensors: from")
+    command.signal(signal.SIGINT)
+    result = command.wait()
+    hub.holds = False
+    assert result.code == 130
+    assert "run the command again to go on" in result.stderr
+    assert machine.run("pull", REPO).code == 0
