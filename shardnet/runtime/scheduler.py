@@ -191,8 +191,12 @@ class Scheduler:
 
     def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
         """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
-        takes at most `slowdown` times as long as `n_decode` rows alone.
+        takes at most `slowdown` times as long as `n_decode` rows alone; longer where more
+        sequences wait for their prompt than decode, since each counts the same.
         """
+        decoding = [sequence.is_decoding for sequence in self._running.values()].count(True)
+        prefilling = [sequence.is_prefilling for sequence in self._running.values()].count(True)
+        slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
         most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
         choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
         self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
