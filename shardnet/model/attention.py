@@ -100,7 +100,7 @@ def plan_step(
                 f"sequence {group.sequence_id}: position {end_position - 1} lies beyond the "
                 f"context of {context}; ask for fewer tokens or a longer --context"
             )
-        kv.ensure(group.slot, end_position)
+        kv.ensure(group.slot, end_position, group.n_rows)
         start = len(positions)
         positions.extend(range(group.position, end_position))
         sights = None
@@ -153,20 +153,22 @@ def attention(
     out = queries.new_empty(n_rows, n_heads, head_size)  # [T, H, D]
     for span in step.spans:
         cached_keys, cached_values = step.kv.layer(span.slot, layer)  # [KV heads, P, D]
-        end_position = span.position + span.end - span.start
+        base = step.kv.first(span.slot, layer)
+        position = span.position - base
+        end_position = position + span.end - span.start
         rows = slice(span.start, span.end)
-        cached_keys[:, span.position : end_position] = keys[rows].transpose(0, 1)
-        cached_values[:, span.position : end_position] = values[rows].transpose(0, 1)
+        cached_keys[:, position:end_position] = keys[rows].transpose(0, 1)
+        cached_values[:, position:end_position] = values[rows].transpose(0, 1)
         if span.sights is not None:
             sight = span.sights[kind.window]
-            seen = slice(sight.first, end_position)
+            seen = slice(sight.first - base, end_position)
             attended = _attend_chunk(
                 queries[rows], cached_keys[:, seen], cached_values[:, seen], sight.mask, kind
             )
             out[rows] = attended
             continue
         for row in range(span.start, span.end):
-            end = span.position + row - span.start + 1
+            end = position + row - span.start + 1
             first = 0 if kind.window is None else max(0, end - kind.window)
             _attend_row(
                 out[row], queries[row], cached_keys[:, first:end], cached_values[:, first:end], kind
