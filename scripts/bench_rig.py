@@ -252,15 +252,13 @@ class Alone:
 
 def _linears(part: object) -> list:  # type: ignore[type-arg]
     """Every linear product inside a family's stage."""
-    found = []
-    for value in vars(part).values() if hasattr(part, "__dict__") else _slots_of(part):
-        if hasattr(value, "shape") and callable(value) and isinstance(value.shape, tuple):
-            found.append(value)
-        elif isinstance(value, list):
-            found += [linear for item in value for linear in _linears(item)]
-        elif hasattr(value, "__dataclass_fields__"):
-            found += _linears(value)
-    return found
+    if isinstance(part, list | tuple):
+        return [linear for item in part for linear in _linears(item)]
+    if isinstance(getattr(part, "shape", None), tuple) and callable(part):
+        return [part]
+    if hasattr(part, "__dict__") and type(part).__module__.startswith("shardnet."):
+        return [linear for value in vars(part).values() for linear in _linears(value)]
+    return [linear for value in _slots_of(part) for linear in _linears(value)]
 
 
 def _slots_of(part: object) -> list[object]:

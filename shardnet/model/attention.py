@@ -9,7 +9,7 @@ heads per KV head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,45 +150,70 @@ def attention(
     row's bits are those of a decode step, whoever stands beside it; longer ones are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
-    out = queries.new_empty(n_rows, n_heads, head_size)  # [T, H, D]
-    for span in step.spans:
-        cached_keys, cached_values = step.kv.layer(span.slot, layer)  # [KV heads, P, D]
-        base = step.kv.first(span.slot, layer)
+    slots = [step.kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, D] each
+    firsts = [step.kv.first(span.slot, layer) for span in step.spans]  # where those begin
+    _store(keys, values, slots, firsts, step.spans)
+    grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
+    parts: list[Tensor] = []
+    for span, base, (cached_keys, cached_values) in zip(step.spans, firsts, slots, strict=True):
         position = span.position - base
-        end_position = position + span.end - span.start
-        rows = slice(span.start, span.end)
-        cached_keys[:, position:end_position] = keys[rows].transpose(0, 1)
-        cached_values[:, position:end_position] = values[rows].transpose(0, 1)
         if span.sights is not None:
             sight = span.sights[kind.window]
-            seen = slice(sight.first - base, end_position)
+            seen = slice(sight.first - base, position + span.end - span.start)
             attended = _attend_chunk(
-                queries[rows], cached_keys[:, seen], cached_values[:, seen], sight.mask, kind
+                queries[span.start : span.end],
+                cached_keys[:, seen],
+                cached_values[:, seen],
+                sight.mask,
+                kind,
             )
-            out[rows] = attended
+            parts.append(attended.view(-1, *grouped[0].shape[1:]))
             continue
         for row in range(span.start, span.end):
             end = position + row - span.start + 1
             first = 0 if kind.window is None else max(0, end - kind.window)
-            _attend_row(
-                out[row], queries[row], cached_keys[:, first:end], cached_values[:, first:end], kind
+            parts.append(
+                _attend_row(
+                    grouped[row],
+                    cached_keys.narrow(1, first, end - first).unsqueeze(0),
+                    cached_values.narrow(1, first, end - first).unsqueeze(0),
+                    kind,
+                )
             )
-    return out.view(n_rows, n_heads * head_size)
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
+    return whole.reshape(n_rows, n_heads * head_size)
 
 
-def _attend_row(
-    out: Tensor, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind
+def _store(
+    keys: Tensor,
+    values: Tensor,
+    slots: Sequence[tuple[Tensor, Tensor]],
+    firsts: Sequence[int],
+    spans: Sequence[Span],
 ) -> None:
-    """Attend one row: [H, D] over [KV heads, P, D]. Heads of a KV group stand as rows."""
-    n_kv_heads, _, head_size = keys.shape
-    grouped = query.view(1, n_kv_heads, -1, head_size)  # [1, KV heads, G, D]
+    """Write the rows' keys and values, [T, KV heads, D], where they belong: in one call, since
+    with many sequences each call for one row costs more than the row.
+    """
+    places: list[Tensor] = []
+    parts: list[Tensor] = []
+    key_rows, value_rows = keys.unbind(0), values.unbind(0)
+    for (slot_keys, slot_values), first, span in zip(slots, firsts, spans, strict=True):
+        start, n_rows, position = span.start, span.end - span.start, span.position - first
+        if n_rows == 1:
+            places += (slot_keys.select(1, position), slot_values.select(1, position))
+            parts += (key_rows[start], value_rows[start])
+            continue
+        for new, slot in ((keys, slot_keys), (values, slot_values)):
+            places.append(slot.narrow(1, position, n_rows))
+            parts.append(new.narrow(0, start, n_rows).transpose(0, 1))
+    torch._foreach_copy_(places, parts)
+
+
+def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    """Attend one row: [1, KV heads, G, D] over [1, KV heads, P, D]. Heads of a group are rows."""
     if kind.soft_cap is None:
-        attended = F.scaled_dot_product_attention(
-            grouped, keys.unsqueeze(0), values.unsqueeze(0), scale=kind.scale
-        )
-    else:
-        attended = _attend_capped(grouped[0], keys, values, None, kind.soft_cap, kind.scale)
-    out.view(n_kv_heads, -1, head_size).copy_(attended.view(n_kv_heads, -1, head_size))
+        return F.scaled_dot_product_attention(query, keys, values, scale=kind.scale)
+    return _attend_capped(query, keys, values, None, kind.soft_cap, kind.scale)
 
 
 def _attend_chunk(
