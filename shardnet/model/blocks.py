@@ -6,6 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,12 +19,15 @@ from shardnet.model.layers import HeadNorm, activate
 from shardnet.model.rotary import Rotary
 from shardnet.model.weights import WeightSource
 
+QkNorm = Callable[[Tensor], Tensor]
+"""Normalizes queries and keys, which stand side by side: [T, H + KV heads, D] in and out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
     """Queries, keys and values in one product, rotary positions, attention, output product.
 
-    `head_norm`, where there is one, comes before the rotation.
+    `qk_norm`, where there is one, comes before the rotation.
     """
 
     n_heads: int
@@ -32,7 +36,7 @@ class SelfAttention:
     kind: AttentionKind
     qkv_proj: Linear
     o_proj: Linear
-    head_norm: HeadNorm | None = None
+    qk_norm: QkNorm | None = None
 
     @classmethod
     def load(
@@ -41,15 +45,15 @@ class SelfAttention:
         """Take the parameters under Llama's names, and Qwen3's for the norms."""
         attn = f"model.layers.{layer}.self_attn"
         qkv_proj = weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
-        head_norm = None
+        qk_norm = None
         if with_head_norm:
-            head_norm = HeadNorm.join(
+            qk_norm = HeadNorm.join(
                 weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
                 weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),
                 config.n_heads,
                 config.n_kv_heads,
             )
-        return cls.of(config, layer, qkv_proj, weights.linear(f"{attn}.o_proj"), head_norm)
+        return cls.of(config, layer, qkv_proj, weights.linear(f"{attn}.o_proj"), qk_norm)
 
     @classmethod
     def of(
@@ -58,7 +62,7 @@ class SelfAttention:
         layer: int,
         qkv_proj: Linear,
         o_proj: Linear,
-        head_norm: HeadNorm | None = None,
+        qk_norm: QkNorm | None = None,
     ) -> SelfAttention:
         """Put products together as the config says of the absolute `layer`."""
         return cls(
@@ -68,7 +72,7 @@ class SelfAttention:
             kind=AttentionKind.of(config, layer),
             qkv_proj=qkv_proj,
             o_proj=o_proj,
-            head_norm=head_norm,
+            qk_norm=qk_norm,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
@@ -76,8 +80,8 @@ class SelfAttention:
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
         looking = heads[:, :n_rotated]
-        if self.head_norm is not None:
-            looking = self.head_norm(looking)
+        if self.qk_norm is not None:
+            looking = self.qk_norm(looking)
         rotated = rotary.rotate(looking)
         attended = attention(
             rotated[:, : self.n_heads],

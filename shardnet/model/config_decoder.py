@@ -63,6 +63,26 @@ def read_phi3(fields: Fields) -> ModelConfig:
     return replace(config, windows=(window,) * config.n_layers)
 
 
+def read_granite(fields: Fields) -> ModelConfig:
+    """Read a GraniteConfig: Llama with a multiplier in every place."""
+    config = read_decoder(fields, "granite")
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        mlp_bias=fields.take("mlp_bias", bool, False),
+        attention_scale=fields.positive_number("attention_multiplier", 1.0),
+        embedding_multiplier=fields.positive_number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive_number("residual_multiplier", 1.0),
+        logit_divisor=fields.positive_number("logits_scaling", 1.0),
+    )
+
+
+def read_olmo2(fields: Fields) -> ModelConfig:
+    """Read an Olmo2Config."""
+    config = read_decoder(fields, "olmo2", norm_eps=1e-5)
+    return replace(config, attention_bias=fields.take("attention_bias", bool, False))
+
+
 def read_decoder(
     fields: Fields,
     family: str,

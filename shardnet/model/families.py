@@ -13,8 +13,10 @@ from typing import Any
 from shardnet.model import layout_tables as tables
 from shardnet.model.config import ModelConfig
 from shardnet.model.config_decoder import (
+    read_granite,
     read_llama,
     read_mistral,
+    read_olmo2,
     read_phi3,
     read_qwen2,
     read_qwen3,
@@ -55,6 +57,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM", read=read_gemma3, layer=tables.gemma3_layer
     ),
+    "granite": Family(
+        architecture="GraniteForCausalLM", read=read_granite, layer=tables.llama_layer
+    ),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", read=read_olmo2, layer=tables.olmo2_layer),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         read=read_gpt2,

@@ -61,6 +61,20 @@ def phi3_layer(config: ModelConfig, layer: int) -> Table:
     } | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
 
 
+def olmo2_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with norms after the halves only, and over all queries and all keys."""
+    attn = f"model.layers.{layer}.self_attn"
+    return (
+        _attention(config, layer)
+        | {
+            f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
+            f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
+        }
+        | gated_mlp(config, layer)
+        | _norms(config, layer, "post_attention_layernorm", "post_feedforward_layernorm")
+    )
+
+
 def gemma2_layer(config: ModelConfig, layer: int) -> Table:
     """Llama's, with norms before and after both halves."""
     return llama_layer(config, layer) | _norms(

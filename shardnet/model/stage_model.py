@@ -24,10 +24,12 @@ from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
+from shardnet.model.granite import GraniteLayer
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
 from shardnet.model.llama import LlamaLayer
+from shardnet.model.olmo2 import Olmo2Layer
 from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
@@ -76,6 +78,8 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "phi3": partial(DecoderStage, load_phi3_layer),
         "gemma2": partial(DecoderStage, GemmaLayer.load),
         "gemma3_text": partial(DecoderStage, load_gemma3_layer),
+        "granite": partial(DecoderStage, GraniteLayer.load),
+        "olmo2": partial(DecoderStage, Olmo2Layer.load),
         "gpt2": Gpt2Stage,
     }
 )
@@ -255,5 +259,8 @@ def load_stage(
     for file, size_bytes in checkpoint.bytes_read.items():
         if size_bytes > before[file]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
-    kv = KvCache(len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks)
+    windows = [config.window(layer) for layer in layers]
+    kv = KvCache(
+        len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks, windows
+    )
     return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-SANDWICH = {"gemma2", "gemma3_text"}
-HEAD_NORMS = {"qwen3", "gemma3_text"}
+NORMS_AFTER = {"gemma2", "gemma3_text", "olmo2"}
+HEAD_NORMS = {"qwen3", "gemma3_text", "olmo2"}
 
 
 class PlainDecoder:
@@ -36,24 +36,36 @@ class PlainDecoder:
         """Run the whole sequence: [T, V]."""
         table = self.weights["model.embed_tokens.weight"]
         hidden = table[ids]
-        if self.is_gemma and self.twist != "embedding as it is":
-            hidden = hidden * math.sqrt(self.raw["hidden_size"])
+        if self.twist != "embedding as it is":
+            usual = math.sqrt(self.raw["hidden_size"]) if self.is_gemma else 1.0
+            hidden = hidden * self.raw.get("embedding_multiplier", usual)
         for layer in range(self.raw["num_hidden_layers"]):
             hidden = self.layer(hidden, layer)
         hidden = self.norm(hidden, "model.norm")
         logits = hidden @ self.weights.get("lm_head.weight", table).T
+        if self.twist != "logits as they are":
+            logits = logits / self.raw.get("logits_scaling", 1.0)
         cap = self.raw.get("final_logit_softcapping")
         return cap * torch.tanh(logits / cap) if cap and self.twist != "no logit cap" else logits
 
     def layer(self, hidden: Tensor, layer: int) -> Tensor:
         """Two halves, each added to what went in."""
         prefix = f"model.layers.{layer}"
-        attended = self.attention(self.norm(hidden, f"{prefix}.input_layernorm"), layer)
-        if self.family not in SANDWICH:
-            hidden = hidden + attended
-            return hidden + self.mlp(self.norm(hidden, f"{prefix}.post_attention_layernorm"), layer)
+        share = self.raw.get("residual_multiplier", 1.0)
+        if self.twist == "residuals as they are":
+            share = 1.0
+        if self.family == "olmo2":
+            attended = self.attention(hidden, layer)
+        else:
+            attended = self.attention(self.norm(hidden, f"{prefix}.input_layernorm"), layer)
+        if self.family not in NORMS_AFTER:
+            hidden = hidden + share * attended
+            inner = self.mlp(self.norm(hidden, f"{prefix}.post_attention_layernorm"), layer)
+            return hidden + share * inner
         hidden = hidden + self.norm(attended, f"{prefix}.post_attention_layernorm")
-        inner = self.mlp(self.norm(hidden, f"{prefix}.pre_feedforward_layernorm"), layer)
+        before = f"{prefix}.pre_feedforward_layernorm"
+        inner = hidden if self.family == "olmo2" else self.norm(hidden, before)
+        inner = self.mlp(inner, layer)
         return hidden + self.norm(inner, f"{prefix}.post_feedforward_layernorm")
 
     def norm(self, rows: Tensor, name: str) -> Tensor:
@@ -61,6 +73,14 @@ class PlainDecoder:
         offset = 1.0 if self.is_gemma and self.twist != "norms without 1" else 0.0
         size = rows.square().mean(-1, keepdim=True) + self.raw["rms_norm_eps"]
         return rows / size.sqrt() * (self.weights[f"{name}.weight"] + offset)
+
+    def head_norm(self, heads: Tensor, name: str) -> Tensor:
+        """The norm of each head of [T, heads, D], in OLMo-2 of all of them together."""
+        if self.family != "olmo2":
+            return self.norm(heads, name)
+        axes = (-1,) if self.twist == "norms by head" else (-2, -1)
+        size = heads.square().mean(axes, keepdim=True) + self.raw["rms_norm_eps"]
+        return heads / size.sqrt() * self.weights[f"{name}.weight"].view(-1, self.head_size)
 
     def mlp(self, rows: Tensor, layer: int) -> Tensor:
         """down(act(gate) * up)."""
@@ -85,11 +105,12 @@ class PlainDecoder:
         if self.family in HEAD_NORMS and self.twist == "rotated before head norms":
             queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)
         if self.family in HEAD_NORMS and self.twist != "no head norms":
-            queries = self.norm(queries, f"{attn}.q_norm")
-            keys = self.norm(keys, f"{attn}.k_norm")
+            queries = self.head_norm(queries, f"{attn}.q_norm")
+            keys = self.head_norm(keys, f"{attn}.k_norm")
         if self.twist != "rotated before head norms":
             queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)
         scale = self.raw.get("query_pre_attn_scalar", self.head_size) ** -0.5
+        scale = self.raw.get("attention_multiplier", scale)
         if self.twist == "scaled by head size":
             scale = self.head_size**-0.5
         cap = self.raw.get("attn_logit_softcapping")

@@ -6,17 +6,20 @@ held against one stage: the same bits. Prompts are shorter and longer than windo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder
+from checkpoints import make_decoder, make_gpt2
 from oracle import check_generation, reference_logits
 from stage_chain import CPU, StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.families import FAMILIES
 from shardnet.model.kernels import probe
 from shardnet.types import DType, LayerRange
 
@@ -68,6 +71,17 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 5,
+    },
+    "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "olmo2-odd": ODD | {"attention_bias": True},
+    "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
 
 
@@ -117,10 +131,20 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "phi3", "gemma2", "gemma3_text"])
-def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
-    sizes = {"head_dim": 8} if family != "phi3" else {}
-    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, sliding_window=50, **sizes)
+@pytest.fixture(params=list(FAMILIES))
+def make(request: pytest.FixtureRequest) -> Callable[..., Path]:
+    """What writes a checkpoint of each family, with a config that is not all default."""
+    if request.param == "gpt2":
+        return make_gpt2
+    config = CASES.get(request.param, {}) | {"num_hidden_layers": 4}
+    return partial(make_decoder, family=request.param, **config)
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    """No further from float32 on the same weights than 1.5 times what transformers itself is."""
+    folder = make(tmp_path, dtype=torch.bfloat16)
     prompt = random_prompt(290, 300)
     exact, rounded = (
         reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
@@ -129,3 +153,13 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(family: str, tmp_path:
     logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
     error = (logits.prefill(0, prompt) - exact).square().mean()
     assert error <= 1.5**2 * (rounded - exact).square().mean()
+
+
+def test_a_float16_checkpoint_is_computed_in_float32(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make(tmp_path, dtype=torch.float16)
+    assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    chain = StageChain.load(folder, even_split(4, 3), probe(CPU, DType.FLOAT16, None))
+    check_generation(chain, reference, [random_prompt(40, 300)], 8)

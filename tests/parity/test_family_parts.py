@@ -62,6 +62,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "norms without 1",
         ],
     ),
+    "granite": (
+        {
+            "num_hidden_layers": 2,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.9,
+            "logits_scaling": 3.0,
+        },
+        [
+            "scaled by head size",
+            "embedding as it is",
+            "residuals as they are",
+            "logits as they are",
+        ],
+    ),
+    "olmo2": (
+        {"num_hidden_layers": 2},
+        ["rotated before head norms", "no head norms", "norms by head"],
+    ),
 }
 
 
