@@ -76,7 +76,7 @@ async def many(bench: Bench) -> dict[str, Any]:
             rows = report["ring"][n_stages] = {}
             for n_sequences in (1, 2, 4, 8, 16, 32):
                 turns = [
-                    await _together(engine, bench.prompts(n_sequences, 32, turn), bench.tokens)
+                    await _together(engine, bench.prompts(n_sequences, 8, turn), bench.tokens)
                     for turn in range(n_sequences * 10, n_sequences * 10 + bench.rounds)
                 ]
                 rows[n_sequences] = {
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(EXPERIMENTS), help="comma-separated")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per stage")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=24, help="tokens per sequence")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--script", type=Path, action="append", help="a text to force; repeatable")
     arguments = parser.parse_args()
     arguments.checkpoint = (arguments.checkpoint or random_1b()).absolute()

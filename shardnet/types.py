@@ -36,6 +36,13 @@ PREFILL_CHUNK_ROWS = 256
 """Rows of one prefill chunk: fixed, counted from position 0, so any split gives the same bits."""
 
 
+REWIND_ROWS = PREFILL_CHUNK_ROWS
+"""Rows by which a slot may be rewound in a model with sliding windows: those of the largest frame.
+
+Its layers keep their window and so many rows (design decision 6).
+"""
+
+
 class DType(enum.Enum):
     """A dtype that computes or travels. The value is the name used in flags and JSON."""
 

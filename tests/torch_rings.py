@@ -11,6 +11,7 @@ from typing import Any
 from rings import NoText, running_ring
 from stage_chain import StageChain
 
+from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.sampler import Sampler
 from shardnet.runtime.compute import (
@@ -44,9 +45,15 @@ class TorchStages:
     """The stages of a model, each with its KV cache, the last with the tail."""
 
     def __init__(
-        self, folder: Path, ranges: Sequence[LayerRange], choice: KernelChoice | None = None
+        self,
+        folder: Path,
+        ranges: Sequence[LayerRange],
+        choice: KernelChoice | None = None,
+        context: int = CONTEXT,
     ) -> None:
-        stages = StageChain.load(folder, ranges, choice).stages
+        self.context = context
+        self.window = Checkpoint.open(folder).config.smallest_window
+        stages = StageChain.load(folder, ranges, choice, context).stages
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
         self.computes = [
@@ -111,7 +118,8 @@ def run(
             epoch=Epoch(1),
             n_stages=len(stages.computes),
             room_blocks=room_blocks,
-            context=CONTEXT,
+            context=stages.context,
+            window=stages.window,
             max_slots=8,
             limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2),
         )

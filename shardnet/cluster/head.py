@@ -286,4 +286,5 @@ def _spec(plan: Plan) -> RingSpec:
         context=plan.context,
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
+        window=plan.facts.config.smallest_window,
     )

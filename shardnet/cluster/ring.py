@@ -53,6 +53,8 @@ class RingSpec:
     context: int
     threads: int
     vocab_size: int
+    window: int | None
+    """The smallest sliding window of the model's layers."""
 
 
 class Ring:
@@ -184,6 +186,7 @@ class Ring:
             room_blocks=min(stage.room_blocks for stage in ready),
             context=self.spec.context,
             max_slots=MAX_SLOTS,
+            window=self.spec.window,
             limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
         )
         return Engine(

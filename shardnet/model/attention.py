@@ -100,7 +100,7 @@ def plan_step(
                 f"sequence {group.sequence_id}: position {end_position - 1} lies beyond the "
                 f"context of {context}; ask for fewer tokens or a longer --context"
             )
-        kv.ensure(group.slot, end_position)
+        kv.ensure(group.slot, end_position, group.n_rows)
         start = len(positions)
         positions.extend(range(group.position, end_position))
         sights = None
@@ -151,13 +151,15 @@ def attention(
     """
     n_rows, n_heads, head_size = queries.shape
     slots = [step.kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, D] each
-    _store(keys, values, slots, step.spans)
+    firsts = [step.kv.first(span.slot, layer) for span in step.spans]  # where those begin
+    _store(keys, values, slots, firsts, step.spans)
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
-    for span, (cached_keys, cached_values) in zip(step.spans, slots, strict=True):
+    for span, base, (cached_keys, cached_values) in zip(step.spans, firsts, slots, strict=True):
+        position = span.position - base
         if span.sights is not None:
             sight = span.sights[kind.window]
-            seen = slice(sight.first, span.position + span.end - span.start)
+            seen = slice(sight.first - base, position + span.end - span.start)
             attended = _attend_chunk(
                 queries[span.start : span.end],
                 cached_keys[:, seen],
@@ -168,7 +170,7 @@ def attention(
             parts.append(attended.view(-1, *grouped[0].shape[1:]))
             continue
         for row in range(span.start, span.end):
-            end = span.position + row - span.start + 1
+            end = position + row - span.start + 1
             first = 0 if kind.window is None else max(0, end - kind.window)
             parts.append(
                 _attend_row(
@@ -183,7 +185,11 @@ def attention(
 
 
 def _store(
-    keys: Tensor, values: Tensor, slots: Sequence[tuple[Tensor, Tensor]], spans: Sequence[Span]
+    keys: Tensor,
+    values: Tensor,
+    slots: Sequence[tuple[Tensor, Tensor]],
+    firsts: Sequence[int],
+    spans: Sequence[Span],
 ) -> None:
     """Write the rows' keys and values, [T, KV heads, D], where they belong: in one call, since
     with many sequences each call for one row costs more than the row.
@@ -191,14 +197,14 @@ def _store(
     places: list[Tensor] = []
     parts: list[Tensor] = []
     key_rows, value_rows = keys.unbind(0), values.unbind(0)
-    for (slot_keys, slot_values), span in zip(slots, spans, strict=True):
-        start, n_rows = span.start, span.end - span.start
+    for (slot_keys, slot_values), first, span in zip(slots, firsts, spans, strict=True):
+        start, n_rows, position = span.start, span.end - span.start, span.position - first
         if n_rows == 1:
-            places += (slot_keys.select(1, span.position), slot_values.select(1, span.position))
+            places += (slot_keys.select(1, position), slot_values.select(1, position))
             parts += (key_rows[start], value_rows[start])
             continue
         for new, slot in ((keys, slot_keys), (values, slot_values)):
-            places.append(slot.narrow(1, span.position, n_rows))
+            places.append(slot.narrow(1, position, n_rows))
             parts.append(new.narrow(0, start, n_rows).transpose(0, 1))
     torch._foreach_copy_(places, parts)
 

@@ -147,6 +147,11 @@ class ModelConfig:
         """How many positions a row of the absolute `layer` sees, None for all."""
         return self.windows[layer] if self.windows else None
 
+    @property
+    def smallest_window(self) -> int | None:
+        """The smallest window of any layer, None where no layer has one."""
+        return min((window for window in self.windows if window is not None), default=None)
+
     def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
         """The windows that layers of a stage have, each once."""
         return tuple(dict.fromkeys(self.window(layer) for layer in layers))

@@ -2,10 +2,15 @@
 
 Knows room and memory. Must not know sequences or attention. The head books the room; here it is
 only checked: `blocks_used + blocks_free == room_blocks` at all times.
+
+A layer with a window keeps of a slot what the next rows can see: its window, and before it the rows
+of the largest frame, which may have to be written again. What lies further back is given up as the
+slot grows, so such a slot can be rewound by that many rows and no more (`REWIND_ROWS`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,22 +18,29 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
 
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """Keys and values of one slot, layer by layer: [KV heads, capacity, D] each."""
+    """Keys and values of one slot, layer by layer: [KV heads, capacity, D] each.
+
+    `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
+    the layer has a window. The slot ends after `blocks` blocks in all layers.
+    """
 
     blocks: int = 0
     keys: list[Tensor]
     values: list[Tensor]
+    firsts: list[int]
 
 
 class KvCache:
     """Slots of keys and values. One slot's layer is contiguous, so that attention gathers nothing.
 
     Layers are counted from 0 within the stage. A slot that was never grown holds nothing.
+    `windows` are the positions that rows of each layer see, themselves included; None is all of
+    them, and so is an empty sequence for all layers.
     """
 
     def __init__(
@@ -39,7 +51,10 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         room_blocks: int,
+        windows: Sequence[int | None] = (),
     ) -> None:
+        assert len(windows) in (0, n_layers)
+        self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
         self._head_size = head_size
@@ -71,26 +86,24 @@ class KvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all layers, keys and values: the most that it takes."""
         position = 2 * self._n_kv_heads * self._head_size * self._dtype.itemsize
         return self._n_layers * position * BLOCK_POSITIONS
 
-    def ensure(self, slot: SlotId, n_positions: int) -> None:
-        """Give the slot room for positions `[0, n_positions)`; what it holds stays.
+    def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
+        """Give the slot room for positions `[0, n_positions)`, the last `n_rows` to be written.
 
-        Raises CapacityError, and changes nothing, when the room or the machine's memory is used up.
+        What it holds stays, as far as those rows and later ones can see it. Raises CapacityError,
+        and changes nothing, when the room or the machine's memory is used up, and when the rows
+        would see positions that a window has given up.
         """
+        self._check_rewind(slot, n_positions - n_rows)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted <= held:
             return
-        if wanted - held > self.blocks_free:
-            raise CapacityError(
-                f"slot {slot} needs {wanted - held} more KV blocks for {n_positions} positions, "
-                f"{self.blocks_free} of {self._room_blocks} are free; "
-                "give the node more --memory or ask for a shorter --context"
-            )
-        self._resize(slot, wanted)
+        self._check_room(slot, wanted - held, n_positions)
+        self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Give back the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored."""
@@ -100,7 +113,7 @@ class KvCache:
         if wanted == 0:
             self.free(slot)
         elif wanted < self._slots[slot].blocks:
-            self._resize(slot, wanted)
+            self._resize(slot, wanted, 0)
 
     def free(self, slot: SlotId) -> None:
         """Give back all blocks of the slot. Unknown slots are ignored."""
@@ -118,11 +131,19 @@ class KvCache:
                 f"slot {source} does not hold the {n_positions} positions to copy from it; the "
                 "request has to be sent again"
             )
+        self._check_rewind(source, n_positions)
         self.free(target)
-        self.ensure(target, n_positions)
-        held, new = self._slots[source], self._slots[target]
-        for old, copied in zip(held.keys + held.values, new.keys + new.values, strict=True):
-            copied[:, :n_positions] = old[:, :n_positions]
+        wanted = blocks_for(n_positions)
+        self._check_room(target, wanted, n_positions)
+        held = self._slots[source]
+        self._slots[target] = _Slot(
+            keys=list(held.keys), values=list(held.values), firsts=list(held.firsts)
+        )
+        try:
+            self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
+        except CapacityError:
+            del self._slots[target]
+            raise
 
     def clear(self) -> None:
         """Give back all blocks of all slots."""
@@ -130,23 +151,58 @@ class KvCache:
         self._blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's keys and values in a layer: [KV heads, capacity, D] each, writable."""
+        """Return the slot's keys and values in a layer: [KV heads, capacity, D] each, writable.
+
+        Their first row is that of position `first(slot, layer)`.
+        """
         held = self._slots[slot]
         return held.keys[layer], held.values[layer]
 
-    def _resize(self, slot: SlotId, blocks: int) -> None:
-        """Move the slot to tensors of `blocks` blocks, one at a time: the old one is freed first.
+    def first(self, slot: SlotId, layer: int) -> int:
+        """Return the position of the first row that the slot keeps in a layer."""
+        return self._slots[slot].firsts[layer]
 
-        Where memory runs out on the way, what has moved stays moved, which wastes room but no data.
+    def _check_room(self, slot: SlotId, more: int, n_positions: int) -> None:
+        """Raise CapacityError where so many blocks are not free."""
+        if more > self.blocks_free:
+            raise CapacityError(
+                f"slot {slot} needs {more} more KV blocks for {n_positions} positions, "
+                f"{self.blocks_free} of {self._room_blocks} are free; "
+                "give the node more --memory or ask for a shorter --context"
+            )
+
+    def _check_rewind(self, slot: SlotId, position: int) -> None:
+        """Raise CapacityError where a row at `position` would see what a window has given up."""
+        held = self._slots.get(slot)
+        if held is None:
+            return
+        for first, window in zip(held.firsts, self._windows, strict=True):
+            if first and window is not None and position - window + 1 < first:
+                raise CapacityError(
+                    f"slot {slot} keeps positions from {first} on in layers with a window of "
+                    f"{window} and was rewound to {position}; the request has to be sent again"
+                )
+
+    def _resize(self, slot: SlotId, blocks: int, seen_from: int) -> None:
+        """Move the slot to tensors that end after `blocks` blocks, layer by layer.
+
+        Rows from position `seen_from` on may still be written. Where memory runs out on the way,
+        what has moved stays moved, which wastes room but no data.
         """
         held = self._slots.get(slot)
         if held is None:
             nothing = [self._empty(0)] * self._n_layers
-            held = _Slot(keys=nothing, values=list(nothing))
+            held = _Slot(keys=nothing, values=list(nothing), firsts=[0] * self._n_layers)
         try:
-            for tensors in (held.keys, held.values):
-                for layer in range(self._n_layers):
-                    tensors[layer] = self._moved(tensors[layer], blocks)
+            for layer, window in enumerate(self._windows):
+                old = held.firsts[layer]
+                first = old
+                if window is not None:
+                    kept_from = max(0, seen_from - window + 1)
+                    first = max(old, kept_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
+                keys = self._moved(held.keys[layer], old, first, blocks)
+                values = self._moved(held.values[layer], old, first, blocks)
+                held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -158,12 +214,14 @@ class KvCache:
         held.blocks = blocks
         self._slots[slot] = held
 
-    def _moved(self, old: Tensor, blocks: int) -> Tensor:
-        new = self._empty(blocks)
-        kept = min(old.shape[1], new.shape[1])
-        new[:, :kept] = old[:, :kept]
+    def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
+        """Copy the positions from `first` on to a tensor that begins there."""
+        new = self._empty(max(0, blocks * BLOCK_POSITIONS - first))
+        skipped = first - old_first
+        kept = max(0, min(old.shape[1] - skipped, new.shape[1]))
+        new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
-    def _empty(self, blocks: int) -> Tensor:
-        shape = (self._n_kv_heads, blocks * BLOCK_POSITIONS, self._head_size)
+    def _empty(self, n_positions: int) -> Tensor:
+        shape = (self._n_kv_heads, n_positions, self._head_size)
         return torch.empty(shape, dtype=self._dtype, device=self._device)  # [KV heads, capacity, D]

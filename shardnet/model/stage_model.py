@@ -259,5 +259,8 @@ def load_stage(
     for file, size_bytes in checkpoint.bytes_read.items():
         if size_bytes > before[file]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
-    kv = KvCache(len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks)
+    windows = [config.window(layer) for layer in layers]
+    kv = KvCache(
+        len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks, windows
+    )
     return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

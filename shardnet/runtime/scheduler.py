@@ -81,7 +81,8 @@ class Scheduler:
     """Sequences of one ring.
 
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
-    the sequences that run at once, `max_waiting` those that wait.
+    the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
+    window of the model's layers, None where none has one.
     """
 
     epoch: Epoch
@@ -90,6 +91,7 @@ class Scheduler:
     context: int
     max_slots: int
     max_waiting: int = 1024
+    window: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     book: SlotBook = field(init=False)
     mixed_rows: int = field(init=False)
@@ -105,7 +107,7 @@ class Scheduler:
     _next_step: int = 1
 
     def __post_init__(self) -> None:
-        self.book = SlotBook(room_blocks=self.room_blocks)
+        self.book = SlotBook(room_blocks=self.room_blocks, window=self.window)
         self.mixed_rows = self.limits.mixed_rows
 
     @property
@@ -191,8 +193,12 @@ class Scheduler:
 
     def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
         """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
-        takes at most `slowdown` times as long as `n_decode` rows alone.
+        takes at most `slowdown` times as long as `n_decode` rows alone; longer where more
+        sequences wait for their prompt than decode, since each counts the same.
         """
+        decoding = [sequence.is_decoding for sequence in self._running.values()].count(True)
+        prefilling = [sequence.is_prefilling for sequence in self._running.values()].count(True)
+        slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
         most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
         choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
         self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
@@ -436,6 +442,7 @@ class Scheduler:
         self._ready.pop(sequence.sequence_id, None)
         self._note_ready(sequence)
         slot.n_held = group.position + group.n_rows - len(rows.drafts)
+        slot.n_written = max(slot.n_written, group.position + group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
         if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
             slot.n_chunked = slot.n_held

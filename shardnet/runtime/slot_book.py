@@ -13,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """One slot. Its first `n_held` positions hold keys and values of the first of `tokens`.
 
-    `n_chunked` of them were computed as whole prompt chunks. `n_shared` counts the sequences that
-    began with a copy of it.
+    `n_chunked` of them were computed as whole prompt chunks. `n_written` is the most positions that
+    were ever written, drafts that proved wrong too. `n_shared` counts the sequences that began with
+    a copy of it.
     """
 
     slot: SlotId
     tokens: Sequence[int] = ()
     n_held: int = 0
     n_chunked: int = 0
+    n_written: int = 0
     n_blocks: int = 0
     n_shared: int = 0
     is_warm: bool = False
@@ -64,9 +66,14 @@ class Prefix:
 
 @dataclass(slots=True, kw_only=True)
 class SlotBook:
-    """All slots of a ring. `room_blocks` is the smallest room of its stages, per stage."""
+    """All slots of a ring. `room_blocks` is the smallest room of its stages, per stage.
+
+    `window` is the smallest sliding window of the model's layers, None where none has one: such
+    layers forget (design decision 6), and a slot cannot be rewound below its `floor`.
+    """
 
     room_blocks: int
+    window: int | None = None
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
     _slots: dict[SlotId, Slot] = field(default_factory=dict)
@@ -101,10 +108,22 @@ class SlotBook:
             n_kept = (
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
             )
+            if n_kept < self.floor(slot):
+                continue
             found = Prefix(slot=slot, n_kept=n_kept, is_whole=common == slot.n_held)
             if n_kept and (best is None or found.rank > best.rank):
                 best = found
         return best
+
+    def floor(self, slot: Slot) -> int:
+        """Return how many positions of the slot must be kept, if any are to be.
+
+        A layer with a window has of each slot at least the window and the last `REWIND_ROWS` rows
+        (model/kv_cache.py); what was before may be gone.
+        """
+        if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
+            return 0
+        return slot.n_written - REWIND_ROWS
 
     def start(self, prompt: Sequence[int], n_blocks: int, *, chunk_rows: int = 0) -> Start:
         """Give a sequence its slot, booked for `n_blocks`, which must be available.
@@ -127,6 +146,7 @@ class SlotBook:
         self._touch(source)
         slot = self._new(n_blocks)
         slot.n_chunked = min(source.n_chunked, prefix.n_kept)
+        slot.n_written = source.n_written  # the copy lacks what the source has forgotten
         return Start(slot=slot, n_kept=prefix.n_kept, source=source.slot, given_up=given_up)
 
     def start_empty(self, n_blocks: int) -> Start:

@@ -262,6 +262,28 @@ def test_as_many_prompt_rows_travel_beside_others_as_their_cost_allows(
     assert seen[-1] == expected
 
 
+def test_where_most_wait_for_their_prompt_those_who_decode_wait_longer() -> None:
+    """Each sequence counts the same: with two of eight decoding, a step may take four times."""
+    scheduler, cost = ring().scheduler, StepCost()
+    scheduler.limits = StepLimits(chunk_rows=64, mixed_rows=128, exact_rows=4)
+    scheduler.mixed_rows = 128
+    for n_rows in (2, 50):
+        cost.learn(n_rows, 0.05 + 2.5e-3 * n_rows)
+    scheduler.mix(2, cost, 2.2)
+    assert scheduler.mixed_rows == 24
+    for number in range(1, 9):
+        scheduler.submit(request(number, 200, max_tokens=2))
+    scheduler.next_instructions()
+    running = [*scheduler._running.values()]
+    assert len(running) == 8
+    for sequence in running[:2]:
+        sequence.n_sent = len(sequence.tokens)
+        sequence.tokens.append(7)
+    for expected in (48, 64, 64):  # twice the last at most
+        scheduler.mix(2, cost, 2.2)
+        assert scheduler.mixed_rows == expected
+
+
 def test_a_larger_priority_goes_first_and_equals_by_arrival() -> None:
     one = ring(max_slots=1)
     for number, priority in ((1, 0), (2, 0), (3, 5)):

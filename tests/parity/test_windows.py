@@ -1,0 +1,106 @@
+"""Windows shorter than prompts, drafts and shared prefixes, on whole rings: the same text always.
+
+Sequences are long enough for layers with a window to forget their beginning.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_decoder
+from stage_chain import even_split, random_prompt
+from torch_rings import TorchStages, request, run, tokens_of
+from transformers import AutoModelForCausalLM
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.runtime.engine import GenerationEvent, RequestMoved, Speculation
+
+CONTEXT = 1280
+WINDOW = 6
+CASES: dict[str, dict[str, Any]] = {
+    "mistral": {"num_hidden_layers": 2},
+    "gemma2": {"num_hidden_layers": 3, "head_dim": 8},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    sizes = {"max_position_embeddings": CONTEXT, "sliding_window": WINDOW}
+    return make_decoder(path, request.param, **sizes | CASES[request.param])
+
+
+@pytest.fixture(scope="module")
+def stages(folder: Path) -> TorchStages:
+    n_layers = Checkpoint.open(folder).config.n_layers
+    return TorchStages(folder, even_split(n_layers, 2), context=CONTEXT)
+
+
+class WrongGuesser:
+    """Guesses more tokens than a window holds, nearly always wrong."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        return True
+
+    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return [self._random.randrange(300) for _ in range(limit)]
+
+    def close(self) -> None: ...
+
+
+def n_kept(events: Sequence[GenerationEvent]) -> int:
+    """How much of the prompt was there already."""
+    return max(event.n_kept for event in events if isinstance(event, RequestMoved))
+
+
+def test_long_prompts_are_as_in_transformers(folder: Path, stages: TorchStages) -> None:
+    prompt = random_prompt(1000, 300)
+    (events,) = run(stages, request(prompt, 8), chunk_rows=256)
+    tokens = tokens_of(events)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_wrong_guesses_leave_no_trace(stages: TorchStages) -> None:
+    prompt = random_prompt(700, 300, seed=1)
+    speculation = Speculation(make_guesser=lambda wake: WrongGuesser(), most=16)
+    (plain,) = run(stages, request(prompt, 100), chunk_rows=256)
+    (guessed,) = run(stages, request(prompt, 100, speculation=speculation), chunk_rows=256)
+    assert tokens_of(guessed) == tokens_of(plain)
+    timing = guessed[-1].timing  # type: ignore[union-attr]
+    assert timing.n_drafted > timing.n_accepted + 2 * WINDOW
+
+
+def test_shared_prefixes_change_no_token(stages: TorchStages) -> None:
+    """One that ends where the slot does, one that rewinds it, one from before what it keeps."""
+    prompt = random_prompt(700, 300, seed=2)
+    first = request(prompt, 20)
+    turn = [*prompt, *tokens_of(run(stages, first, chunk_rows=256)[0]), 5, 6, 7]
+    other = [*prompt[:600], *random_prompt(40, 300, seed=3)]
+    far = [*prompt[:300], *random_prompt(400, 300, seed=4)]
+    cold = [run(stages, request(ids, 30), chunk_rows=256)[0] for ids in (turn, other, far)]
+    warm = run(
+        stages,
+        first,
+        *(request(ids, 30) for ids in (turn, other, far)),
+        chunk_rows=256,
+        at_once=False,
+    )[1:]
+    assert [tokens_of(events) for events in warm] == [tokens_of(events) for events in cold]
+    assert [n_kept(events) for events in warm] == [719, 600, 0]
+    assert [n_kept(events) for events in cold] == [0, 0, 0]
