@@ -110,7 +110,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "wrong shape": (edit_header(transpose(DOWN)), [DOWN, "320"]),
     "unknown architecture": (configure(model_type="mamba"), ["config.json", "mamba"]),
     "unknown class": (configure(architectures=["LlamaModel"]), ["LlamaModel"]),
-    "unknown rope": (configure(rope_scaling={"rope_type": "yarn", "factor": 2.0}), ["yarn"]),
+    "unknown rope": (configure(rope_scaling={"rope_type": "spiral", "factor": 2.0}), ["spiral"]),
     "unknown activation": (configure(hidden_act="relu6"), ["hidden_act", "relu6"]),
     "unknown key": (configure(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
     "config against tensors": (configure(num_key_value_heads=5), ["k_proj"]),

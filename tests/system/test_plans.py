@@ -23,9 +23,9 @@ from proxy import Proxy
 DELAY_S = 0.02
 """One way to the node that is far; a step of the model takes a fraction of it."""
 
-SHARE = 0.2
+SHARE = 0.1
 """How much of the time the node runs that is slow."""
-PERIOD_S = 0.02
+PERIOD_S = 0.1
 
 MEMORY = {"anna": "42MiB", "bert": "30MiB", "cleo": "38MiB"}
 FITS_ANNA, NEEDS_TWO, NEEDS_CLEO = 512, 4096, 9216
