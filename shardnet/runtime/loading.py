@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,13 +62,15 @@ class StageOrder:
 class ModelFacts:
     """What a node knows of a checkpoint without loading it.
 
-    `stamp` changes when a file of the folder does. `is_complete`: it holds every tensor, and is no
+    `path` is its folder, or its file. `config_text` is its config in the words of config.json.
+    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
     replica. `sample` is that of its weights then, else "".
     """
 
     model_id: str
     path: Path
     config: ModelConfig
+    config_text: str
     stamp: Stamp
     is_complete: bool
     sample: str
@@ -109,15 +110,16 @@ def find_folder(model: str) -> Path | None:
 def identify(path: Path) -> ModelFacts:
     """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
     stamped = stamp(path)
-    with closing(Checkpoint.open(path)) as checkpoint:
-        return ModelFacts(
-            model_id=checkpoint.model_id,
-            path=path,
-            config=checkpoint.config,
-            stamp=stamped,
-            is_complete=checkpoint.journal is None,
-            sample=checkpoint.sample if checkpoint.journal is None else "",
-        )
+    checkpoint = Checkpoint.open(path)
+    return ModelFacts(
+        model_id=checkpoint.model_id,
+        path=path,
+        config=checkpoint.config,
+        config_text=checkpoint.config_text,
+        stamp=stamped,
+        is_complete=checkpoint.journal is None,
+        sample=checkpoint.sample if checkpoint.journal is None else "",
+    )
 
 
 def identify_at(model: str) -> ModelFacts:
@@ -131,18 +133,16 @@ def identify_at(model: str) -> ModelFacts:
     return identify(folder)
 
 
-def config_text(path: Path) -> str:
-    """Return the text of a checkpoint's config.json, for a node that has no checkpoint.
+def config_text(facts: ModelFacts) -> str:
+    """Return the text of a checkpoint's config, for a node that has no checkpoint.
 
-    Raises CheckpointError when it cannot be read, or is larger than 1 MiB.
+    Raises CheckpointError when it is larger than 1 MiB.
     """
-    file = path / "config.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}; fetch it again") from error
+    text = facts.config_text
     if len(text) > MAX_CONFIG_TEXT:
-        raise CheckpointError(f"{file} is {len(text)} characters long, at most 1 MiB can be sent")
+        raise CheckpointError(
+            f"{facts.path}: its config is {len(text)} characters long, at most 1 MiB can be sent"
+        )
     return text
 
 
@@ -183,27 +183,25 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
     started = time.perf_counter()
     path = order.folder
     stamped = stamp(path)
-    with closing(Checkpoint.open(path)) as checkpoint:
-        if checkpoint.model_id != order.model_id:
-            raise CheckpointError(
-                f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
-                f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
-            )
-        config = checkpoint.config
-        device = torch.device(order.device)
-        choice = probe(device, order.dtype, config.checkpoint_dtype)
-        room_blocks = kv_room_blocks(
-            config, order.layers, choice.dtype, order.context, memory_bytes
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.model_id != order.model_id:
+        raise CheckpointError(
+            f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
+            f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
         )
-        model = load_stage(
-            checkpoint,
-            order.layers,
-            choice=choice,
-            device=device,
-            room_blocks=room_blocks,
-            context=order.context,
-            progress=progress,
-        )
+    config = checkpoint.config
+    device = torch.device(order.device)
+    choice = probe(device, order.dtype, config.checkpoint_dtype)
+    room_blocks = kv_room_blocks(config, order.layers, choice.dtype, order.context, memory_bytes)
+    model = load_stage(
+        checkpoint,
+        order.layers,
+        choice=choice,
+        device=device,
+        room_blocks=room_blocks,
+        context=order.context,
+        progress=progress,
+    )
     sampler = None
     if model.last:
         tokenizer = Tokenizer.load_optional(path)

@@ -1,0 +1,107 @@
+"""The headers of safetensors files, one or several named by an index.
+
+Knows the byte layout (github.com/huggingface/safetensors). Must not know names of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+from shardnet.errors import CheckpointError
+from shardnet.model.checkpoint_json import parse_object, read_weight_map
+from shardnet.model.stored import AGAIN, ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor, TensorFile
+
+
+def indexed_files(index: Path) -> dict[str, TensorFile]:
+    """Read the headers of all files that the index names; keep the tensors it places in each.
+
+    Raises CheckpointError, which names the file.
+    """
+    placed: dict[str, dict[str, StoredTensor]] = {}
+    files: dict[str, TensorFile] = {}
+    for name, file in read_weight_map(index).items():
+        path = index.parent / file
+        if file not in files:
+            files[file] = read_header(path)
+        if name not in files[file].tensors:
+            raise CheckpointError(f"{path}: tensor {name} is missing; {AGAIN}")
+        placed.setdefault(file, {})[name] = files[file].tensors[name]
+    return {
+        file: TensorFile(
+            name=file,
+            size_bytes=whole.size_bytes,
+            heads=whole.heads,
+            sha256=whole.sha256,
+            tensors=placed[file],
+        )
+        for file, whole in files.items()
+    }
+
+
+def read_header(path: Path) -> TensorFile:
+    """Read and check the header of one file.
+
+    Raises CheckpointError, which names the file, when it is truncated or damaged.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size_bytes < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
+                raise CheckpointError(
+                    f"{path}: truncated or no safetensors file ({size_bytes} bytes, "
+                    f"header claims {length}); {AGAIN}"
+                )
+            file.seek(0)
+            head = file.read(8 + length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+    entries = parse_object(head[8:], path)
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
+    end = _end_of(list(tensors.values()), path, 8 + length)
+    if end != size_bytes:
+        raise CheckpointError(
+            f"{path}: {size_bytes} bytes long, its header describes {end}: "
+            f"truncated or damaged; {AGAIN}"
+        )
+    return TensorFile(
+        name=path.name,
+        size_bytes=size_bytes,
+        heads=((0, 8 + length),),
+        sha256=hashlib.sha256(head).hexdigest(),
+        tensors=tensors,
+    )
+
+
+def _end_of(tensors: list[StoredTensor], path: Path, start: int) -> int:
+    """Say where the last tensor ends; none may lie over another."""
+    end = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
+        if info.offset < end:
+            raise CheckpointError(f"{path}: tensor {info.name} lies over another one; {AGAIN}")
+        end = info.offset + info.size_bytes
+    return end
+
+
+def _tensor(name: str, entry: object, path: Path, data_start: int) -> StoredTensor:
+    """Check one header entry."""
+    match entry:
+        case {
+            "dtype": str(dtype),
+            "shape": [*shape],
+            "data_offsets": [int(begin), int(stop)],
+        } if all(isinstance(n, int) and n >= 0 for n in shape):
+            size_bytes = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+            if 0 <= begin <= stop and (dtype not in ITEM_BYTES or stop - begin == size_bytes):
+                return StoredTensor(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    size_bytes=stop - begin,
+                    file=path.name,
+                    offset=data_start + begin,
+                )
+    raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged; {AGAIN}")
