@@ -21,7 +21,9 @@ from shardnet.model.checkpoint_json import read_file
 from shardnet.model.config import ModelConfig
 from shardnet.model.contents import Contents
 from shardnet.model.families import parse_config
-from shardnet.model.huggingface_format import open_huggingface
+from shardnet.model.gguf_format import open_gguf
+from shardnet.model.gguf_header import gguf_files
+from shardnet.model.huggingface_format import has_huggingface_tensors, open_huggingface
 from shardnet.model.making import ModelTensor
 from shardnet.model.replica_journal import Journal, n_parts
 from shardnet.model.stored import (
@@ -66,15 +68,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Read the config and the headers of the tensor files in the folder `path`.
+        """Read the config and the headers of the tensor files at `path`.
 
+        That is a folder, or a GGUF file.
         Raises CheckpointError, which names the file, when one is missing, truncated or damaged;
         UnsupportedModelError for a model that is not implemented.
         """
         path = Path(path)
-        if not os.path.isdir(path):  # also where a part of the path may not be looked at
+        if not names_checkpoint(path):
             raise CheckpointError(f"{path}: no such checkpoint folder; check the path of --model")
-        return cls(path, open_huggingface(path))
+        return cls(path, _read_contents(path))
 
     @cached_property
     def model_id(self) -> str:
@@ -168,6 +171,21 @@ class Checkpoint:
         for source in tensor.sources:
             self._bytes_read[source.file] += source.size_bytes
         return made
+
+
+def names_checkpoint(path: Path) -> bool:
+    """Whether there is a folder, or a GGUF file, at `path`: what `Checkpoint.open` looks at."""
+    # os.path, unlike Path, also answers where a part of the path may not be looked at.
+    return os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
+
+
+def _read_contents(path: Path) -> Contents:
+    """Read the headers in whichever format the checkpoint has."""
+    if path.is_file():
+        return open_gguf(path)
+    if not has_huggingface_tensors(path) and gguf_files(path):
+        return open_gguf(path)
+    return open_huggingface(path)
 
 
 def _feed(digest: hashlib._Hash, name: str, content: bytes) -> None:

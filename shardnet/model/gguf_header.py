@@ -7,7 +7,6 @@ know what a key means, nor how values of a tensor are packed. Imports neither to
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import struct
@@ -63,13 +62,12 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What stands before the tensors' bytes, which begin at `head_bytes`. `sha256` is of it."""
+    """What stands before the tensors' bytes, which begin at `head_bytes`."""
 
     metadata: Mapping[str, Value]
     tensors: tuple[GgufTensor, ...]
     head_bytes: int
     size_bytes: int
-    sha256: str
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -136,7 +134,6 @@ class _Cursor:
     def __init__(self, file: BinaryIO, path: Path, size_bytes: int) -> None:
         self._file = file
         self._path = path
-        self._sha256 = hashlib.sha256()
         self.size_bytes = size_bytes
         self.at = 0
         self.what = "its first bytes"
@@ -162,7 +159,6 @@ class _Cursor:
         data = self._file.read(n_bytes)
         if len(data) < n_bytes:
             raise self.damaged("the file has become shorter; is it replaced?")
-        self._sha256.update(data)
         self.at += n_bytes
         return data
 
@@ -182,10 +178,6 @@ class _Cursor:
     def text(self) -> str:
         """Read a string."""
         return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
-
-    def sha256(self) -> str:
-        """The SHA-256 of what was read, in hex."""
-        return self._sha256.hexdigest()
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
@@ -210,6 +202,9 @@ def _read(cursor: _Cursor) -> GgufHeader:
         cursor.what = f"key {key!r}"
         metadata[key] = _value(cursor)
     infos = [_tensor(cursor, number) for number in range(n_tensors)]
+    cursor.what = "the list of tensors"
+    if len({info.name for info in infos}) < n_tensors:
+        raise cursor.damaged("a tensor is there twice")
     cursor.what = "general.alignment"
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
@@ -218,11 +213,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
     if start > cursor.size_bytes:
         if infos:
             raise cursor.damaged(f"truncated: {cursor.size_bytes} bytes, tensors begin at {start}")
-        start = cursor.at
-    cursor.take(start - cursor.at)
-    names = [info.name for info in infos]
-    if len(set(names)) < len(names):
-        raise cursor.damaged("a tensor is there twice")
+        start = cursor.size_bytes
     return GgufHeader(
         metadata=metadata,
         tensors=tuple(
@@ -236,7 +227,6 @@ def _read(cursor: _Cursor) -> GgufHeader:
         ),
         head_bytes=start,
         size_bytes=cursor.size_bytes,
-        sha256=cursor.sha256(),
     )
 
 

@@ -23,6 +23,11 @@ INDEX_FILE: Final = INDEX_FILES[0]
 WHOLE_FILES: Final = tuple(name for name in ID_FILES if name != "params.json")
 
 
+def has_huggingface_tensors(folder: Path) -> bool:
+    """Whether there are tensor files of the names that transformers gives them."""
+    return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+
+
 def open_huggingface(folder: Path) -> Contents:
     """Read config.json and the headers of the tensor files.
 

@@ -47,6 +47,18 @@ def as_stored(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return stored[0]
 
 
+def rotary_halves(rows: Tensor, n_heads: int) -> Tensor:
+    """Bring the rows of queries or keys from interleaved rotary order into Hugging Face's.
+
+    Meta's checkpoints, Mistral's, and llama-type GGUF have the two rows that rotate together side
+    by side in each head; Hugging Face has the first ones of all pairs, then the second ones.
+    `rows` is [heads * D, ...], in any type; returns a copy.
+    """
+    size = rows.shape[0] // n_heads
+    pairs = rows.view(n_heads, size // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
 def unchanged(name: str, source: StoredTensor) -> ModelTensor:
     """Name the parameter that is stored as it is."""
     return ModelTensor(

@@ -5,13 +5,20 @@ Knows the byte layout (github.com/huggingface/safetensors). Must not know names 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint_json import parse_object, read_weight_map
-from shardnet.model.stored import AGAIN, ITEM_BYTES, MAX_HEADER_BYTES, StoredTensor, TensorFile
+from shardnet.model.stored import (
+    AGAIN,
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    StoredTensor,
+    TensorFile,
+    end_of,
+    hash_ranges,
+)
 
 
 def indexed_files(index: Path) -> dict[str, TensorFile]:
@@ -54,36 +61,26 @@ def read_header(path: Path) -> TensorFile:
                     f"{path}: truncated or no safetensors file ({size_bytes} bytes, "
                     f"header claims {length}); {AGAIN}"
                 )
-            file.seek(0)
-            head = file.read(8 + length)
+            header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
-    entries = parse_object(head[8:], path)
+    entries = parse_object(header, path)
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
-    end = _end_of(list(tensors.values()), path, 8 + length)
+    end = end_of(path, tensors.values(), 8 + length)
     if end != size_bytes:
         raise CheckpointError(
             f"{path}: {size_bytes} bytes long, its header describes {end}: "
             f"truncated or damaged; {AGAIN}"
         )
+    heads = ((0, 8 + length),)
     return TensorFile(
         name=path.name,
         size_bytes=size_bytes,
-        heads=((0, 8 + length),),
-        sha256=hashlib.sha256(head).hexdigest(),
+        heads=heads,
+        sha256=hash_ranges(path, heads),
         tensors=tensors,
     )
-
-
-def _end_of(tensors: list[StoredTensor], path: Path, start: int) -> int:
-    """Say where the last tensor ends; none may lie over another."""
-    end = start
-    for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
-        if info.offset < end:
-            raise CheckpointError(f"{path}: tensor {info.name} lies over another one; {AGAIN}")
-        end = info.offset + info.size_bytes
-    return end
 
 
 def _tensor(name: str, entry: object, path: Path, data_start: int) -> StoredTensor:

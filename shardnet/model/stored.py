@@ -7,6 +7,7 @@ nor what a tensor means. Imports torch only to read one.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,29 @@ def read_stored(folder: Path, tensor: StoredTensor, file_bytes: int) -> torch.Te
     if raw.data_ptr() % kind.itemsize:
         raw = raw.clone()  # not where elements of this type may begin
     return raw.view(kind).view(tensor.shape)
+
+
+def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
+    """Say where the last tensor of a file ends, whose first may begin at `start`.
+
+    Raises CheckpointError when one lies over another, or over what is no tensor.
+    """
+    end = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
+        if info.offset < end:
+            raise CheckpointError(f"{path}: tensor {info.name} lies over another one; {AGAIN}")
+        end = info.offset + info.size_bytes
+    return end
+
+
+def hash_ranges(path: Path, ranges: Iterable[ByteRange]) -> str:
+    """Return the SHA-256 of some bytes of a file, in hex. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for offset, n_bytes in ranges:
+            file.seek(offset)
+            digest.update(file.read(n_bytes))
+    return digest.hexdigest()
 
 
 def sample_ranges(tensors: Iterable[StoredTensor], n_bytes: int) -> list[ByteRange]:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.checkpoint import Checkpoint, names_checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
@@ -95,16 +96,16 @@ class LoadedStage:
 
 
 def find_folder(model: str) -> Path | None:
-    """Return the folder that `model` names on this machine: the bundled model, an absolute path, or
-    a model of the Hub that was pulled.
+    """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
+    an absolute path, or a model of the Hub that was pulled.
 
-    None when there is no such folder here.
+    None when there is none here.
     """
     if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
         name = HubName.parse(model)
         return pulled_folder(name) if name is not None else None
     path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
-    return path if os.path.isdir(path) else None  # also where one may not look
+    return path if names_checkpoint(path) else None
 
 
 def identify(path: Path) -> ModelFacts:
@@ -154,11 +155,12 @@ def stamp(path: Path) -> Stamp:
 
     Raises CheckpointError when the folder cannot be looked at.
     """
-    journal = Journal.find(path)
+    journal = Journal.find(path) if path.is_dir() else None
     if journal is not None:
         return (("replica", journal.n_dropped, 0),)
     try:
-        files = sorted(file for file in path.iterdir() if file.is_file())
+        files = gguf_files(path) if path.is_file() else [*path.iterdir()]
+        files = sorted(file for file in files if file.is_file())
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
