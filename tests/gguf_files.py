@@ -41,16 +41,18 @@ def write_gguf(
     *,
     pack: Pack | None = None,
     extra: Mapping[str, Array] | None = None,
+    split_max_tensors: int = 0,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint folder `source` as the GGUF `path`. Return `path`.
 
-    `extra` are more tensors. `metadata` is put over what follows from config.json, the names
-    without the architecture, dots as double underscores; None leaves a key out.
+    With `split_max_tensors` it is written in parts, whose names follow from `path`. `extra` are
+    more tensors. `metadata` is put over what follows from config.json, the names without the
+    architecture, dots as double underscores; None leaves a key out.
     """
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     own = _metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in own.items():
         if value is not None:

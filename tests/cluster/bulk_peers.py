@@ -44,9 +44,9 @@ class Sources:
         self.dialled: list[str] = []
 
     def add(self, name: str, folder: Path, cache: Path) -> None:
-        """Let a real source with a checkpoint folder, or a replica of a cache, answer."""
+        """Let a real source with a checkpoint, or a replica of a cache, answer."""
         holdings = Holdings(ModelCache(cache))
-        if folder.is_dir():
+        if folder.exists():
             holdings.look_at(folder)
         self.serves[name] = BulkServer(holdings, self.disk, SendRate(None), time.monotonic).serve
 
