@@ -1,4 +1,4 @@
-"""The headers of safetensors files, one or several named by an index.
+"""The headers of safetensors files.
 
 Knows the byte layout (github.com/huggingface/safetensors). Must not know names of tensors.
 """
@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from shardnet.errors import CheckpointError
-from shardnet.model.checkpoint_json import parse_object, read_weight_map
+from shardnet.model.checkpoint_json import parse_object
 from shardnet.model.stored import (
     AGAIN,
     ITEM_BYTES,
@@ -21,33 +21,7 @@ from shardnet.model.stored import (
 )
 
 
-def indexed_files(index: Path) -> dict[str, TensorFile]:
-    """Read the headers of all files that the index names; keep the tensors it places in each.
-
-    Raises CheckpointError, which names the file.
-    """
-    placed: dict[str, dict[str, StoredTensor]] = {}
-    files: dict[str, TensorFile] = {}
-    for name, file in read_weight_map(index).items():
-        path = index.parent / file
-        if file not in files:
-            files[file] = read_header(path)
-        if name not in files[file].tensors:
-            raise CheckpointError(f"{path}: tensor {name} is missing; {AGAIN}")
-        placed.setdefault(file, {})[name] = files[file].tensors[name]
-    return {
-        file: TensorFile(
-            name=file,
-            size_bytes=whole.size_bytes,
-            heads=whole.heads,
-            sha256=whole.sha256,
-            tensors=placed[file],
-        )
-        for file, whole in files.items()
-    }
-
-
-def read_header(path: Path) -> TensorFile:
+def read_safetensors_file(path: Path) -> TensorFile:
     """Read and check the header of one file.
 
     Raises CheckpointError, which names the file, when it is truncated or damaged.

@@ -40,7 +40,8 @@ class StoredTensor:
     """One tensor as its file describes it; `name` is the only one of its checkpoint.
 
     `dtype` is safetensors' name (F32, BF16, …), or the name of a type whose elements are packed
-    into blocks, as GGUF's Q4_K. `offset` is where its bytes begin in the file.
+    into blocks, as GGUF's Q4_K. `offset` is where its bytes begin in the file. `strides` are the
+    elements from one to the next along each axis, None where they stand row by row.
     """
 
     name: str
@@ -49,9 +50,11 @@ class StoredTensor:
     size_bytes: int
     file: str
     offset: int
+    strides: tuple[int, ...] | None = None
 
     def rows(self, begin: int, end: int) -> StoredTensor:
         """Name the bytes of the rows [begin, end) of the first axis, which are stored together."""
+        assert self.strides is None
         row_bytes = self.size_bytes // self.shape[0]
         return replace(
             self,
@@ -118,7 +121,10 @@ def read_stored(folder: Path, tensor: StoredTensor, file_bytes: int) -> torch.Te
         return raw.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
     if raw.data_ptr() % kind.itemsize:
         raw = raw.clone()  # not where elements of this type may begin
-    return raw.view(kind).view(tensor.shape)
+    elements = raw.view(kind)
+    if tensor.strides is not None:
+        return elements.as_strided(tensor.shape, tensor.strides)
+    return elements.view(tensor.shape)
 
 
 def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from bulk_peers import Sources, open_sources
 from checkpoints import make_llama
 from gguf_files import pack_as, write_gguf
+from torch_checkpoints import to_torch_files
 
 from shardnet.cluster.bulk_client import BulkClient
 from shardnet.cluster.fetching import Fetch, Fetched
@@ -36,6 +37,8 @@ def make_source(form: str, folder: Path) -> Path:
             source = make_llama(folder / "hf", hidden_size=96, intermediate_size=160)
             pack = pack_as(gguf.GGMLQuantizationType.Q8_0)
             return write_gguf(source, folder / "model.gguf", pack=pack)
+        case "torch":
+            return to_torch_files(make_llama(folder.parent / "hf"), folder, 2)
     raise AssertionError(form)
 
 
@@ -71,7 +74,7 @@ async def fetch(sources: Sources, folder: Path) -> Fetched:
         await sources.disk.run(replica.close)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("form", ["safetensors", "gguf", "torch"])
 def test_a_stage_comes_from_another_node(form: str, tmp_path: Path) -> None:
     source = make_source(form, tmp_path / "source")
     replica = tmp_path / "replica"

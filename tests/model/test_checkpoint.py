@@ -118,7 +118,10 @@ SINGLE_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'),
         "not readable as JSON",
     ),
-    "no tensors": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors"),
+    "no tensors": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "no tensors are here: neither model.safetensors",
+    ),
     "empty file": (lambda f: truncate(f / "model.safetensors", 0), "truncated"),
     "cut in the header": (lambda f: truncate(f / "model.safetensors", 100), "truncated"),
     "cut in the data": (lambda f: truncate(f / "model.safetensors", 200_000), "truncated"),
