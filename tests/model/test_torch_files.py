@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,22 +192,19 @@ def test_pickles_that_torch_does_not_write(data: bytes, message: str | None) -> 
         pickled_tensors(data, "x.bin")
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of pickletools
 @settings(max_examples=300)
 @given(data=st.data())
 def test_any_pickle_is_a_dict_or_an_error(data: st.DataObject) -> None:
-    valid = _PICKLE[0] if _PICKLE else _PICKLE.append(_pickle()) or _PICKLE[0]
+    valid = _pickle()
     at = data.draw(st.integers(0, len(valid) - 1))
     other = data.draw(st.binary(min_size=1, max_size=4))
     with contextlib.suppress(CheckpointError):
         pickled_tensors(valid[:at] + other + valid[at + len(other) :], "x.bin")
 
 
-_PICKLE: list[bytes] = []
-
-
+@cache
 def _pickle() -> bytes:
-    import io
-
     file = io.BytesIO()
     torch.save({"a": torch.zeros(3, 4), "b": torch.nn.Parameter(torch.ones(2))}, file)
     with zipfile.ZipFile(file) as archive:
@@ -262,12 +261,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "its directory is cut short",
     ),
     "a zip64 end that is none": (
-        lambda p: patch_end(p, 16, b"\xff" * 4),
+        lambda p: (rezip(p), patch_end(p, 16, b"\xff" * 4)),
         "its zip64 end is missing",
     ),
     "no archive of torch": (
         lambda p: zipfile.ZipFile(p, "w").writestr("a.txt", "x") or None,
-        "no zip archive|its end is missing",
+        "it holds no data.pkl, so torch.save did not write it",
     ),
 }
 
@@ -283,12 +282,12 @@ def test_a_damaged_file_is_named(source: Path, tmp_path: Path, name: str) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_a_tensor_that_lies_beyond_its_storage(tmp_path: Path, source: Path) -> None:
-    folder = to_torch_files(source, tmp_path / "torch")
-    valid = _pickle()
-    with_pickle(folder, valid.replace(b"K\x03K\x04\x86", b"K\x7fK\x7f\x86"))
-    with pytest.raises(CheckpointError, match="tensor a of shape .127, 127. lies beyond|storage"):
-        Checkpoint.open(folder)
+def test_a_tensor_that_lies_beyond_its_storage(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.zeros(3, 4), "b": torch.nn.Parameter(torch.ones(2))}, path)
+    with_pickle(tmp_path, _pickle().replace(b"K\x03K\x04\x86", b"K\x03K\x05\x86"))
+    with pytest.raises(CheckpointError, match=r"tensor a of shape \[3, 5\] lies beyond its stor"):
+        read_torch_file(path)
 
 
 def test_safetensors_go_before_torch(source: Path, tmp_path: Path) -> None:
