@@ -18,9 +18,9 @@ from shardnet.model.contents import ID_FILES, INDEX_FILES, Contents
 from shardnet.model.indexed_files import ReadFile, read_indexed_files
 from shardnet.model.layout import canonical_name
 from shardnet.model.making import ModelTensor, unchanged
-from shardnet.model.quantization import combine, plain, read_quantization
 from shardnet.model.safetensors_files import read_safetensors_file
 from shardnet.model.stored import AGAIN, TensorFile
+from shardnet.model.stored_quantization import combine, plain, read_quantization
 from shardnet.model.torch_files import read_torch_file
 
 SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")

@@ -40,7 +40,7 @@ _IGNORED: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
+class StoredQuantization:
     """How weights are stored.
 
     `group_size` inputs share a scale, all where it is 0. `zero_offset` is added to GPTQ's zeros.
@@ -53,7 +53,7 @@ class Quantization:
     block: tuple[int, int] = (1, 1)
 
 
-def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
+def read_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization:
     """Read the object `quantization_config` of the config.json at `where`.
 
     Raises UnsupportedModelError for a method, or a variant of one, that is not implemented.
@@ -65,13 +65,13 @@ def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
     fields.ignore(*_IGNORED[method].split())
     match method:
         case "fp8":
-            made = Quantization(method=method, block=_block_size(fields))
+            made = StoredQuantization(method=method, block=_block_size(fields))
         case "gptq":
             made = _gptq(fields)
         case "awq":
             made = _awq(fields)
         case _:
-            made = Quantization(method=method)
+            made = StoredQuantization(method=method)
     fields.refuse_the_rest()
     return made
 
@@ -83,22 +83,22 @@ def _block_size(fields: Fields) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _gptq(fields: Fields) -> Quantization:
+def _gptq(fields: Fields) -> StoredQuantization:
     fields.require("bits", 4)
     form = fields.take("checkpoint_format", str, "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise fields.unsupported("checkpoint_format", form, "gptq, gptq_v2")
     offset = 1 if form == "gptq" else 0
-    return Quantization(method="gptq", group_size=_group_size(fields), zero_offset=offset)
+    return StoredQuantization(method="gptq", group_size=_group_size(fields), zero_offset=offset)
 
 
-def _awq(fields: Fields) -> Quantization:
+def _awq(fields: Fields) -> StoredQuantization:
     fields.require("bits", 4)
     fields.require("zero_point", True)
     version = fields.take("version", str, "gemm")
     if version.lower() != "gemm":
         raise fields.unsupported("version", version, "gemm")
-    return Quantization(method="awq", group_size=_group_size(fields))
+    return StoredQuantization(method="awq", group_size=_group_size(fields))
 
 
 def _group_size(fields: Fields) -> int:
@@ -110,10 +110,10 @@ def _group_size(fields: Fields) -> int:
 
 
 Stored = Mapping[str, StoredTensor]
-Combine = Callable[["_Weight", Quantization], ModelTensor]
+Combine = Callable[["_Weight", StoredQuantization], ModelTensor]
 
 
-def combine(how: Quantization, stored: Stored, where: str) -> dict[str, ModelTensor]:
+def combine(how: StoredQuantization, stored: Stored, where: str) -> dict[str, ModelTensor]:
     """Find the quantized weights among the stored tensors of the folder `where`.
 
     Gives each under its parameter's name, as the checkpoint spells it. Tensors that are part of
@@ -131,7 +131,9 @@ def combine(how: Quantization, stored: Stored, where: str) -> dict[str, ModelTen
     return made
 
 
-def plain(how: Quantization, stored: Stored, made: Mapping[str, ModelTensor]) -> list[StoredTensor]:
+def plain(
+    how: StoredQuantization, stored: Stored, made: Mapping[str, ModelTensor]
+) -> list[StoredTensor]:
     """List the stored tensors that are part of no quantized weight; activations' scales are left
     out, since activations are not quantized here."""
     used = {source.name for tensor in made.values() for source in tensor.sources}
@@ -176,7 +178,7 @@ class _Weight:
         return info
 
 
-def _fp8_weight(weight: _Weight, how: Quantization) -> ModelTensor:
+def _fp8_weight(weight: _Weight, how: StoredQuantization) -> ModelTensor:
     info = weight.first(".weight", 2)
     suffix = next(suffix for suffix in weight.parts if suffix != ".weight")
     scale = weight.parts[suffix]
@@ -196,7 +198,7 @@ def _fp8_weight(weight: _Weight, how: Quantization) -> ModelTensor:
     return _combined(f"{weight.stem}.weight", info.shape, (info, scale), make)
 
 
-def _gptq_weight(weight: _Weight, how: Quantization) -> ModelTensor:
+def _gptq_weight(weight: _Weight, how: StoredQuantization) -> ModelTensor:
     packed = weight.first(".qweight", 2)
     n_inputs, n_outputs = packed.shape[0] * 8, packed.shape[1]
     group_size = how.group_size or n_inputs
@@ -223,7 +225,7 @@ def _gptq_weight(weight: _Weight, how: Quantization) -> ModelTensor:
     return _combined(f"{weight.stem}.weight", (n_outputs, n_inputs), sources, make)
 
 
-def _awq_weight(weight: _Weight, how: Quantization) -> ModelTensor:
+def _awq_weight(weight: _Weight, how: StoredQuantization) -> ModelTensor:
     packed = weight.first(".qweight", 2)
     n_inputs, n_outputs = packed.shape[0], packed.shape[1] * 8
     group_size = how.group_size or n_inputs
@@ -242,7 +244,7 @@ def _awq_weight(weight: _Weight, how: Quantization) -> ModelTensor:
     return _combined(f"{weight.stem}.weight", (n_outputs, n_inputs), sources, make)
 
 
-def _mxfp4_weight(weight: _Weight, how: Quantization) -> ModelTensor:
+def _mxfp4_weight(weight: _Weight, how: StoredQuantization) -> ModelTensor:
     blocks = weight.first("_blocks", 4)
     n_experts, n_outputs, n_blocks, _ = blocks.shape
     sources = (

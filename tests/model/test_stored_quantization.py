@@ -19,7 +19,7 @@ from stage_chain import StageChain
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model import dequantize
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.quantization import read_quantization
+from shardnet.model.stored_quantization import read_quantization
 from shardnet.types import LayerRange
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
