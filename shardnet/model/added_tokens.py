@@ -69,11 +69,11 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
     path = folder / "added_tokens.json"
     for text, token_id in read_object(path, distinct=True).items():
         if type(token_id) is not int:
-            raise CheckpointError(f"{path}: {text!r} must be a token id, not {token_id!r}")
-        check_id(token_id, f"{path}: {text!r}")
+            raise CheckpointError(f"{path}: {text!r:.80} must be a token id, not {token_id!r:.80}")
+        check_id(token_id, f"{path}: {text!r:.80}")
         if token_id in found:
             raise CheckpointError(
-                f"{path}: id {token_id} is both {found[token_id].text!r} and {text!r}"
+                f"{path}: id {token_id} is both {found[token_id].text!r:.80} and {text!r:.80}"
             )
         found[token_id] = NamedToken(text=text, token_id=token_id, special=text in special)
     where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
@@ -81,7 +81,7 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
     if not isinstance(said, dict):
         raise CheckpointError(f"{where} must be an object, not {type(said).__name__}")
     for key, entry in said.items():
-        token = _described(key, entry, f"{where}[{key!r}]", special)
+        token = _described(key, entry, f"{where}[{key!r:.80}]", special)
         found[token.token_id] = token
     for text in special & vocabulary.keys():
         named = NamedToken(text=text, token_id=vocabulary[text], special=True)
@@ -89,7 +89,7 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
     texts = [token.text for token in found.values()]
     if len(set(texts)) < len(texts):
         twice = next(text for text in texts if texts.count(text) > 1)
-        raise CheckpointError(f"{folder}: the added token {twice!r} has two ids")
+        raise CheckpointError(f"{folder}: the added token {twice!r:.80} has two ids")
     return found
 
 
@@ -113,7 +113,7 @@ def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 def _described(key: str, entry: object, where: str, special: set[str]) -> NamedToken:
     if not key.isascii() or not key.isdigit() or len(key) > len(str(MAX_ID)):
-        raise CheckpointError(f"{where}: {key!r} is no token id; fetch the file again")
+        raise CheckpointError(f"{where}: {key!r:.80} is no token id; fetch the file again")
     check_id(int(key), where)
     said = entry if isinstance(entry, dict) else {}
     match said:

@@ -58,7 +58,7 @@ def ranked_backend(
         text = "".join([table[byte] for byte in token])
         if text in vocabulary:
             first = vocabulary[text] - first_id
-            raise CheckpointError(f"{where}: ranks {first} and {rank} are both {token!r}")
+            raise CheckpointError(f"{where}: ranks {first} and {rank} are both {token!r:.80}")
         vocabulary[text] = first_id + rank
     for character, byte in byte_of_character().items():
         if character not in vocabulary:
@@ -85,7 +85,7 @@ def merged_backend(
     for token in named:
         if words.setdefault(token.text, token.token_id) != token.token_id:
             raise CheckpointError(
-                f"{where}: the token {token.text!r} has the ids {words[token.text]} and "
+                f"{where}: the token {token.text!r:.80} has the ids {words[token.text]} and "
                 f"{token.token_id}; take all files from one checkpoint"
             )
     _check_ids(words, where)
@@ -93,7 +93,8 @@ def merged_backend(
         for text in (first, second, first + second):
             if text not in vocabulary:
                 raise CheckpointError(
-                    f"{where}: the merge {first!r} {second!r} needs {text!r}, which is no token"
+                    f"{where}: the merge {first!r:.80} {second!r:.80} needs {text!r:.80}, which is "
+                    "no token"
                 )
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=words, merges=list(merges), ignore_merges=split.whole_words)
@@ -115,10 +116,10 @@ def _check_ids(words: Mapping[str, int], where: str) -> None:
     for text, token_id in words.items():
         if not 0 <= token_id < MAX_ID:
             raise CheckpointError(
-                f"{where}: {text!r} has the id {token_id}; ids go from 0 to {MAX_ID - 1}"
+                f"{where}: {text!r:.80} has the id {token_id}; ids go from 0 to {MAX_ID - 1}"
             )
         if token_id in text_of:
             raise CheckpointError(
-                f"{where}: id {token_id} is both {text_of[token_id]!r} and {text!r}"
+                f"{where}: id {token_id} is both {text_of[token_id]!r:.80} and {text!r:.80}"
             )
         text_of[token_id] = text

@@ -43,7 +43,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> ReadTokenize
             read = _read_bytes(said, tokens)
         case _:
             raise CheckpointError(
-                f"{where}: {_KEY}model = {model!r} is not supported; supported: llama, gpt2"
+                f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2"
             )
     ends = [said.token_id(key, tokens) for key in _END_KEYS]
     adds_bos = said.one("add_bos_token", bool)
@@ -160,7 +160,7 @@ def _read_bytes(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
         if kind == PieceKind.UNUSED:
             continue
         if text in vocabulary:
-            raise said.damaged("tokens", f"{vocabulary[text]} and {token_id} are both {text!r}")
+            raise said.damaged("tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}")
         vocabulary[text] = token_id
         if kind != PieceKind.NORMAL:
             special = kind != PieceKind.USER_DEFINED
@@ -174,7 +174,7 @@ def _read_bytes(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
 def _word_split(said: _Metadata) -> WordSplit:
     name = said.one("pre", str)
     if name not in GGUF_NAMES:
-        what = "is missing" if name is None else f"= {name!r} is not supported"
+        what = "is missing" if name is None else f"= {name!r:.80} is not supported"
         raise said.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
     return GGUF_NAMES[name]
 

@@ -65,12 +65,12 @@ def _word_split(folder: Path) -> WordSplit:
             return _MODEL_TYPES[model_type]
         raise CheckpointError(
             f"{path}: tokenizer_class is missing, and nothing says how vocab.json splits words "
-            f"for model_type = {model_type!r}; add tokenizer.json or tokenizer_class"
+            f"for model_type = {model_type!r:.80}; add tokenizer.json or tokenizer_class"
         )
     split = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
     if split is None:
         raise CheckpointError(
-            f"{path}: tokenizer_class = {named!r} is not supported without tokenizer.json; "
+            f"{path}: tokenizer_class = {named!r:.80} is not supported without tokenizer.json; "
             f"supported: {', '.join(_CLASSES)}"
         )
     return split
@@ -80,7 +80,7 @@ def _flag(folder: Path, key: str) -> bool:
     path = folder / "tokenizer_config.json"
     value = read_object(path).get(key)
     if not isinstance(value, bool | None):
-        raise CheckpointError(f"{path}: {key} must be true or false, not {value!r}")
+        raise CheckpointError(f"{path}: {key} must be true or false, not {value!r:.80}")
     return bool(value)
 
 
@@ -90,7 +90,9 @@ def _vocabulary(path: Path) -> dict[str, int]:
         raise CheckpointError(f"{path} has no tokens; {_AGAIN}")
     for text, token_id in vocabulary.items():
         if type(token_id) is not int:
-            raise CheckpointError(f"{path}: {text!r} must have a token id, not {token_id!r}")
+            raise CheckpointError(
+                f"{path}: {text!r:.80} must have a token id, not {token_id!r:.80}"
+            )
     return vocabulary
 
 

@@ -126,17 +126,17 @@ def _check(pieces: Pieces) -> None:
             )
         if not math.isfinite(pieces.scores[token_id]):
             raise CheckpointError(
-                f"{where}: piece {token_id} {text!r} has the score {pieces.scores[token_id]}"
+                f"{where}: piece {token_id} {text!r:.80} has the score {pieces.scores[token_id]}"
             )
         if pieces.kinds[token_id] not in PieceKind.__members__.values():
             raise CheckpointError(
-                f"{where}: piece {token_id} {text!r} has type {pieces.kinds[token_id]}; known are "
+                f"{where}: piece {token_id} {text!r:.80} has type {pieces.kinds[token_id]}; known: "
                 + ", ".join(f"{kind.value} {kind.name}" for kind in PieceKind)
             )
     used = [t for t, kind in zip(pieces.texts, pieces.kinds, strict=True) if kind != 5]
     if len(set(used)) < len(used):
         text, count = Counter(used).most_common(1)[0]
-        raise CheckpointError(f"{where}: the piece {text!r} is there {count} times")
+        raise CheckpointError(f"{where}: the piece {text!r:.80} is there {count} times")
     n_unknown = len(pieces.of_kind(PieceKind.UNKNOWN))
     if n_unknown > 1 or (pieces.is_unigram and not n_unknown):
         raise CheckpointError(f"{where}: {n_unknown} pieces are the unknown one; expected one")
@@ -148,7 +148,7 @@ def _check_bytes(pieces: Pieces) -> None:
     wanted = {f"<0x{byte:02X}>" for byte in range(256)}
     if found and set(found) != wanted:
         odd = next((text for text in found if text not in wanted), None)
-        what = f"{odd!r} is none of <0x00> to <0xFF>" if odd else f"only {len(found)} of 256"
+        what = f"{odd!r:.80} is none of <0x00> to <0xFF>" if odd else f"only {len(found)} of 256"
         raise CheckpointError(f"{pieces.where}: byte pieces: {what}")
 
 
@@ -169,8 +169,8 @@ def _named_tokens(pieces: Pieces, added: Mapping[int, NamedToken]) -> dict[int, 
         renames = token_id < len(pieces.texts) and token.text != pieces.texts[token_id]
         if renames and kind not in (PieceKind.CONTROL, PieceKind.UNUSED):
             raise CheckpointError(
-                f"{pieces.where}: id {token_id} is the piece {pieces.texts[token_id]!r}, and "
-                f"{token.text!r} in the files beside it; take both from one checkpoint"
+                f"{pieces.where}: id {token_id} is the piece {pieces.texts[token_id]!r:.80}, and "
+                f"{token.text!r:.80} in the files beside it; take both from one checkpoint"
             )
         if kind != PieceKind.USER_DEFINED:
             named[token_id] = token
@@ -189,8 +189,8 @@ def _vocabulary(pieces: Pieces, named: Mapping[int, NamedToken]) -> dict[str, in
     for token_id, token in named.items():
         if vocabulary.setdefault(token.text, token_id) != token_id:
             raise CheckpointError(
-                f"{pieces.where}: {token.text!r} is the piece {vocabulary[token.text]}, and has "
-                f"id {token_id} in the files beside it; take both from one checkpoint"
+                f"{pieces.where}: {token.text!r:.80} is the piece {vocabulary[token.text]}, and "
+                f"has id {token_id} in the files beside it; take both from one checkpoint"
             )
     return vocabulary
 
@@ -252,7 +252,7 @@ def _charsmap(pieces: Pieces) -> list[normalizers.Normalizer]:
     for text in pieces.of_kind(PieceKind.USER_DEFINED):
         if charsmap.normalize_str(text) != text:
             raise CheckpointError(
-                f"{pieces.where}: the user-defined piece {text!r} is changed by the "
+                f"{pieces.where}: the user-defined piece {text!r:.80} is changed by the "
                 "normalization, which is not supported"
             )
     return [charsmap]

@@ -160,8 +160,8 @@ def _check_kinds(pieces: Pieces, *, falls_back: bool) -> None:
     if PieceKind.UNUSED in pieces.kinds:
         place = pieces.kinds.index(PieceKind.UNUSED)
         raise CheckpointError(
-            f"{pieces.where}: pieces[{place}] {pieces.texts[place]!r} is of type UNUSED, which is "
-            "not supported"
+            f"{pieces.where}: pieces[{place}] {pieces.texts[place]!r:.80} is of type UNUSED, "
+            "which is not supported"
         )
     if falls_back != (PieceKind.BYTE in pieces.kinds):
         raise CheckpointError(

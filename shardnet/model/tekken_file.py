@@ -68,7 +68,7 @@ def read_tekken(path: Path) -> ReadTokenizer:
 def _count(config: Mapping[str, Any], key: str, path: Path) -> int:
     value = config.get(key)
     if type(value) is not int or not 0 < value <= MAX_ID:
-        raise CheckpointError(f"{path}: config.{key} must be 1 to {MAX_ID}, not {value!r}")
+        raise CheckpointError(f"{path}: config.{key} must be 1 to {MAX_ID}, not {value!r:.80}")
     return value
 
 

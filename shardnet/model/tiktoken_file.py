@@ -51,7 +51,7 @@ def read_tiktoken(path: Path) -> ReadTokenizer:
     for token_id, token in read_added_tokens(path.parent, {}).items():
         if token_id < len(ranks):
             raise CheckpointError(
-                f"{path}: id {token_id} is a rank, and {token.text!r} in the files beside it; "
+                f"{path}: id {token_id} is a rank, and {token.text!r:.80} in the files beside it; "
                 "take both from one checkpoint"
             )
         special[token_id] = token

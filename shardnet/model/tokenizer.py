@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -83,17 +84,27 @@ class Tokenizer:
         read = read_tokenizer(folder)
         if read is None:
             return None
-        backend = read.backend
-        if not backend.get_vocab_size():
+        id_of = read.backend.token_to_id
+        if not read.backend.get_vocab_size():
             raise CheckpointError(f"{folder}: the tokenizer has no tokens; fetch its files again")
-        bos_id = _read_bos_id(folder, backend.token_to_id)
-        bos_id = read.bos_id if bos_id is None else bos_id
-        if bos_id is not None and _adds_bos(folder, read):
-            backend.post_processor = processors.TemplateProcessing(
-                single="bos $A", special_tokens=[("bos", bos_id)]
+        bos_id = _read_bos_id(folder, id_of)
+        return cls.of(
+            replace(
+                read,
+                bos_id=read.bos_id if bos_id is None else bos_id,
+                eos_ids=_read_eos_ids(folder, id_of) or read.eos_ids,
+                adds_bos=_adds_bos(folder, read.adds_bos),
             )
-        eos_ids = _read_eos_ids(folder, backend.token_to_id) or read.eos_ids
-        return cls(backend, bos_id=bos_id, eos_ids=eos_ids, template=read.template)
+        )
+
+    @classmethod
+    def of(cls, read: ReadTokenizer) -> Tokenizer:
+        """Make the tokenizer of what its file says, and nothing else."""
+        if read.adds_bos and read.bos_id is not None:
+            read.backend.post_processor = processors.TemplateProcessing(
+                single="bos $A", special_tokens=[("bos", read.bos_id)]
+            )
+        return cls(read.backend, bos_id=read.bos_id, eos_ids=read.eos_ids, template=read.template)
 
     def encode(self, text: str, *, bos: Bos = "auto", parse_special: bool = True) -> list[int]:
         """Turn text into token ids.
@@ -239,15 +250,15 @@ def _read_bos_id(folder: Path, id_of: Callable[[str], int | None]) -> int | None
     return None
 
 
-def _adds_bos(folder: Path, read: ReadTokenizer) -> bool:
-    """Whether a post-processor is to put bos before a text."""
-    if read.adds_bos is None:
-        return False
+def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
+    """Whether bos is to stand before a text; None: the backend decides, as in tokenizer.json."""
+    if by_default is None:
+        return None
     path = folder / "tokenizer_config.json"
     said = read_object(path).get("add_bos_token")
     if not isinstance(said, bool | None):
         raise CheckpointError(f"{path}: add_bos_token must be true or false, not {said!r}")
-    return read.adds_bos if said is None else said
+    return by_default if said is None else said
 
 
 def _ids_under(path: Path, key: str) -> tuple[int, ...]:
