@@ -1,0 +1,93 @@
+"""The command line on a checkpoint with each form of tokenizer, and ids that the model lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import trained_tokenizers as trained
+from checkpoints import make_llama
+from nodes import Crew, Machine
+from parrot import Parrots
+
+from shardnet.api.client import connect
+from shardnet.errors import UsageError
+from shardnet.model.tokenizer import Tokenizer
+from shardnet.wire.control import ModelChoice
+
+BEYOND_ID = 258
+"""One more than the parrots' last row."""
+
+
+def write_words(folder: Path) -> None:
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+FORMS: dict[str, Callable[[Path], object]] = {
+    "sentencepiece": lambda folder: trained.write_sentencepiece(folder, "mistral"),
+    "unigram": lambda folder: trained.write_sentencepiece(folder, "unigram"),
+    "tiktoken": trained.write_tiktoken,
+    "tekken": trained.write_tekken,
+    "gpt2": write_words,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generate_speaks_through_every_form(machine: Machine, tmp_path: Path, form: str) -> None:
+    folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
+    FORMS[form](folder)
+    tokenizer = Tokenizer.load(folder)
+    command = ["generate", "Café: the cat 你好", "--model", str(folder), "--json", "--ignore-eos"]
+    said = machine.call(*command, "--max-tokens", "12", "--logprobs", "2").json
+    assert said["prompt_token_ids"] == tokenizer.encode("Café: the cat 你好")
+    assert said["text"] == tokenizer.decode(said["token_ids"])
+    assert said["tokens"] == [tokenizer.token_text(token_id) for token_id in said["token_ids"]]
+    assert all(tokenizer.has_token(token_id) for token_id in said["token_ids"])
+    assert [entry["bytes"] for entry in said["logprobs"]] == [
+        list(tokenizer.token_bytes(token_id)) for token_id in said["token_ids"]
+    ]
+
+
+@pytest.fixture
+def larger(parrots: Parrots, tmp_path: Path) -> Path:
+    """A parrot whose tokenizer has a token more than the model has rows."""
+    folder = shutil.copytree(parrots.alphabet, tmp_path / "larger")
+    said = json.loads((folder / "tokenizer.json").read_text())
+    said["added_tokens"].append(said["added_tokens"][0] | {"id": BEYOND_ID, "content": "<|more|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_a_token_beyond_the_models_rows_is_refused_in_its_prompt_alone(
+    trio: Crew, larger: Path
+) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3"]
+    error = trio.generate("a<|more|>", larger, *where).error
+    assert "token id 258 ('<|more|>') at place 1 of the prompt" in error
+    assert "ids go from 0 to 257" in error
+    assert trio.generate("a", larger, *where).stdout == "bcd\n"
+
+
+def test_programs_are_told_the_token_and_the_limit(trio: Crew, larger: Path) -> None:
+    nodes = trio.addresses(0, 2).split(",")
+    choice = ModelChoice(model=str(larger), nodes=nodes)
+
+    async def say(prompt: str) -> str:
+        async with (
+            connect(nodes[0]) as client,
+            aclosing(client.generate(prompt, model=choice, max_tokens=3)) as events,
+        ):
+            return "".join([event.text async for event in events])
+
+    with pytest.raises(UsageError, match=r"258 \('<\|more\|>'\) at place 2 .* from 0 to 257"):
+        asyncio.run(say("ab<|more|>c"))
+    assert asyncio.run(say("ab")) == "cde"
