@@ -31,9 +31,11 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Offline,
     Peer,
     Threads,
     WireDTypeName,
+    keep_offline,
     model_choice,
 )
 from .progress import LoadBars
@@ -69,6 +71,7 @@ def chat(
     local: Local = 0,
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    offline: Offline = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -110,6 +113,7 @@ def chat(
         sampling.check()
     except SamplingError as error:
         raise typer.BadParameter(str(error)) from error
+    keep_offline(offline)
     choice = model_choice(
         model=model,
         nodes=nodes,

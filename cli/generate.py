@@ -35,10 +35,12 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Offline,
     Optimise,
     Peer,
     Threads,
     WireDTypeName,
+    keep_offline,
     model_choice,
 )
 from .progress import LoadBars
@@ -79,6 +81,7 @@ def generate(
     local: Local = 0,
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    offline: Offline = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
@@ -217,6 +220,7 @@ def generate(
     )
     if bos not in ("auto", "on", "off"):
         raise typer.BadParameter(f"'{bos}': choose auto, on or off", param_hint="--bos")
+    keep_offline(offline)
     choice = model_choice(
         model=model,
         nodes=nodes,

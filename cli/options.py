@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Final
 
@@ -145,6 +146,14 @@ NoMdns = Annotated[
         envvar="SHARDNET_NO_MDNS",
     ),
 ]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="Download nothing from the Internet. Nodes that run already decide for themselves.",
+        envvar="SHARDNET_OFFLINE",
+    ),
+]
 KeyFile = Annotated[
     str,
     typer.Option(
@@ -164,6 +173,12 @@ Insecure = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def keep_offline(wanted: bool) -> None:
+    """Have this process, and nodes that it starts, download nothing if that is `wanted`."""
+    if wanted:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def parse_size(text: str, flag: str) -> int:
