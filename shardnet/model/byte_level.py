@@ -17,7 +17,7 @@ from shardnet.model.added_tokens import MAX_ID, NamedToken, add_tokens
 from shardnet.model.merges import merges_of
 from shardnet.model.word_splits import WordSplit
 
-MAX_TOKEN_BYTES = 512
+MAX_TOKEN_BYTES = 256
 """Cap on a ranked token; the longest of Llama 3 and Mistral have 128."""
 
 

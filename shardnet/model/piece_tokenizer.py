@@ -21,7 +21,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.added_tokens import MAX_ID, NamedToken, add_tokens
 from shardnet.model.merges import merges_of
 
-MAX_PIECE_CHARACTERS = 512
+MAX_PIECE_CHARACTERS = 256
 """Cap on a piece; training caps them at 16 unless told otherwise."""
 
 SPACE = "▁"
