@@ -16,7 +16,7 @@ from test_gpt2_files import backend as gpt2_backend
 from test_text import parts_of
 
 from shardnet.errors import CheckpointError
-from shardnet.model.checkpoint import ID_FILES
+from shardnet.model.contents import ID_FILES
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.model.tokenizer_files import TOKENIZER_FILES
 
