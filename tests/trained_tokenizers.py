@@ -16,6 +16,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from shardnet.model.byte_level import byte_of_character
+from shardnet.model.merges import merges_of
 from shardnet.model.word_splits import LLAMA3, TEKKEN, WordSplit
 
 TEXT = [
@@ -158,6 +160,60 @@ def write_gpt2(folder: Path, backend: tokenizers.Tokenizer, **files: Any) -> Pat
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+GGUF_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
+
+
+def gguf_pieces(kind: str) -> dict[str, Any]:
+    """The metadata of a sentencepiece model, as llama.cpp's converter writes it.
+
+    It writes the ▁ of user-defined pieces as spaces.
+    """
+    model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind))
+    n_pieces = model.get_piece_size()
+    pieces = [model.id_to_piece(token_id) for token_id in range(n_pieces)]
+    symbols = user_defined(kind)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [
+            *(piece.replace("▁", " ") if piece in symbols else piece for piece in pieces),
+            *(f"[PAD{n_pieces + number}]" for number in range(3)),
+        ],
+        "tokenizer.ggml.scores": [model.get_score(n) for n in range(n_pieces)] + [-1e4] * 3,
+        "tokenizer.ggml.token_type": [_kind_of(model, kind, n) for n in range(n_pieces)] + [5] * 3,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": kind != "gemma",
+        "tokenizer.chat_template": GGUF_TEMPLATE,
+    }
+
+
+def _kind_of(model: sentencepiece.SentencePieceProcessor, kind: str, token_id: int) -> int:
+    if model.id_to_piece(token_id) in user_defined(kind):
+        return 4
+    if model.is_unknown(token_id):
+        return 2
+    return 3 if model.is_control(token_id) else 6 if model.is_byte(token_id) else 1
+
+
+def gguf_ranks(split: WordSplit, pre: str) -> dict[str, Any]:
+    """The metadata of ranked tokens with two special ones and one word behind them."""
+    tokens_of_split = ranks(split)
+    table = {byte: character for character, byte in byte_of_character().items()}
+    tokens = ["".join(table[byte] for byte in token) for token in tokens_of_split]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*tokens, "<|begin|>", "<|end|>", "<think>", "[PAD383]", "[PAD1]"],
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3, 3, 4, 5, 5],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges_of(tokens, set(tokens))],
+        "tokenizer.ggml.bos_token_id": len(tokens),
+        "tokenizer.ggml.eos_token_id": len(tokens) + 1,
+        "tokenizer.ggml.eot_token_id": len(tokens) + 1,
+        "tokenizer.ggml.eom_token_id": len(tokens) + 2,
+    }
 
 
 PARTS = [

@@ -22,7 +22,7 @@ from shardnet.model.byte_level import byte_of_character
 from shardnet.model.chat_template import ChatTemplate
 from shardnet.model.read_tokenizer import ReadTokenizer
 from shardnet.model.token_files import read_object
-from shardnet.model.tokenizer_files import NAMES, read_tokenizer
+from shardnet.model.tokenizer_files import NAMES, read_tokenizer, tokenizer_place
 
 Bos = Literal["auto", "on", "off"]
 
@@ -61,26 +61,27 @@ class Tokenizer:
         self._has_byte_pieces = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder.
+    def load(cls, path: Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint, a folder or a GGUF file.
 
         Raises CheckpointError when there is none, or a file is damaged, or one beside it names bos
         or eos in a way that cannot be read.
         """
-        tokenizer = cls.load_optional(folder)
+        tokenizer = cls.load_optional(path)
         if tokenizer is None:
             raise CheckpointError(
-                f"{folder} has no tokenizer ({NAMES}), so text cannot be read or written; "
+                f"{path} has no tokenizer ({NAMES}), so text cannot be read or written; "
                 "add the files or use --token-ids"
             )
         return tokenizer
 
     @classmethod
-    def load_optional(cls, folder: Path) -> Tokenizer | None:
-        """Load the tokenizer of a checkpoint folder, None when it has none.
+    def load_optional(cls, path: Path) -> Tokenizer | None:
+        """Load the tokenizer of a checkpoint, None when it has none.
 
         Raises CheckpointError as `load`, but for a missing tokenizer.
         """
+        folder = tokenizer_place(path)  # a GGUF file has nothing beside it
         read = read_tokenizer(folder)
         if read is None:
             return None
@@ -199,14 +200,14 @@ class Tokenizer:
         return piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Read the ids that end a text from a checkpoint folder that may have no tokenizer.
+def read_eos_ids(path: Path) -> tuple[int, ...]:
+    """Read the ids that end a text from a checkpoint that may have no tokenizer.
 
     From generation_config.json, one or a list; else from config.json. Empty when neither names
     any. Raises CheckpointError when a file cannot be read. `Tokenizer.eos_ids` also asks
     tokenizer_config.json.
     """
-    return _read_eos_ids(folder, lambda token: None)
+    return _read_eos_ids(tokenizer_place(path), lambda token: None)
 
 
 def check_token_ids(

@@ -1,4 +1,4 @@
-"""Which tokenizer lies in a checkpoint folder, and what it says.
+"""Which tokenizer a checkpoint has, and what it says.
 
 Knows the names of the files, their order, and how to tell two forms under one name apart. Must not
 know what is inside them: each form has a module of its own.
@@ -11,7 +11,10 @@ from pathlib import Path
 import tokenizers
 
 from shardnet.errors import CheckpointError
+from shardnet.model.gguf_header import gguf_files, read_gguf_header
+from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.model.gpt2_files import read_gpt2_files
+from shardnet.model.huggingface_format import has_huggingface_tensors
 from shardnet.model.read_tokenizer import ReadTokenizer
 from shardnet.model.sentencepiece_file import read_sentencepiece
 from shardnet.model.tekken_file import read_tekken
@@ -30,11 +33,25 @@ TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *MODEL_FILES, "vocab.json", 
 NAMES = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
 
 
-def read_tokenizer(folder: Path) -> ReadTokenizer | None:
-    """Read the first tokenizer that is in the folder, None where there is none.
+def tokenizer_place(path: Path) -> Path:
+    """Return where the tokenizer of a checkpoint lies: the first file of a GGUF, else the folder.
+
+    A GGUF holds its own tokenizer, and no file beside it is part of the model.
+    """
+    if path.is_file() or has_huggingface_tensors(path):
+        return path
+    files = gguf_files(path)
+    return files[0] if files else path
+
+
+def read_tokenizer(place: Path) -> ReadTokenizer | None:
+    """Read a GGUF's tokenizer, or the first that is in a folder; None where there is none.
 
     Raises CheckpointError, which names file and field, for one that is damaged or not supported.
     """
+    if place.is_file():
+        return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
+    folder = place
     if (folder / "tokenizer.json").is_file():
         return ReadTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
     if (folder / "tekken.json").is_file():

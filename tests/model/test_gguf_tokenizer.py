@@ -16,62 +16,17 @@ from hypothesis import example, given, settings
 from tokenizers import models, normalizers, pre_tokenizers
 
 from shardnet.errors import CheckpointError
-from shardnet.model.byte_level import byte_of_character
 from shardnet.model.chat_template import ChatTemplate
 from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
-from shardnet.model.merges import merges_of
 from shardnet.model.tokenizer import Tokenizer
-from shardnet.model.word_splits import GGUF_NAMES, LLAMA3, QWEN2, TEKKEN, WordSplit
-
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
-
-
-def pieces(kind: str) -> dict[str, Any]:
-    """The metadata of a sentencepiece model, as llama.cpp's converter writes it."""
-    model = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model(kind))
-    n_pieces = model.get_piece_size()
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [model.id_to_piece(n) for n in range(n_pieces)] + ["[PAD]"] * 3,
-        "tokenizer.ggml.scores": [model.get_score(n) for n in range(n_pieces)] + [-1e4] * 3,
-        "tokenizer.ggml.token_type": [kind_of(model, kind, n) for n in range(n_pieces)] + [5] * 3,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.add_space_prefix": kind != "gemma",
-        "tokenizer.chat_template": TEMPLATE,
-    }
-
-
-def kind_of(model: sentencepiece.SentencePieceProcessor, kind: str, token_id: int) -> int:
-    if model.id_to_piece(token_id) in trained.user_defined(kind):
-        return 4
-    if model.is_unknown(token_id):
-        return 2
-    return 3 if model.is_control(token_id) else 6 if model.is_byte(token_id) else 1
-
-
-def byte_level(split: WordSplit, pre: str) -> dict[str, Any]:
-    """The metadata of ranked tokens with two special ones and one word behind them."""
-    ranks = trained.ranks(split)
-    table = {byte: character for character, byte in byte_of_character().items()}
-    tokens = ["".join(table[byte] for byte in token) for token in ranks]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [*tokens, "<|begin|>", "<|end|>", "<think>", "[PAD383]", "[PAD1]"],
-        "tokenizer.ggml.token_type": [1] * len(tokens) + [3, 3, 4, 5, 5],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges_of(tokens, set(tokens))],
-        "tokenizer.ggml.bos_token_id": len(tokens),
-        "tokenizer.ggml.eos_token_id": len(tokens) + 1,
-        "tokenizer.ggml.eot_token_id": len(tokens) + 1,
-        "tokenizer.ggml.eom_token_id": len(tokens) + 2,
-    }
+from shardnet.model.word_splits import GGUF_NAMES, LLAMA3, QWEN2, TEKKEN
 
 
 @cache
 def load(kind: str) -> Tokenizer:
-    metadata = pieces(kind) if kind in trained.KINDS else byte_level(*WORDS[kind])
+    metadata = (
+        trained.gguf_pieces(kind) if kind in trained.KINDS else trained.gguf_ranks(*WORDS[kind])
+    )
     return tokenizer_of(metadata)
 
 
@@ -97,7 +52,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
     other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model(kind))
     collapses = {"tokenizer.ggml.remove_extra_whitespaces": True} if kind == "collapsing" else {}
-    tokenizer = tokenizer_of(pieces(kind) | collapses) if collapses else load(kind)
+    tokenizer = tokenizer_of(trained.gguf_pieces(kind) | collapses) if collapses else load(kind)
     assert plain(tokenizer, text) == other.encode(text)
 
 
@@ -121,7 +76,7 @@ def test_ranked_tokens_give_the_ids_of_tiktoken(kind: str, text: str) -> None:
 @given(text=trained.TEXTS)
 def test_qwen_tokens_give_the_ids_of_the_tokenizer_json(text: str) -> None:
     """Composed first, as Qwen's tokenizer.json does and llama.cpp does not."""
-    said = byte_level(*WORDS["qwen2"])
+    said = trained.gguf_ranks(*WORDS["qwen2"])
     tokens = said["tokenizer.ggml.tokens"]
     merges = [tuple(line.split(" ")) for line in said["tokenizer.ggml.merges"]]
     other = tokenizers.Tokenizer(
@@ -154,7 +109,7 @@ def test_special_ids_and_padding() -> None:
 
 def test_a_bos_stands_before_a_text_as_the_file_or_else_its_kind_says() -> None:
     for pre, by_default in (("llama-bpe", True), ("qwen2", False), ("tekken", True)):
-        said = byte_level(LLAMA3, pre)
+        said = trained.gguf_ranks(LLAMA3, pre)
         bos_id = said["tokenizer.ggml.bos_token_id"]
         for key, want in ((None, by_default), (True, True), (False, False)):
             ids = tokenizer_of(said | {"tokenizer.ggml.add_bos_token": key}).encode("the")
@@ -163,7 +118,7 @@ def test_a_bos_stands_before_a_text_as_the_file_or_else_its_kind_says() -> None:
 
 def test_every_name_of_a_split_can_be_read() -> None:
     for pre in GGUF_NAMES:
-        tokenizer = tokenizer_of(byte_level(LLAMA3, pre))
+        tokenizer = tokenizer_of(trained.gguf_ranks(LLAMA3, pre))
         for text in trained.TEXT:
             assert tokenizer.decode(plain(tokenizer, text)) == text
 
@@ -258,7 +213,11 @@ GPT2_BAD = {
 
 @pytest.mark.parametrize("name", [*LLAMA_BAD, *(f"gpt2: {name}" for name in GPT2_BAD)])
 def test_bad_metadata_is_refused_by_key(name: str) -> None:
-    said = byte_level(LLAMA3, "llama-bpe") if name.startswith("gpt2: ") else pieces("llama")
+    said = (
+        trained.gguf_ranks(LLAMA3, "llama-bpe")
+        if name.startswith("gpt2: ")
+        else trained.gguf_pieces("llama")
+    )
     spoil, why = LLAMA_BAD[name] if name in LLAMA_BAD else GPT2_BAD[name.removeprefix("gpt2: ")]
     with pytest.raises(CheckpointError) as caught:
         read_gguf_tokenizer(spoil(said), "small.gguf")

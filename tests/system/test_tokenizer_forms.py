@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import trained_tokenizers as trained
 from checkpoints import make_llama
+from gguf_files import write_gguf
 from nodes import Crew, Machine
 from parrot import Parrots
 
 from shardnet.api.client import connect
+from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import UsageError
+from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.wire.control import ModelChoice
 
@@ -55,6 +58,43 @@ def test_generate_speaks_through_every_form(machine: Machine, tmp_path: Path, fo
     assert [entry["bytes"] for entry in said["logprobs"]] == [
         list(tokenizer.token_bytes(token_id)) for token_id in said["token_ids"]
     ]
+
+
+GGUFS = {
+    "pieces": lambda: trained.gguf_pieces("symbols"),
+    "ranks": lambda: (
+        trained.gguf_ranks(trained.LLAMA3, "llama-bpe")
+        | {"tokenizer.chat_template": trained.GGUF_TEMPLATE}
+    ),
+}
+
+
+@pytest.mark.parametrize("form", GGUFS)
+def test_a_gguf_brings_its_tokenizer_and_its_template(
+    machine: Machine, tmp_path: Path, form: str
+) -> None:
+    """No file beside it is looked at, and rows that only pad are never drawn."""
+    metadata = GGUFS[form]()
+    n_rows = len(metadata["tokenizer.ggml.tokens"]) + 100
+    source = make_llama(tmp_path / "source", vocab_size=n_rows, with_tokenizer=False)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = write_gguf(source, folder / "small.gguf", tokenizer=metadata)
+    shutil.copy(DEFAULT_MODEL_PATH / "tokenizer.json", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "bos_token_id": 7}')
+    tokenizer = Tokenizer.of(read_gguf_tokenizer(metadata, ""))
+    for model in (path, folder):
+        command = ["generate", "--model", str(model), "--json", "--max-tokens", "30"]
+        plain = machine.call(*command, "--ignore-eos", "Café: the  cat").json
+        assert plain["prompt_token_ids"] == tokenizer.encode("Café: the  cat")
+        assert plain["text"] == tokenizer.decode(plain["token_ids"])
+        assert all(tokenizer.has_token(token_id) for token_id in plain["token_ids"])
+        chatted = machine.call(*command, "--chat", "the cat").json
+        begin, end = (tokenizer.token_text(n) for n in (tokenizer.bos_id, tokenizer.eos_ids[0]))
+        want = tokenizer.encode(f"{begin}[the cat]{end}", bos="off")
+        assert chatted["prompt_token_ids"] == want
+        assert want[0] == tokenizer.bos_id
+    assert Tokenizer.load(folder).n_tokens == tokenizer.n_tokens
 
 
 @pytest.fixture
