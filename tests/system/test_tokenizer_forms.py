@@ -13,7 +13,7 @@ import pytest
 import trained_tokenizers as trained
 from checkpoints import make_llama
 from gguf_files import write_gguf
-from nodes import Crew, Machine
+from nodes import Crew
 from parrot import Parrots
 
 from shardnet.api.client import connect
@@ -45,12 +45,12 @@ FORMS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_generate_speaks_through_every_form(machine: Machine, tmp_path: Path, form: str) -> None:
+def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: str) -> None:
     folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
     FORMS[form](folder)
     tokenizer = Tokenizer.load(folder)
-    command = ["generate", "Café: the cat 你好", "--model", str(folder), "--json", "--ignore-eos"]
-    said = machine.call(*command, "--max-tokens", "12", "--logprobs", "2").json
+    where = ["--nodes", trio.addresses(0), "--json", "--ignore-eos", "--max-tokens", "12"]
+    said = trio.generate("Café: the cat 你好", folder, *where, "--logprobs", "2").json
     assert said["prompt_token_ids"] == tokenizer.encode("Café: the cat 你好")
     assert said["text"] == tokenizer.decode(said["token_ids"])
     assert said["tokens"] == [tokenizer.token_text(token_id) for token_id in said["token_ids"]]
@@ -71,7 +71,7 @@ GGUFS = {
 
 @pytest.mark.parametrize("form", GGUFS)
 def test_a_gguf_brings_its_tokenizer_and_its_template(
-    machine: Machine, tmp_path: Path, form: str
+    trio: Crew, tmp_path: Path, form: str
 ) -> None:
     """No file beside it is looked at, and rows that only pad are never drawn."""
     metadata = GGUFS[form]()
@@ -83,18 +83,17 @@ def test_a_gguf_brings_its_tokenizer_and_its_template(
     shutil.copy(DEFAULT_MODEL_PATH / "tokenizer.json", folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "bos_token_id": 7}')
     tokenizer = Tokenizer.of(read_gguf_tokenizer(metadata, ""))
-    for model in (path, folder):
-        command = ["generate", "--model", str(model), "--json", "--max-tokens", "30"]
-        plain = machine.call(*command, "--ignore-eos", "Café: the  cat").json
-        assert plain["prompt_token_ids"] == tokenizer.encode("Café: the  cat")
-        assert plain["text"] == tokenizer.decode(plain["token_ids"])
-        assert all(tokenizer.has_token(token_id) for token_id in plain["token_ids"])
-        chatted = machine.call(*command, "--chat", "the cat").json
-        begin, end = (tokenizer.token_text(n) for n in (tokenizer.bos_id, tokenizer.eos_ids[0]))
-        want = tokenizer.encode(f"{begin}[the cat]{end}", bos="off")
-        assert chatted["prompt_token_ids"] == want
-        assert want[0] == tokenizer.bos_id
-    assert Tokenizer.load(folder).n_tokens == tokenizer.n_tokens
+    where = ["--nodes", trio.addresses(0), "--json", "--max-tokens", "30"]
+    plain = trio.generate("Café: the  cat", path, *where, "--ignore-eos").json
+    assert plain["prompt_token_ids"] == tokenizer.encode("Café: the  cat")
+    assert plain["text"] == tokenizer.decode(plain["token_ids"])
+    assert all(tokenizer.has_token(token_id) for token_id in plain["token_ids"])
+    chatted = trio.generate("the cat", path, *where, "--chat").json
+    begin, end = (tokenizer.token_text(n) for n in (tokenizer.bos_id, tokenizer.eos_ids[0]))
+    want = tokenizer.encode(f"{begin}[the cat]{end}", bos="off")
+    assert chatted["prompt_token_ids"] == want
+    assert want[0] == tokenizer.bos_id
+    assert Tokenizer.load(folder).encode("Café: the  cat") == plain["prompt_token_ids"]
 
 
 @pytest.fixture
