@@ -33,6 +33,7 @@ from .options import (
     NoMdns,
     Offline,
     Peer,
+    QuantName,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -76,6 +77,7 @@ def chat(
     context: Context = 0,
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
+    quant: QuantName = "none",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -121,6 +123,7 @@ def chat(
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        quant=quant,
         threads=threads,
         optimise="",
     )

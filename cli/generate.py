@@ -38,6 +38,7 @@ from .options import (
     Offline,
     Optimise,
     Peer,
+    QuantName,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -86,6 +87,7 @@ def generate(
     context: Context = 0,
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
+    quant: QuantName = "none",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -228,6 +230,7 @@ def generate(
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        quant=quant,
         threads=threads,
         optimise=optimise,
     )

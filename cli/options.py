@@ -107,6 +107,15 @@ WireDTypeName = Annotated[
         show_default=False,
     ),
 ]
+QuantName = Annotated[
+    str,
+    typer.Option(
+        "--quant",
+        metavar="none|int8|int4",
+        help="Round weights at load: about a half or a quarter of the memory, and faster.",
+        envvar="SHARDNET_QUANT",
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -202,6 +211,7 @@ def model_choice(
     context: int,
     dtype: str,
     wire_dtype: str,
+    quant: str,
     threads: int,
     optimise: str,
 ) -> ModelChoice:
@@ -218,6 +228,8 @@ def model_choice(
         raise typer.BadParameter(
             f"'{wire_dtype}': choose bfloat16, float16 or int8", param_hint="--wire-dtype"
         )
+    if quant not in ("none", "int8", "int4"):
+        raise typer.BadParameter(f"'{quant}': choose none, int8 or int4", param_hint="--quant")
     try:
         ranges = parse_layers(layers) if layers else ()
     except UsageError as error:
@@ -231,6 +243,7 @@ def model_choice(
         wire_dtype=wire_dtype,
         threads=threads,
         optimise=optimise,  # type: ignore[arg-type]  # checked above
+        quant="" if quant == "none" else quant,  # type: ignore[arg-type]  # checked above
     )
 
 

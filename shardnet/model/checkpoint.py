@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint_json import read_file
 from shardnet.model.config import ModelConfig
+from shardnet.model.consolidated_format import has_consolidated_files, open_consolidated
 from shardnet.model.contents import Contents
 from shardnet.model.families import parse_config
 from shardnet.model.gguf_format import open_gguf
@@ -52,7 +53,7 @@ class Checkpoint:
     def __init__(self, path: Path, contents: Contents) -> None:
         self.path = path
         self.folder = contents.folder
-        self.config: ModelConfig = parse_config(contents.config, str(contents.where))
+        self.config: ModelConfig = parse_config(contents.config, contents.where)
         self.config_text = json.dumps(contents.config)
         """What config.json says, or would say if the format had one."""
         self.journal = Journal.find(path) if path.is_dir() else None
@@ -183,8 +184,11 @@ def _read_contents(path: Path) -> Contents:
     """Read the headers in whichever format the checkpoint has."""
     if path.is_file():
         return open_gguf(path)
-    if not has_huggingface_tensors(path) and gguf_files(path):
-        return open_gguf(path)
+    if not has_huggingface_tensors(path):
+        if has_consolidated_files(path):
+            return open_consolidated(path)
+        if gguf_files(path):
+            return open_gguf(path)
     return open_huggingface(path)
 
 

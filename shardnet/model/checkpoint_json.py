@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint: read within a cap, and the index that names tensor files.
+"""The JSON files of a checkpoint, read within a cap.
 
 Must not know configs or tensors.
 """
@@ -39,17 +39,3 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object; {AGAIN}")
     return value
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Read an index: the file of every tensor, by name.
-
-    Raises CheckpointError when it names none, or one outside its folder.
-    """
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is missing or empty; {AGAIN}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no file name")
-    return weight_map

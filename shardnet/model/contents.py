@@ -35,7 +35,11 @@ ID_FILES: Final = (
 )
 """What, beside the tensors, decides what a model says: part of its id where present."""
 
-INDEX_FILES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+INDEX_FILES: Final = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "consolidated.safetensors.index.json",
+)
 """Which file has which tensor, of checkpoints in several files."""
 
 TENSOR_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pth")
@@ -50,14 +54,14 @@ its own name."""
 class Contents:
     """A checkpoint, its headers read.
 
-    `config` is in the words of config.json, whatever the file `where` calls them. `files` are those
-    with tensors, all in `folder`, and `whole` the names of those that belong to the model as they
-    are, tokenizer and config.
+    `config` is in the words of config.json, and `where` names its file, for messages. `files` are
+    those with tensors, all in `folder`, and `whole` the names of those that belong to the model as
+    they are, tokenizer and config.
     """
 
     folder: Path
     config: Mapping[str, Any]
-    where: Path
+    where: str
     files: Mapping[str, TensorFile]
     whole: tuple[str, ...]
     arrange: Arrange

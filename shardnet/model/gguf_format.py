@@ -73,7 +73,7 @@ def open_gguf(path: Path) -> Contents:
     return Contents(
         folder=paths[0].parent,
         config=config,
-        where=paths[0],
+        where=f"{paths[0]}, as config.json",
         files=files,
         whole=(),
         arrange=lambda config: _arrange(config, arch, stored),

@@ -21,9 +21,11 @@ from shardnet.types import LayerRange
 __all__ = [
     "Shape",
     "StageTensors",
+    "Table",
     "canonical_name",
     "embedding_tensors",
     "head_tensors",
+    "is_rounded",
     "layer_tensors",
     "left_over",
     "stage_tensors",
@@ -72,6 +74,14 @@ def head_tensors(config: ModelConfig) -> Table:
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """The tensors of one layer."""
     return FAMILIES[config.family].layer(config, layer)
+
+
+def is_rounded(name: str, shape: Shape) -> bool:
+    """Whether a tensor of a layer or a head is rounded where weights are quantised.
+
+    The weights of products are; norms, biases and the small tables of routers are not.
+    """
+    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".gate.weight")
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:

@@ -110,7 +110,9 @@ class StageModel:
         """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
         self.first = layers.start == 0
         self.last = layers.end == checkpoint.config.n_layers
-        self.weight_bytes = stage_weight_bytes(checkpoint.config, layers, choice.dtype)
+        self.weight_bytes = stage_weight_bytes(
+            checkpoint.config, layers, choice.dtype, choice.quantization
+        )
 
     @property
     def width(self) -> int:

@@ -33,8 +33,11 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 class WeightSource(Protocol):
     """Where a family's file gets its parameters: a checkpoint, or noise (sample_model.py)."""
 
-    def linear(self, *names: str, transposed: bool = False) -> Linear:
-        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it)."""
+    def linear(self, *names: str, transposed: bool = False, precise: bool = False) -> Linear:
+        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
+
+        `precise` keeps them as they are where products are rounded.
+        """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -67,6 +70,7 @@ class StageWeights:
         self._device = device
         self._progress = progress
         self._shapes = tensors.all
+        self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
         config = checkpoint.config
@@ -84,16 +88,20 @@ class StageWeights:
         self._done_bytes = 0
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
-    def linear(self, *names: str, transposed: bool = False) -> Linear:
+    def linear(self, *names: str, transposed: bool = False, precise: bool = False) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
-        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D).
+        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D). `precise` keeps
+        them as they are where products are rounded.
         """
+        kind = None if precise else self._choice.quantization
+        if kind is not None and f"{names[0]}.weight" in self._head:
+            kind = kind.of_head
         weights = [self._read(f"{name}.weight") for name in names]
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
         if transposed:
             weights = [weight.T for weight in weights]
-        linear = make_linear(self._choice, weights, biases, self._device)
+        linear = make_linear(self._choice, weights, biases, self._device, kind)
         del weights, biases
         self._finish()
         if self.exact_rows > 1 and linear.shape not in self._tested:

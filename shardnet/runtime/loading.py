@@ -21,6 +21,7 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
 from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
+from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
 from shardnet.types import (
@@ -57,6 +58,7 @@ class StageOrder:
     dtype: DType
     context: int
     device: str
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +195,10 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         )
     config = checkpoint.config
     device = torch.device(order.device)
-    choice = probe(device, order.dtype, config.checkpoint_dtype)
-    room_blocks = kv_room_blocks(config, order.layers, choice.dtype, order.context, memory_bytes)
+    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
+    room_blocks = kv_room_blocks(
+        config, order.layers, choice.dtype, order.context, memory_bytes, order.quantization
+    )
     model = load_stage(
         checkpoint,
         order.layers,
@@ -241,13 +245,18 @@ def give_memory_back() -> None:
 
 
 def kv_room_blocks(
-    config: ModelConfig, layers: LayerRange, dtype: DType, context: int, memory_bytes: int
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: DType,
+    context: int,
+    memory_bytes: int,
+    quantization: Quantization | None = None,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
     Raises CapacityError when they do not hold one context.
     """
-    weights = stage_weight_bytes(config, layers, dtype)
+    weights = stage_weight_bytes(config, layers, dtype, quantization)
     activations = activation_peak_bytes(config, layers, PREFILL_CHUNK_ROWS, dtype, context)
     block_bytes = kv_block_bytes(config, layers, dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
