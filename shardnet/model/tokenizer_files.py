@@ -11,10 +11,10 @@ from pathlib import Path
 import tokenizers
 
 from shardnet.errors import CheckpointError
-from shardnet.model.gguf_header import gguf_files, read_gguf_header
+from shardnet.model.checkpoint import gguf_file
+from shardnet.model.gguf_header import read_gguf_header
 from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.model.gpt2_files import read_gpt2_files
-from shardnet.model.huggingface_format import has_huggingface_tensors
 from shardnet.model.read_tokenizer import ReadTokenizer
 from shardnet.model.sentencepiece_file import read_sentencepiece
 from shardnet.model.tekken_file import read_tekken
@@ -38,10 +38,7 @@ def tokenizer_place(path: Path) -> Path:
 
     A GGUF holds its own tokenizer, and no file beside it is part of the model.
     """
-    if path.is_file() or has_huggingface_tensors(path):
-        return path
-    files = gguf_files(path)
-    return files[0] if files else path
+    return gguf_file(path) or path
 
 
 def read_tokenizer(place: Path) -> ReadTokenizer | None:
