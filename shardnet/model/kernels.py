@@ -152,7 +152,9 @@ def make_linear(
     """
     dtype = torch_dtype(choice.dtype)
     if quantization is not None:
-        return _make_quantized(weights, biases, device, quantization)
+        n_out = sum(weight.shape[0] for weight in weights)
+        shape = (n_out, weights[0].shape[1])
+        return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
     if choice.kernel is Kernel.PACKED:
@@ -161,20 +163,23 @@ def make_linear(
     return PlainLinear(owned, bias, choice.min_rows)
 
 
-def _make_quantized(
-    weights: Sequence[Tensor],
+def pack_all(weights: Sequence[Tensor], quantization: Quantization) -> Tensor:
+    """Round and pack weights on the CPU, one after the other, and join them."""
+    if all(weight.shape[0] % PANEL == 0 for weight in weights[:-1]):
+        return torch.cat([pack(weight, quantization) for weight in weights])
+    return pack(torch.cat(list(weights)), quantization)  # else a panel would be half empty
+
+
+def make_quantized(
+    packed: Tensor,
+    shape: tuple[int, int],
     biases: Sequence[Tensor],
     device: torch.device,
     quantization: Quantization,
-) -> QuantizedLinear:
-    """Round and pack weights on the CPU, one after the other, and join them."""
+) -> Linear:
+    """Make a product of packed [N, K] weights on `device`."""
     bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
-    n_out, n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    if all(weight.shape[0] % PANEL == 0 for weight in weights[:-1]):
-        packed = torch.cat([pack(weight, quantization) for weight in weights])
-    else:  # a panel would be left half empty between two of them
-        packed = pack(torch.cat(list(weights)), quantization)
-    return QuantizedLinear(packed.to(device), (n_out, n_in), quantization, bias)
+    return QuantizedLinear(packed.to(device), shape, quantization, bias)
 
 
 def probe(

@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,10 +17,19 @@ from torch import Tensor
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
-from shardnet.model.kernels import KernelChoice, Linear, make_linear, rows_are_exact
+from shardnet.model.kernels import (
+    KernelChoice,
+    Linear,
+    make_linear,
+    make_quantized,
+    pack_all,
+    rows_are_exact,
+)
 from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
+from shardnet.model.pack_cache import PackCache
+from shardnet.model.quantization import Quantization
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +68,7 @@ class StageWeights:
         choice: KernelChoice,
         device: torch.device,
         progress: Progress,
+        packs: PackCache | None = None,
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
 
@@ -69,6 +79,7 @@ class StageWeights:
         self._choice = choice
         self._device = device
         self._progress = progress
+        self._packs = packs
         self._shapes = tensors.all
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
@@ -97,12 +108,15 @@ class StageWeights:
         kind = None if precise else self._choice.quantization
         if kind is not None and f"{names[0]}.weight" in self._head:
             kind = kind.of_head
-        weights = [self._read(f"{name}.weight") for name in names]
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
-        if transposed:
-            weights = [weight.T for weight in weights]
-        linear = make_linear(self._choice, weights, biases, self._device, kind)
-        del weights, biases
+        if kind is not None and self._packs is not None:
+            packed, shape = self._packed(names, kind, transposed=transposed)
+            linear = make_quantized(packed, shape, biases, self._device, kind)
+        else:
+            weights = self._weights(names, transposed=transposed)
+            linear = make_linear(self._choice, weights, biases, self._device, kind)
+            del weights
+        del biases
         self._finish()
         if self.exact_rows > 1 and linear.shape not in self._tested:
             self._tested.add(linear.shape)
@@ -110,6 +124,29 @@ class StageWeights:
                 log.warning("%s: rows of a product are not exact in company", names[0])
                 self.exact_rows = 1
         return linear
+
+    def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
+        weights = [self._read(f"{name}.weight") for name in names]
+        return [weight.T for weight in weights] if transposed else weights
+
+    def _packed(
+        self, names: Sequence[str], kind: Quantization, *, transposed: bool
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Return packed weights and their [N, K], from the cache or packed now and kept there."""
+        assert self._packs is not None
+        shapes = [self._shapes[f"{name}.weight"] for name in names]
+        n_outs, n_in = [s[0] for s in shapes], shapes[0][1]
+        if transposed:
+            n_outs, n_in = [s[1] for s in shapes], shapes[0][0]
+        shape = (sum(n_outs), n_in)
+        packed = self._packs.get(names, kind, kind.packed_shape(*shape))
+        if packed is None:
+            packed = pack_all(self._weights(names, transposed=transposed), kind)
+            self._packs.put(names, kind, packed)
+        else:
+            for name in names:
+                self._skip(f"{name}.weight")
+        return packed, shape
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -149,6 +186,11 @@ class StageWeights:
         if name in self._shared:
             self._kept[name] = tensor
         return tensor
+
+    def _skip(self, name: str) -> None:
+        """Count a tensor that need not be read."""
+        if self._kept.pop(name, None) is None:
+            self._done_bytes += self._checkpoint.tensors[name].size_bytes
 
     def _finish(self) -> None:
         """Say how far we are."""

@@ -7,12 +7,14 @@ Runs on the loading thread. Must not know rings, links or the event loop.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import CapacityError, CheckpointError
@@ -32,6 +34,9 @@ from shardnet.types import (
     WireDType,
     blocks_for,
 )
+
+if TYPE_CHECKING:
+    from shardnet.model.pack_cache import PackCache
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
@@ -168,8 +173,15 @@ def stamp(path: Path) -> Stamp:
         raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
 
 
-def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], None]) -> LoadedStage:
+def load(
+    order: StageOrder,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: Path | None = None,
+) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included.
+
+    Rounded weights are kept below the folder `packs`.
 
     `progress` gets (bytes done, bytes in all) and may raise to give up.
 
@@ -207,7 +219,9 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         room_blocks=room_blocks,
         context=order.context,
         progress=progress,
+        packs=_pack_cache(order, stamped, packs),
     )
+    give_memory_back()  # rounding leaves some behind
     sampler = None
     if model.last:
         tokenizer = Tokenizer.load_optional(path)
@@ -223,6 +237,18 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
+
+
+def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+    """Return where rounded weights of these very files are kept, None where none are."""
+    if folder is None or order.quantization is None:
+        return None
+    from shardnet.model.pack_cache import PackCache
+
+    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
+    packs = PackCache(folder, identity, order.model, order.quantization)
+    packs.touch()
+    return packs
 
 
 def use_threads(n_threads: int) -> None:
