@@ -23,6 +23,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+FEW_EXPERTS: dict[str, dict[str, int]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+}
+"""What keeps the families with experts small."""
 VOCAB_SIZE = 320
 """Wider than the tokenizer's 300 tokens: the last 20 rows pad the vocabulary."""
 N_TOKENS = 300
@@ -106,7 +111,9 @@ def make_decoder(
         "eos_token_id": EOS_ID,
         "pad_token_id": EOS_ID,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **defaults | config))
+    few = FEW_EXPERTS.get(family, {})
+    config = defaults | few | config
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
 
 

@@ -42,7 +42,8 @@ class ModelShape:
     layer's KV cache of one block of positions, `activation_bytes` the peak of one stage's
     intermediate results and `activation_position_bytes` how much of it each position of the context
     adds.
-    `hop_bytes` is one row's activations as they travel from stage to stage.
+    `hop_bytes` is one row's activations as they travel from stage to stage. `layer_read_bytes` is
+    what one row reads of a layer, None where that is all of it: experts it does not visit.
     """
 
     n_layers: int
@@ -54,6 +55,7 @@ class ModelShape:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int = 0
+    layer_read_bytes: int | None = None
 
     @property
     def n_blocks(self) -> int:

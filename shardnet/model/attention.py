@@ -72,12 +72,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What all layers of a stage share in one step."""
+    """What all layers of a stage share in one step.
+
+    `experts`, where somebody wants to know them, gets the experts [T, K] that the rows visited, by
+    layer, counted from 0 within the stage.
+    """
 
     token_ids: Tensor  # [T], int64
     positions: Tensor  # [T], int64
     spans: tuple[Span, ...]
     kv: KvCache
+    experts: dict[int, Tensor] | None = None
+
+    def tell_experts(self, layer: int, experts: Tensor) -> None:
+        """Keep the experts [T, K] of a layer, if anybody wants to know."""
+        if self.experts is not None:
+            self.experts[layer] = experts
 
 
 def plan_step(

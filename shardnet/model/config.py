@@ -152,6 +152,15 @@ class ModelConfig:
         """The smallest window of any layer, None where no layer has one."""
         return min((window for window in self.windows if window is not None), default=None)
 
+    def layer_experts(self, layer: int) -> Experts | None:
+        """The experts of the absolute `layer`, None where it has an MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The absolute numbers of the layers that have experts."""
+        return () if self.experts is None else self.experts.layers
+
     def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
         """The windows that layers of a stage have, each once."""
         return tuple(dict.fromkeys(self.window(layer) for layer in layers))
@@ -161,10 +170,12 @@ class ModelConfig:
         is_local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if is_local else self.rope
 
-    def cut(self, n_layers: int) -> ModelConfig:
-        """Return the model that ends after its first `n_layers` layers."""
+    def thinned(self, n_layers: int) -> ModelConfig:
+        """Return the model with `n_layers` of its layers, evenly spread over it."""
+        kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
         experts = self.experts
         if experts is not None:
-            kept = tuple(layer for layer in experts.layers if layer < n_layers)
-            experts = replace(experts, layers=kept)
-        return replace(self, n_layers=n_layers, windows=self.windows[:n_layers], experts=experts)
+            sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
+            experts = replace(experts, layers=sparse)
+        windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
+        return replace(self, n_layers=n_layers, windows=windows, experts=experts)

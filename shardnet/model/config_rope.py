@@ -28,14 +28,16 @@ def read_rope(
     aliases: Mapping[str, str] = _NO_ALIASES,
     may_be_partial: bool = False,
     original: int | None = None,
+    theta: float = 10000.0,
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    `aliases` are a family's other names of kinds, `original` the positions it trained with where
-    the config does not say. `partial_rotary_factor` is refused unless the family knows it.
+    `aliases` are a family's other names of kinds, `original` the positions it trained with and
+    `theta` the base where the config does not say. `partial_rotary_factor` is refused unless the
+    family knows it.
     """
     inner = rope_object(fields)
-    theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", 10000.0))
+    theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", theta))
     share = 1.0
     if may_be_partial:
         outer_share = fields.positive_number("partial_rotary_factor", 1.0)

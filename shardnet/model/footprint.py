@@ -50,9 +50,26 @@ def stage_weight_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) ->
 
 
 def read_bytes_per_step(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
-    """Weight bytes that one decode step reads: the layers and the head, not the embedding table."""
+    """Weight bytes that one row reads: the layers and the head, not the embedding table.
+
+    Of a layer with experts those that the row visits.
+    """
     head = head_weight_bytes(config, dtype) if layers.end == config.n_layers else 0
-    return head + sum(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
+    return head + sum(_layer_read_bytes(config, layer, dtype) for layer in layers)
+
+
+def layer_read_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Weight bytes that one row reads of the layer of which it reads most."""
+    return max(_layer_read_bytes(config, layer, dtype) for layer in range(config.n_layers))
+
+
+def _layer_read_bytes(config: ModelConfig, layer: int, dtype: DType) -> int:
+    tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
+    whole = _bytes(tensors.values(), dtype)
+    if experts is None:
+        return whole
+    of_experts = _bytes((tensors[name] for name in tensors if ".experts." in name), dtype)
+    return whole - of_experts * (experts.n_experts - experts.top_k) // experts.n_experts
 
 
 def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -72,12 +89,26 @@ def activation_peak_bytes(
     queries = rows * config.n_heads * config.head_size * dtype.size_bytes
     keys = rows * config.n_kv_heads * config.head_size * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
-    mlp = 4 * rows * config.intermediate_size * dtype.size_bytes
+    mlp = max(
+        4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
+    )
     head = 0
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
     growth = 2 * context * _kv_position_bytes(config, dtype)
     return 4 * hidden + max(attention, mlp, head) + growth
+
+
+def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
+    """All answers of all experts, their sum in float32, and one expert that every row visits."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    answers = experts.top_k * rows * config.hidden_size * dtype.size_bytes
+    adding = 2 * rows * config.hidden_size * 4
+    shared = 4 * rows * experts.shared_intermediate_size * dtype.size_bytes
+    one = rows * (2 * config.hidden_size + 4 * experts.intermediate_size) * dtype.size_bytes
+    return answers + max(adding, one) + shared
 
 
 def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:

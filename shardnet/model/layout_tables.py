@@ -87,6 +87,27 @@ def gemma3_layer(config: ModelConfig, layer: int) -> Table:
     return gemma2_layer(config, layer) | head_norms(config, layer)
 
 
+def mixtral_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with a router and experts in the place of the MLP."""
+    return (
+        _attention(config, layer)
+        | _experts(config, f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
+def qwen3_moe_layer(config: ModelConfig, layer: int) -> Table:
+    """Qwen3's, with a router and experts in the place of the MLP where the config says so."""
+    if config.layer_experts(layer) is None:
+        return qwen3_layer(config, layer)
+    return (
+        _attention(config, layer)
+        | head_norms(config, layer)
+        | _experts(config, f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj"))
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
 def head_norms(config: ModelConfig, layer: int) -> Table:
     """Norms over each head of queries and keys."""
     attn = f"model.layers.{layer}.self_attn"
@@ -105,6 +126,18 @@ def gated_mlp(config: ModelConfig, layer: int) -> Table:
         "down_proj": (hidden, inner),
     }
     return _linears(f"model.layers.{layer}.mlp", linears, config.mlp_bias)
+
+
+def _experts(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> Table:
+    """A router and each expert's three products, in the order gate, up, down."""
+    assert config.experts is not None
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    tensors: Table = {f"{prefix}.gate.weight": (config.experts.n_experts, hidden)}
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    for number in range(config.experts.n_experts):
+        for name, shape in zip(names, shapes, strict=True):
+            tensors[f"{prefix}.experts.{number}.{name}.weight"] = shape
+    return tensors
 
 
 def _attention(config: ModelConfig, layer: int) -> Table:

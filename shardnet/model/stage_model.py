@@ -29,9 +29,11 @@ from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
 from shardnet.model.llama import LlamaLayer
+from shardnet.model.mixtral import load_mixtral_layer
 from shardnet.model.olmo2 import Olmo2Layer
 from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen3 import load_qwen3_layer
+from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
 from shardnet.types import LayerRange, MicroBatch
 
@@ -80,6 +82,8 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "gemma3_text": partial(DecoderStage, load_gemma3_layer),
         "granite": partial(DecoderStage, GraniteLayer.load),
         "olmo2": partial(DecoderStage, Olmo2Layer.load),
+        "mixtral": partial(DecoderStage, load_mixtral_layer),
+        "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
         "gpt2": Gpt2Stage,
     }
 )

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
 
+_MAPPED_BYTES = 16 * 2**20
+"""So much of the files stays mapped: mapping them anew for each small expert is slow."""
+
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -83,6 +86,7 @@ class StageWeights:
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
         self._tested: set[tuple[int, int]] = set()
         self._done_bytes = 0
+        self._released_bytes = 0
         self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
 
     def linear(self, *names: str, transposed: bool = False) -> Linear:
@@ -142,8 +146,10 @@ class StageWeights:
         return tensor
 
     def _finish(self) -> None:
-        """Unmap the file's pages and say how far we are."""
-        self._checkpoint.release()
+        """Unmap the file's pages, once they are many, and say how far we are."""
+        if self._done_bytes - self._released_bytes >= _MAPPED_BYTES:
+            self._checkpoint.release()
+            self._released_bytes = self._done_bytes
         self._progress(self._done_bytes, self._total_bytes)
 
     def _check(self, name: str) -> None:

@@ -11,7 +11,7 @@ from checkpoints import make_decoder
 from transformers import AutoConfig
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.model.config import Activation, ModelConfig, Rope, RopeKind
+from shardnet.model.config import Activation, Experts, ModelConfig, Rope, RopeKind
 from shardnet.model.families import FAMILIES, parse_config
 from shardnet.model.stage_model import STAGES
 
@@ -93,7 +93,44 @@ GEMMA3 = SIZES | {
 }
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MIXTRAL = SIZES | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.1,
+    "sliding_window": None,
+}
+QWEN3_MOE = SIZES | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 RAW = {
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
@@ -129,7 +166,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.n_kv_heads == theirs.num_key_value_heads
-    assert ours.head_size == getattr(theirs, "head_dim", 16)
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)
@@ -139,6 +176,15 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert list(ours.windows) == expected
+    if ours.experts is not None:
+        assert ours.experts.n_experts == theirs.num_experts
+        assert ours.experts.top_k == theirs.num_experts_per_tok
+        normalizes = getattr(theirs, "norm_topk_prob", family == "mixtral")
+        assert ours.experts.normalize_top_k is normalizes
+        inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.intermediate_size == inner
+        assert ours.rope is not None
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
 
@@ -207,9 +253,39 @@ def test_gemma3_in_both_spellings() -> None:
     assert parse(new) == config
 
 
+def test_mixtral() -> None:
+    config = parse(MIXTRAL)
+    assert (config.windows, config.rope) == ((None,) * 7, Rope(theta=1e6))
+    assert config.experts == Experts(
+        n_experts=8, top_k=2, intermediate_size=100, normalize_top_k=True, layers=tuple(range(7))
+    )
+    assert parse(MIXTRAL, sliding_window=4096).windows == (4096,) * 7
+
+
+def test_qwen3_moe_in_both_spellings() -> None:
+    config = parse(QWEN3_MOE)
+    assert config.experts == Experts(
+        n_experts=128, top_k=8, intermediate_size=768, normalize_top_k=True, layers=tuple(range(7))
+    )
+    new = {key: QWEN3_MOE[key] for key in QWEN3_MOE if key != "num_experts"}
+    assert parse(new, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, use_sliding_window=True, sliding_window=9).windows == (9,) * 7
+
+
+def test_which_layers_of_qwen3_moe_have_experts() -> None:
+    assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
+    assert parse(QWEN3_MOE, mlp_only_layers=[1], decoder_sparse_step=2).sparse_layers == (3, 5)
+    assert parse(QWEN3_MOE, decoder_sparse_step=8).experts is None
+
+
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
+        ("mixtral", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("mixtral", {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size"),
+        ("qwen3_moe", {"n_group": 2}, "n_group"),
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
@@ -249,6 +325,13 @@ YARN = {"type": "yarn", "factor": 2.0}
     ("family", "change", "named"),
     [
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0, expected 1 to 32767"),
+        ("mixtral", {"num_local_experts": 40_000}, "num_local_experts is 40000"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 8 experts"),
+        ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers is .True"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096'"),
         ("mistral", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7"),
@@ -282,6 +365,9 @@ def test_a_malformed_field_is_named(family: str, change: dict[str, Any], named: 
         parse_config(RAW[family] | change, "config.json")
 
 
-def test_a_model_cut_short_keeps_its_first_layers() -> None:
-    cut = parse(GEMMA3).cut(3)
-    assert (cut.n_layers, cut.windows) == (3, (512,) * 3)
+def test_a_thinned_model_has_layers_from_all_over() -> None:
+    gemma = parse(GEMMA3, num_hidden_layers=12)
+    assert gemma.thinned(12) == gemma
+    assert gemma.thinned(1).windows == (512,)  # layer 6
+    assert gemma.thinned(6).windows == (512, 512, None, 512, 512, None)  # 1, 3, 5, 7, 9, 11
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5

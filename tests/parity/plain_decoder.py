@@ -1,4 +1,4 @@
-"""A second oracle: the dense families in plain formulas, in float64, one sequence at a time.
+"""A second oracle: the families in plain formulas, in float64, one sequence at a time.
 
 Written from the papers and the published configs, with nothing of shardnet's or transformers' code.
 Each `twist` is a mistake that is easy to make; a test shows that its model would notice.
@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 NORMS_AFTER = {"gemma2", "gemma3_text", "olmo2"}
-HEAD_NORMS = {"qwen3", "gemma3_text", "olmo2"}
+HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 
 
 class PlainDecoder:
@@ -85,10 +86,43 @@ class PlainDecoder:
     def mlp(self, rows: Tensor, layer: int) -> Tensor:
         """down(act(gate) * up)."""
         mlp = f"model.layers.{layer}.mlp"
+        router = mlp if self.family != "mixtral" else f"model.layers.{layer}.block_sparse_moe"
+        if f"{router}.gate.weight" in self.weights:
+            return torch.stack([self.visit(row, router) for row in rows])
         if self.family == "phi3":
             gate, up = (rows @ self.weights[f"{mlp}.gate_up_proj.weight"].T).chunk(2, -1)
         else:
             gate, up = (self.linear(rows, f"{mlp}.{name}_proj") for name in ("gate", "up"))
+        return self.gated(gate, up) @ self.weights[f"{mlp}.down_proj.weight"].T
+
+    def visit(self, row: Tensor, prefix: str) -> Tensor:
+        """Ask the experts with the largest shares, add their answers up by these shares."""
+        scores = self.weights[f"{prefix}.gate.weight"] @ row
+        shares = scores.exp() / scores.exp().sum()
+        ranked = sorted(range(len(shares)), key=lambda expert: (-float(shares[expert]), expert))
+        if self.twist == "worst experts":
+            ranked.reverse()
+        top_k = self.raw["num_experts_per_tok"] - (self.twist == "an expert fewer")
+        chosen = ranked[:top_k]
+        normalized = self.family == "mixtral" or self.raw["norm_topk_prob"]
+        whole = float(shares[chosen].sum())
+        if normalized == (self.twist == "normalized the other way"):
+            whole = 1.0
+        answer = torch.zeros_like(row)
+        for place, expert in enumerate(chosen):
+            asked = ranked[place + 1] if self.twist == "experts off by one" else expert
+            share = 1 / top_k if self.twist == "equal shares" else shares[expert] / whole
+            answer += share * self.expert(row, f"{prefix}.experts.{asked}")
+        return answer
+
+    def expert(self, row: Tensor, prefix: str) -> Tensor:
+        """One expert: down(act(gate) * up)."""
+        names = EXPERT_NAMES.get(self.family, ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (self.weights[f"{prefix}.{name}.weight"] for name in names)
+        return down @ self.gated(gate @ row, up @ row)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """act(gate) * up."""
         if self.twist == "gate and up swapped":
             gate, up = up, gate
         if self.is_gemma:
@@ -96,7 +130,7 @@ class PlainDecoder:
             active = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubic))
         else:
             active = gate / (1 + torch.exp(-gate))
-        return (active * up) @ self.weights[f"{mlp}.down_proj.weight"].T
+        return active * up
 
     def attention(self, rows: Tensor, layer: int) -> Tensor:
         """Every head by itself, every row by itself."""
@@ -165,6 +199,8 @@ class PlainDecoder:
                 local = layer % 6 != 5
             case "qwen2" | "qwen3":
                 local = self.raw["use_sliding_window"] and layer >= self.raw["max_window_layers"]
+            case "qwen3_moe":
+                local = self.raw["use_sliding_window"]
             case _:
                 local = True
         return local != (self.twist == "windows swapped")

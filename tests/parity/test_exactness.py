@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_gpt2, make_llama
+from checkpoints import make_decoder, make_gpt2, make_llama
 from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
 
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.types import DType, LayerRange
 
 N_LAYERS = 4
-MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
+MAKERS: dict[str, Callable[..., Path]] = {
+    "llama": make_llama,
+    "gpt2": make_gpt2,
+    "qwen3_moe": partial(make_decoder, family="qwen3_moe"),
+}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))

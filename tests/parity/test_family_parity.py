@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2
-from oracle import check_generation, reference_logits
+from oracle import check_generation, load_reference, reference_logits
 from stage_chain import CPU, StageChain, even_split, random_prompt
-from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
@@ -81,6 +80,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "olmo2-odd": ODD | {"attention_bias": True},
+    "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
+    "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
+    "qwen3_moe-odd": ODD
+    | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
 
@@ -93,7 +97,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
     """Prefill in chunks and decoding, against full forwards."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder)
     n_layers = Checkpoint.open(folder).config.n_layers
     prompts = [random_prompt(length, 300, seed=length) for length in (1, 19, 300)]
     chain = StageChain.load(folder, [LayerRange(0, n_layers)])
@@ -126,7 +130,7 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
         sizes["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
     make_decoder(tmp_path, family, rope_parameters=rope, **sizes)
     assert Checkpoint.open(tmp_path).config.default_context == 64
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    reference = load_reference(tmp_path)
     chain = StageChain.load(tmp_path, even_split(4, 2), context=context)
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 
@@ -147,7 +151,7 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
     folder = make(tmp_path, dtype=torch.bfloat16)
     prompt = random_prompt(290, 300)
     exact, rounded = (
-        reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
+        reference_logits(load_reference(folder, dtype), prompt)
         for dtype in (torch.float32, torch.bfloat16)
     )
     logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
@@ -160,6 +164,6 @@ def test_a_float16_checkpoint_is_computed_in_float32(
 ) -> None:
     folder = make(tmp_path, dtype=torch.float16)
     assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder)
     chain = StageChain.load(folder, even_split(4, 3), probe(CPU, DType.FLOAT16, None))
     check_generation(chain, reference, [random_prompt(40, 300)], 8)

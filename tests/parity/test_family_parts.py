@@ -19,6 +19,13 @@ N_ROWS = 50
 WINDOW = {"sliding_window": 12, "num_hidden_layers": 3}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 12}
+ROUTING = [
+    "worst experts",
+    "an expert fewer",
+    "normalized the other way",
+    "experts off by one",
+    "equal shares",
+]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mistral": (WINDOW | {"head_dim": None}, ["windows wider by one", "windows swapped"]),
     "qwen2": (
@@ -76,6 +83,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "residuals as they are",
             "logits as they are",
         ],
+    ),
+    "mixtral": (
+        {"num_hidden_layers": 2, "num_local_experts": 5},
+        [*ROUTING, "gate and up swapped"],
+    ),
+    "qwen3_moe": (
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
+        [*ROUTING, "rotated before head norms", "no head norms", "gate and up swapped"],
     ),
     "olmo2": (
         {"num_hidden_layers": 2},

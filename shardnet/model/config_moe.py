@@ -1,0 +1,82 @@
+"""Reading config.json of the families with experts: one function per family.
+
+Knows each family's keys and transformers' defaults for them. Must not know tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from shardnet.model.config import Experts, ModelConfig
+from shardnet.model.config_decoder import read_decoder
+from shardnet.model.config_fields import Fields
+from shardnet.model.config_rope import read_rope
+
+MAX_EXPERTS = 32767
+"""Cap on what a config may claim: an expert's number travels in 16 bits."""
+
+
+def read_mixtral(fields: Fields) -> ModelConfig:
+    """Read a MixtralConfig: experts in every layer, a window in all or none."""
+    fields.ignore("router_jitter_noise")  # of training
+    rope = partial(read_rope, theta=1e6)
+    config = read_decoder(
+        fields, "mixtral", n_kv_heads=8, max_positions=131072, norm_eps=1e-5, rope=rope
+    )
+    n_experts, top_k = _counts(fields, ("num_local_experts", "num_experts"), 8, 2)
+    return replace(
+        config,
+        windows=(fields.optional("sliding_window"),) * config.n_layers,
+        experts=Experts(
+            n_experts=n_experts,
+            top_k=top_k,
+            intermediate_size=config.intermediate_size,
+            normalize_top_k=True,
+            layers=tuple(range(config.n_layers)),
+        ),
+    )
+
+
+def read_qwen3_moe(fields: Fields) -> ModelConfig:
+    """Read a Qwen3MoeConfig. A window that is switched on is in all layers, unlike Qwen3's."""
+    config = read_decoder(fields, "qwen3_moe", n_kv_heads=4, max_positions=32768)
+    fields.ignore("max_window_layers")
+    window = fields.optional("sliding_window") if fields.given("sliding_window") else 4096
+    is_used = fields.take("use_sliding_window", bool, False)
+    n_experts, top_k = _counts(fields, ("num_experts", "num_local_experts"), 128, 8)
+    layers = _sparse_layers(fields, config.n_layers)
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        normalize_top_k=fields.take("norm_topk_prob", bool, False),
+        layers=layers,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        windows=(window if is_used else None,) * config.n_layers,
+        experts=experts if layers else None,
+    )
+
+
+def _counts(fields: Fields, keys: tuple[str, str], n_experts: int, top_k: int) -> tuple[int, int]:
+    """Read how many experts there are, under either key, and how many of them a row visits."""
+    key = next((key for key in keys if not fields.missing(key)), keys[0])
+    found = fields.positive(key, n_experts, at_most=MAX_EXPERTS)
+    if any(not fields.missing(other) and fields.positive(other) != found for other in keys):
+        raise fields.damaged(f"{keys[0]} and {keys[1]} disagree")
+    chosen = fields.positive("num_experts_per_tok", top_k)
+    if chosen > found:
+        raise fields.damaged(f"num_experts_per_tok is {chosen}, there are {found} experts")
+    return found, chosen
+
+
+def _sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have experts: each `decoder_sparse_step`-th, but for those listed."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.take("mlp_only_layers", list, [])
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise fields.damaged(f"mlp_only_layers is {dense!r}, expected numbers of layers")
+    return tuple(n for n in range(n_layers) if n not in dense and (n + 1) % step == 0)
