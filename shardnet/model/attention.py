@@ -96,8 +96,11 @@ def plan_step(
     context: int,
     dtype: torch.dtype,
     windows: Iterable[int | None] = (None,),
+    experts: dict[int, Tensor] | None = None,
 ) -> Step:
     """Make room in the slots and prepare what the layers share; `windows` are those they have.
+
+    `experts` is Step's.
 
     Raises CapacityError for a position beyond `context`, and when the KV room is used up.
     """
@@ -130,6 +133,7 @@ def plan_step(
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,
+        experts=experts,
     )
 
 

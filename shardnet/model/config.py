@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from shardnet.types import DType, LayerRange
+from shardnet.types import DType, LayerRange, RoutingShape
 
 MAX_LAYERS = 10_000
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
@@ -155,6 +155,13 @@ class ModelConfig:
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits where, None where there are none."""
+        if self.experts is None:
+            return None
+        return RoutingShape(n_layers=self.n_layers, top_k=self.experts.top_k)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
-from shardnet.types import LayerRange, MicroBatch
+from shardnet.types import LayerRange, MicroBatch, RoutingShape
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,11 @@ class StageModel:
         return self._config.vocab_size
 
     @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits in each layer of the model, None where there are none."""
+        return self._config.routing
+
+    @property
     def context(self) -> int:
         """Positions that one sequence may have."""
         return self._context
@@ -168,18 +173,24 @@ class StageModel:
         return self._family.normed(rows)
 
     @torch.inference_mode()
-    def run(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    def run(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None,
+        experts: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Run the rows of `batch` through the stage's layers.
 
         `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
-        It is not changed. Returns [T, E] in the compute dtype. Raises CapacityError for a position
-        beyond the context or when the KV room is used up, UsageError for a token id outside the
-        vocabulary.
+        It is not changed. `experts` gets the experts [T, K] that the rows visited, by layer,
+        counted from 0 within the stage. Returns [T, E] in the compute dtype. Raises CapacityError
+        for a position beyond the context or when the KV room is used up, UsageError for a token id
+        outside the vocabulary.
         """
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device)
-        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows)
+        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, experts)
         rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
         return self._family.run_layers(rows, step)
 
