@@ -23,8 +23,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-FEW_EXPERTS: dict[str, dict[str, int]] = {
+FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
 }
 """What keeps the families with experts small."""

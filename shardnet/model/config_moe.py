@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from shardnet.model.config import Experts, ModelConfig
-from shardnet.model.config_decoder import read_decoder
+from shardnet.model.config_decoder import read_decoder, read_windows
 from shardnet.model.config_fields import Fields
 from shardnet.model.config_rope import read_rope
 
@@ -57,6 +57,38 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
         config,
         attention_bias=fields.take("attention_bias", bool, False),
         windows=(window if is_used else None,) * config.n_layers,
+        experts=experts if layers else None,
+    )
+
+
+def read_qwen2_moe(fields: Fields) -> ModelConfig:
+    """Read a Qwen2MoeConfig. Windows, where they are switched on, are in every other layer."""
+    config = read_decoder(fields, "qwen2_moe", n_kv_heads=16, max_positions=32768)
+    window = fields.take("sliding_window", int, None if fields.given("sliding_window") else 4096)
+    most = fields.take("max_window_layers", int, 28)
+    is_used = fields.take("use_sliding_window", bool, False)
+    if is_used and window is not None and window < 1:
+        raise fields.damaged(f"sliding_window is {window}, expected 1 or more")
+    window = window if is_used else None
+    n_experts, top_k = _counts(fields, ("num_experts", "num_local_experts"), 60, 4)
+    layers = _sparse_layers(fields, config.n_layers)
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=fields.positive("moe_intermediate_size", 1408),
+        normalize_top_k=fields.take("norm_topk_prob", bool, False),
+        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 5632),
+        layers=layers,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("qkv_bias", bool, True),
+        windows=read_windows(
+            fields,
+            config.n_layers,
+            window,
+            lambda layer: window is not None and layer % 2 == 0 and layer < most,
+        ),
         experts=experts if layers else None,
     )
 

@@ -68,10 +68,11 @@ def best_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlp:
-    """The experts of one layer behind their router."""
+    """The experts of one layer behind their router, and one that every row visits, or None."""
 
     router: Router
     experts: Sequence[Mlp]
+    shared: Mlp | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run every row through its experts: [T, E] in and out, and the experts [T, K]."""
@@ -88,7 +89,10 @@ class SparseMlp:
             asked = hidden.index_select(0, rows.narrow(0, start, n_visits))
             answers.index_copy_(0, places.narrow(0, start, n_visits), self.experts[expert](asked))
             start += n_visits
-        return _add_up(answers.view(n_rows, top_k, -1), choice.weights), choice.experts
+        total = _add_up(answers.view(n_rows, top_k, -1), choice.weights)
+        if self.shared is not None:
+            total = total + self.shared(hidden)
+        return total, choice.experts
 
 
 def _add_up(answers: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from shardnet.model.config_decoder import (
 from shardnet.model.config_fields import Fields
 from shardnet.model.config_gemma import read_gemma2, read_gemma3
 from shardnet.model.config_gpt2 import read_gpt2
-from shardnet.model.config_moe import read_mixtral, read_qwen3_moe
+from shardnet.model.config_moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
 from shardnet.model.layout_tables import Table
 
 
@@ -64,6 +64,9 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(architecture="Olmo2ForCausalLM", read=read_olmo2, layer=tables.olmo2_layer),
     "mixtral": Family(
         architecture="MixtralForCausalLM", read=read_mixtral, layer=tables.mixtral_layer
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM", read=read_qwen2_moe, layer=tables.qwen2_moe_layer
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM", read=read_qwen3_moe, layer=tables.qwen3_moe_layer

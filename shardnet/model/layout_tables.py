@@ -12,6 +12,8 @@ from shardnet.model.config import ModelConfig
 Shape = tuple[int, ...]
 Table = dict[str, Shape]
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
 
 def decoder_embedding(config: ModelConfig) -> Table:
     """The embedding of the families that share Llama's names."""
@@ -39,7 +41,7 @@ def llama_layer(config: ModelConfig, layer: int) -> Table:
 def qwen2_layer(config: ModelConfig, layer: int) -> Table:
     """Llama's, without a bias on the attention's output."""
     tensors = llama_layer(config, layer)
-    del tensors[f"model.layers.{layer}.self_attn.o_proj.bias"]
+    tensors.pop(f"model.layers.{layer}.self_attn.o_proj.bias", None)
     return tensors
 
 
@@ -103,9 +105,26 @@ def qwen3_moe_layer(config: ModelConfig, layer: int) -> Table:
     return (
         _attention(config, layer)
         | head_norms(config, layer)
-        | _experts(config, f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj"))
+        | _experts(config, f"model.layers.{layer}.mlp", _GATED)
         | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
     )
+
+
+def qwen2_moe_layer(config: ModelConfig, layer: int) -> Table:
+    """Qwen2's, with a router, experts and a shared one where the config says so."""
+    if config.layer_experts(layer) is None:
+        return qwen2_layer(config, layer)
+    assert config.experts is not None
+    mlp, inner = f"model.layers.{layer}.mlp", config.experts.shared_intermediate_size
+    tensors = (
+        _attention(config, layer)
+        | _experts(config, mlp, _GATED)
+        | _gated(config, f"{mlp}.shared_expert", inner, with_bias=False)
+        | {f"{mlp}.shared_expert_gate.weight": (1, config.hidden_size)}
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+    tensors.pop(f"model.layers.{layer}.self_attn.o_proj.bias", None)
+    return tensors
 
 
 def head_norms(config: ModelConfig, layer: int) -> Table:
@@ -119,13 +138,14 @@ def head_norms(config: ModelConfig, layer: int) -> Table:
 
 def gated_mlp(config: ModelConfig, layer: int) -> Table:
     """Gate, up and down of a layer's MLP."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
-    return _linears(f"model.layers.{layer}.mlp", linears, config.mlp_bias)
+    mlp = f"model.layers.{layer}.mlp"
+    return _gated(config, mlp, config.intermediate_size, with_bias=config.mlp_bias)
+
+
+def _gated(config: ModelConfig, prefix: str, inner: int, *, with_bias: bool) -> Table:
+    hidden = config.hidden_size
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    return _linears(prefix, dict(zip(_GATED, shapes, strict=True)), with_bias)
 
 
 def _experts(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> Table:

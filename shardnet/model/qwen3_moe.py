@@ -23,10 +23,14 @@ def load_qwen3_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
     mlp = f"model.layers.{layer}.mlp"
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate")),
-        experts=[
-            GatedMlp.load(config, weights, f"{mlp}.experts.{number}")
-            for number in range(experts.n_experts)
-        ],
+        experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
     )
     self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
     return SparseLayer.of(config, weights, layer, self_attn, sparse)
+
+
+def load_experts(
+    config: ModelConfig, weights: WeightSource, prefix: str, n_experts: int
+) -> list[GatedMlp]:
+    """Take the parameters of all experts of a layer, each under Llama's names for an MLP."""
+    return [GatedMlp.load(config, weights, f"{prefix}.{number}") for number in range(n_experts)]

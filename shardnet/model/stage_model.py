@@ -32,6 +32,7 @@ from shardnet.model.llama import LlamaLayer
 from shardnet.model.mixtral import load_mixtral_layer
 from shardnet.model.olmo2 import Olmo2Layer
 from shardnet.model.phi3 import load_phi3_layer
+from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
@@ -83,6 +84,7 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "granite": partial(DecoderStage, GraniteLayer.load),
         "olmo2": partial(DecoderStage, Olmo2Layer.load),
         "mixtral": partial(DecoderStage, load_mixtral_layer),
+        "qwen2_moe": partial(DecoderStage, load_qwen2_moe_layer),
         "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
         "gpt2": Gpt2Stage,
     }

@@ -128,7 +128,25 @@ QWEN3_MOE = SIZES | {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+QWEN2_MOE = SIZES | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
 RAW = {
+    "qwen2_moe": QWEN2_MOE,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
@@ -273,6 +291,23 @@ def test_qwen3_moe_in_both_spellings() -> None:
     assert parse(QWEN3_MOE, use_sliding_window=True, sliding_window=9).windows == (9,) * 7
 
 
+def test_qwen2_moe() -> None:
+    config = parse(QWEN2_MOE)
+    assert config.experts == Experts(
+        n_experts=60,
+        top_k=4,
+        intermediate_size=1408,
+        normalize_top_k=False,
+        shared_intermediate_size=5632,
+        layers=tuple(range(7)),
+    )
+    assert config.attention_bias
+    assert config.windows == (None,) * 7
+    assert parse(QWEN2_MOE, sliding_window=0) == config  # as transformers 5 writes it
+    on = parse(QWEN2_MOE, use_sliding_window=True, sliding_window=9, max_window_layers=4)
+    assert on.windows == (9, None, 9) + (None,) * 4
+
+
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
     assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
@@ -329,6 +364,11 @@ YARN = {"type": "yarn", "factor": 2.0}
         ("mixtral", {"num_local_experts": 40_000}, "num_local_experts is 40000"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 8 experts"),
         ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window is 0, expected 1 or more",
+        ),
         ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers is .True"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),

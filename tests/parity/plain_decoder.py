@@ -113,7 +113,16 @@ class PlainDecoder:
             asked = ranked[place + 1] if self.twist == "experts off by one" else expert
             share = 1 / top_k if self.twist == "equal shares" else shares[expert] / whole
             answer += share * self.expert(row, f"{prefix}.experts.{asked}")
-        return answer
+        return answer + self.shared(row, prefix)
+
+    def shared(self, row: Tensor, prefix: str) -> Tensor:
+        """The expert that every row visits, times a gate's sigmoid; 0 where there is none."""
+        if self.family != "qwen2_moe" or self.twist == "no shared expert":
+            return torch.zeros_like(row)
+        gate = 1 / (1 + torch.exp(-self.weights[f"{prefix}.shared_expert_gate.weight"] @ row))
+        if self.twist == "shared expert ungated":
+            gate = torch.ones(1)
+        return gate * self.expert(row, f"{prefix}.shared_expert")
 
     def expert(self, row: Tensor, prefix: str) -> Tensor:
         """One expert: down(act(gate) * up)."""
@@ -199,6 +208,9 @@ class PlainDecoder:
                 local = layer % 6 != 5
             case "qwen2" | "qwen3":
                 local = self.raw["use_sliding_window"] and layer >= self.raw["max_window_layers"]
+            case "qwen2_moe":
+                is_used = self.raw["use_sliding_window"]
+                local = is_used and layer % 2 == 0 and layer < self.raw["max_window_layers"]
             case "qwen3_moe":
                 local = self.raw["use_sliding_window"]
             case _:

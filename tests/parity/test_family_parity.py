@@ -82,6 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2-odd": ODD | {"attention_bias": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "qwen2_moe": {"norm_topk_prob": True, "num_hidden_layers": 3},
+    "qwen2_moe-windows": ODD
+    | SOME_WINDOWS
+    | {"num_hidden_layers": 5, "mlp_only_layers": [0], "qkv_bias": False},
     "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
     "qwen3_moe-odd": ODD
     | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},

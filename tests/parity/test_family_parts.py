@@ -88,6 +88,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"num_hidden_layers": 2, "num_local_experts": 5},
         [*ROUTING, "gate and up swapped"],
     ),
+    "qwen2_moe": (
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 2, "mlp_only_layers": [1]},
+        [
+            *ROUTING,
+            "no shared expert",
+            "shared expert ungated",
+            "windows swapped",
+            "windows wider by one",
+            "no biases",
+        ],
+    ),
     "qwen3_moe": (
         {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
         [*ROUTING, "rotated before head norms", "no head norms", "gate and up swapped"],
