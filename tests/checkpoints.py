@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
     "qwen2_moe": {
         "num_experts": 5,
         "num_experts_per_tok": 2,

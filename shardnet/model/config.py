@@ -79,7 +79,9 @@ class Experts:
 
     `intermediate_size` is one expert's, `shared_intermediate_size` that of the expert that every
     row visits, 0 where there is none. `normalize_top_k`: the chosen experts' weights are made to
-    add up to 1. `layers` are the absolute numbers of the layers that have experts.
+    add up to 1. `layers` are the absolute numbers of the layers that have experts. `swiglu_limit` L
+    and `swiglu_alpha` are of gates clamped to L that are multiplied by their sigmoid of alpha times
+    the gate; None where the activation is the model's.
     """
 
     n_experts: int
@@ -87,6 +89,8 @@ class Experts:
     intermediate_size: int
     normalize_top_k: bool
     shared_intermediate_size: int = 0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
     layers: tuple[int, ...]
 
 
@@ -98,8 +102,8 @@ class ModelConfig:
     `local_rope` is that of layers with a window, where they have their own. `windows` says per
     layer how many positions a row sees, itself included; None is all of them, and so is an empty
     tuple for all layers. `attention_scale` multiplies the scores, None for 1 / sqrt(head size); a
-    soft cap c turns x into c * tanh(x / c). `norm_offset` is added to every norm's stored weight.
-    `checkpoint_dtype` is what the config says the weights are stored in, None where it does not
+    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may look at nothing.
+    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says the weights are stored in, None where it does not
     say. `eos_token_ids` is empty where the config names none.
     """
 
@@ -130,6 +134,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
+    has_sinks: bool = False
     experts: Experts | None = None
 
     @property

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
-from shardnet.model.config import Experts, ModelConfig
+from shardnet.model.config import Experts, ModelConfig, Rope
 from shardnet.model.config_decoder import read_decoder, read_windows
 from shardnet.model.config_fields import Fields
-from shardnet.model.config_rope import read_rope
+from shardnet.model.config_rope import read_rope, read_scaling
 
 MAX_EXPERTS = 32767
 """Cap on what a config may claim: an expert's number travels in 16 bits."""
+
+_GPT_OSS_THETA = 150000.0
+_GPT_OSS_YARN = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
 
 
 def read_mixtral(fields: Fields) -> ModelConfig:
@@ -91,6 +104,50 @@ def read_qwen2_moe(fields: Fields) -> ModelConfig:
         ),
         experts=experts if layers else None,
     )
+
+
+def read_gpt_oss(fields: Fields) -> ModelConfig:
+    """Read a GptOssConfig: windows in every other layer, clamped gates, biases everywhere."""
+    fields.ignore("initial_context_length")  # says again what rope_scaling says
+    config = read_decoder(
+        fields,
+        "gpt_oss",
+        n_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        head_size=64,
+        rope=_gpt_oss_rope,
+    )
+    window = fields.optional("sliding_window") if fields.given("sliding_window") else 128
+    n_experts, top_k = _counts(fields, ("num_local_experts", "num_experts"), 128, 4)
+    if fields.positive("experts_per_token", top_k) != top_k:
+        raise fields.damaged("num_experts_per_tok and experts_per_token disagree")
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, True),
+        has_sinks=True,
+        windows=read_windows(fields, config.n_layers, window, lambda layer: layer % 2 == 0),
+        experts=Experts(
+            n_experts=n_experts,
+            top_k=top_k,
+            intermediate_size=config.intermediate_size,
+            normalize_top_k=True,
+            swiglu_limit=fields.positive_number("swiglu_limit", 7.0),
+            swiglu_alpha=fields.positive_number("swiglu_alpha", 1.702),
+            layers=tuple(range(config.n_layers)),
+        ),
+    )
+
+
+def _gpt_oss_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
+    """Read the rotary positions: where none are given they are scaled as in the published ones."""
+    if fields.missing("rope_parameters") and fields.missing("rope_scaling"):
+        theta = fields.positive_number("rope_theta", _GPT_OSS_THETA)
+        published = fields.inner("rope_parameters", _GPT_OSS_YARN)
+        return read_scaling(
+            published, Rope(theta=theta), max_positions=max_positions, head_size=head_size
+        )
+    return read_rope(fields, max_positions, head_size, theta=_GPT_OSS_THETA)
 
 
 def _counts(fields: Fields, keys: tuple[str, str], n_experts: int, top_k: int) -> tuple[int, int]:

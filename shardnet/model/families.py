@@ -24,7 +24,7 @@ from shardnet.model.config_decoder import (
 from shardnet.model.config_fields import Fields
 from shardnet.model.config_gemma import read_gemma2, read_gemma3
 from shardnet.model.config_gpt2 import read_gpt2
-from shardnet.model.config_moe import read_mixtral, read_qwen2_moe, read_qwen3_moe
+from shardnet.model.config_moe import read_gpt_oss, read_mixtral, read_qwen2_moe, read_qwen3_moe
 from shardnet.model.layout_tables import Table
 
 
@@ -70,6 +70,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM", read=read_qwen3_moe, layer=tables.qwen3_moe_layer
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", read=read_gpt_oss, layer=tables.gpt_oss_layer
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",

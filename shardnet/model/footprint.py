@@ -115,7 +115,7 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
     """The masks of a chunk, one for each window, and with a soft cap the scores of one KV head."""
     n_masks = len(set(config.windows)) or 1
     masks = n_masks * rows * context * dtype.size_bytes
-    if config.attention_soft_cap is None:
+    if config.attention_soft_cap is None and not config.has_sinks:
         return masks
     scores = config.n_heads // config.n_kv_heads * rows * context
     return masks + scores * (4 + 4 + dtype.size_bytes)

@@ -127,6 +127,27 @@ def qwen2_moe_layer(config: ModelConfig, layer: int) -> Table:
     return tensors
 
 
+def gpt_oss_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with sinks, and with all experts of a layer in one tensor, inputs before outputs."""
+    assert config.experts is not None
+    prefix = f"model.layers.{layer}"
+    experts, n_experts = f"{prefix}.mlp.experts", config.experts.n_experts
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    return (
+        _attention(config, layer)
+        | {
+            f"{prefix}.self_attn.sinks": (config.n_heads,),
+            f"{prefix}.mlp.router.weight": (n_experts, hidden),
+            f"{prefix}.mlp.router.bias": (n_experts,),
+            f"{experts}.gate_up_proj": (n_experts, hidden, 2 * inner),
+            f"{experts}.gate_up_proj_bias": (n_experts, 2 * inner),
+            f"{experts}.down_proj": (n_experts, inner, hidden),
+            f"{experts}.down_proj_bias": (n_experts, hidden),
+        }
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
 def head_norms(config: ModelConfig, layer: int) -> Table:
     """Norms over each head of queries and keys."""
     attn = f"model.layers.{layer}.self_attn"

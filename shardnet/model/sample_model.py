@@ -31,6 +31,7 @@ from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
+from shardnet.model.weights import split_stacked
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -233,6 +234,20 @@ class _Noise:
         """Make a table."""
         self._tick()
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
+
+    def parameter(self, name: str) -> Tensor:
+        """Make a parameter."""
+        return self._noise(self._shapes[name]).to(self._device, torch.float32)
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make products of the shapes that the stacked parameters have."""
+        n_stacked, n_in, n_out = self._shapes[weight]
+        made = []
+        for _ in range(n_stacked):
+            self._tick()
+            one, of_one = self._noise((n_in, n_out)), self._noise((n_out,))
+            made.append(make_linear(self._choice, *split_stacked(one, of_one, turns), self._device))
+        return made
 
     def _noise(self, shape: Shape) -> Tensor:
         size = math.prod(shape)

@@ -24,6 +24,7 @@ from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
+from shardnet.model.gpt_oss import load_gpt_oss_layer
 from shardnet.model.granite import GraniteLayer
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
@@ -86,6 +87,7 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "mixtral": partial(DecoderStage, load_mixtral_layer),
         "qwen2_moe": partial(DecoderStage, load_qwen2_moe_layer),
         "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
+        "gpt_oss": partial(DecoderStage, load_gpt_oss_layer),
         "gpt2": Gpt2Stage,
     }
 )

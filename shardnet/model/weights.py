@@ -47,6 +47,15 @@ class WeightSource(Protocol):
     def table(self, name: str) -> Tensor:
         """Give `NAME.weight` as it is: [rows, E] in the compute dtype."""
 
+    def parameter(self, name: str) -> Tensor:
+        """Give the parameter of this whole name as it is, in float32."""
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
+
+        Outputs that stand in turn, those of `turns` products, are put one behind the other.
+        """
+
 
 class StageWeights:
     """The tensors of one stage, handed out once each as what a layer needs."""
@@ -101,12 +110,16 @@ class StageWeights:
         linear = make_linear(self._choice, weights, biases, self._device)
         del weights, biases
         self._finish()
+        self._test(names[0], linear)
+        return linear
+
+    def _test(self, name: str, linear: Linear) -> None:
+        """Find out, once for each shape, whether the product keeps its rows' bits."""
         if self.exact_rows > 1 and linear.shape not in self._tested:
             self._tested.add(linear.shape)
             if not rows_are_exact(linear, self._choice, self._device):
-                log.warning("%s: rows of a product are not exact in company", names[0])
+                log.warning("%s: rows of a product are not exact in company", name)
                 self.exact_rows = 1
-        return linear
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -131,6 +144,25 @@ class StageWeights:
         table = self._own(f"{name}.weight")
         self._finish()
         return table
+
+    def parameter(self, name: str) -> Tensor:
+        """Copy the parameter of this whole name, in float32."""
+        value = self._read(name).to(self._device, torch.float32, copy=True)
+        self._finish()
+        return value
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
+
+        Outputs that stand in turn, those of `turns` products, are put one behind the other.
+        """
+        linears = [
+            make_linear(self._choice, *split_stacked(one, of_one, turns), self._device)
+            for one, of_one in zip(self._read(weight), self._read(bias), strict=True)
+        ]
+        self._finish()
+        self._test(weight, linears[0])
+        return linears
 
     def _own(self, name: str) -> Tensor:
         return self._read(name).to(self._device, torch_dtype(self._choice.dtype), copy=True)
@@ -173,3 +205,11 @@ class StageWeights:
 
     def _info(self, name: str) -> TensorInfo:
         return self._checkpoint.tensors[self._names[name]]
+
+
+def split_stacked(weight: Tensor, bias: Tensor, turns: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Take [K, N] and [N] apart into `turns` weights [N / turns, K] and as many biases."""
+    return (
+        [weight[:, first::turns].T for first in range(turns)],
+        [bias[first::turns] for first in range(turns)],
+    )

@@ -145,7 +145,36 @@ QWEN2_MOE = SIZES | {
     "sliding_window": 32768,
     "use_sliding_window": False,
 }
+GPT_OSS = SIZES | {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-05,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
 RAW = {
+    "gpt_oss": GPT_OSS,
     "qwen2_moe": QWEN2_MOE,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
@@ -197,7 +226,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if ours.experts is not None:
         assert ours.experts.n_experts == theirs.num_experts
         assert ours.experts.top_k == theirs.num_experts_per_tok
-        normalizes = getattr(theirs, "norm_topk_prob", family == "mixtral")
+        normalizes = getattr(theirs, "norm_topk_prob", True)
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.intermediate_size == inner
@@ -308,6 +337,26 @@ def test_qwen2_moe() -> None:
     assert on.windows == (9, None, 9) + (None,) * 4
 
 
+def test_gpt_oss() -> None:
+    config = parse(GPT_OSS)
+    assert config.windows == (128, None, 128, None, 128, None, 128)
+    assert config.experts == Experts(
+        n_experts=32,
+        top_k=4,
+        intermediate_size=100,
+        normalize_top_k=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        layers=tuple(range(7)),
+    )
+    assert config.rope is not None
+    assert (config.rope.kind, config.rope.truncate) == (RopeKind.YARN, False)
+    assert (config.max_positions, config.attention_bias, config.has_sinks) == (131072, True, True)
+    left_out = ("rope_scaling", "rope_theta", "layer_types")
+    bare = {key: GPT_OSS[key] for key in GPT_OSS if key not in left_out}
+    assert parse(bare) == config
+
+
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
     assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
@@ -364,6 +413,8 @@ YARN = {"type": "yarn", "factor": 2.0}
         ("mixtral", {"num_local_experts": 40_000}, "num_local_experts is 40000"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 8 experts"),
         ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_tok and experts_per_token disagree"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0"),
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 0},

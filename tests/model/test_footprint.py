@@ -60,8 +60,9 @@ def unvisited(config: ModelConfig, dtype: DType) -> int:
     if config.experts is None:
         return 0
     n_left = config.experts.n_experts - config.experts.top_k
-    sizes = config.hidden_size * config.experts.intermediate_size
-    return 3 * n_left * sizes * dtype.size_bytes
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    biases = 2 * inner + hidden if config.family == "gpt_oss" else 0
+    return n_left * (3 * hidden * inner + biases) * dtype.size_bytes
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)

@@ -86,6 +86,8 @@ class PlainDecoder:
     def mlp(self, rows: Tensor, layer: int) -> Tensor:
         """down(act(gate) * up)."""
         mlp = f"model.layers.{layer}.mlp"
+        if self.family == "gpt_oss":
+            return torch.stack([self.visit(row, mlp) for row in rows])
         router = mlp if self.family != "mixtral" else f"model.layers.{layer}.block_sparse_moe"
         if f"{router}.gate.weight" in self.weights:
             return torch.stack([self.visit(row, router) for row in rows])
@@ -97,14 +99,17 @@ class PlainDecoder:
 
     def visit(self, row: Tensor, prefix: str) -> Tensor:
         """Ask the experts with the largest shares, add their answers up by these shares."""
-        scores = self.weights[f"{prefix}.gate.weight"] @ row
+        gate = "router" if self.family == "gpt_oss" else "gate"
+        scores = self.weights[f"{prefix}.{gate}.weight"] @ row
+        if self.family == "gpt_oss" and self.twist != "router without bias":
+            scores = scores + self.weights[f"{prefix}.router.bias"]
         shares = scores.exp() / scores.exp().sum()
         ranked = sorted(range(len(shares)), key=lambda expert: (-float(shares[expert]), expert))
         if self.twist == "worst experts":
             ranked.reverse()
         top_k = self.raw["num_experts_per_tok"] - (self.twist == "an expert fewer")
         chosen = ranked[:top_k]
-        normalized = self.family == "mixtral" or self.raw["norm_topk_prob"]
+        normalized = self.raw.get("norm_topk_prob", True)
         whole = float(shares[chosen].sum())
         if normalized == (self.twist == "normalized the other way"):
             whole = 1.0
@@ -126,9 +131,30 @@ class PlainDecoder:
 
     def expert(self, row: Tensor, prefix: str) -> Tensor:
         """One expert: down(act(gate) * up)."""
+        if self.family == "gpt_oss":
+            return self.clamped_expert(row, *prefix.rsplit(".", 1))
         names = EXPERT_NAMES.get(self.family, ("gate_proj", "up_proj", "down_proj"))
         gate, up, down = (self.weights[f"{prefix}.{name}.weight"] for name in names)
         return down @ self.gated(gate @ row, up @ row)
+
+    def clamped_expert(self, row: Tensor, prefix: str, number: str) -> Tensor:
+        """One of the stacked experts: every other column is the gate's."""
+        gate_up, gate_up_bias, down, down_bias = (
+            self.weights[f"{prefix}.{name}"][int(number)]
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        both = row @ gate_up + (0 if self.twist == "no biases" else gate_up_bias)
+        gate, up = both[0::2], both[1::2]
+        if self.twist == "gate and up in halves":
+            gate, up = both.chunk(2)
+        limit, alpha = self.raw["swiglu_limit"], self.raw["swiglu_alpha"]
+        if self.twist != "gates unclamped":
+            gate = gate.clamp(-limit if self.twist == "gates clamped below" else None, limit)
+        if self.twist != "up unclamped":
+            up = up.clamp(-limit, limit)
+        alpha = 1 if self.twist == "alpha of 1" else alpha
+        up = up if self.twist == "up without 1" else up + 1
+        return (gate / (1 + torch.exp(-alpha * gate)) * up) @ down + down_bias
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up."""
@@ -166,8 +192,16 @@ class PlainDecoder:
                 scores = keys[seen, head // group] @ queries[row, head] * scale
                 if cap and self.twist != "no score cap":
                     scores = cap * torch.tanh(scores / cap)
-                out[row, head] = scores.softmax(0) @ values[seen, head // group]
-        return out.flatten(1) @ self.weights[f"{attn}.o_proj.weight"].T
+                out[row, head] = self.shares(scores, attn, head) @ values[seen, head // group]
+        return self.linear(out.flatten(1), f"{attn}.o_proj")
+
+    def shares(self, scores: Tensor, attn: str, head: int) -> Tensor:
+        """How much a head looks at each position; with a sink they add up to less than 1."""
+        if self.family != "gpt_oss" or self.twist == "no sinks":
+            return scores.softmax(0)
+        sinks = self.weights[f"{attn}.sinks"]
+        sink = sinks[-1 - head if self.twist == "sinks swapped" else head]
+        return scores.exp() / (scores.exp().sum() + sink.exp())
 
     def heads(self, rows: Tensor, attn: str) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values: [T, heads, D] each."""
@@ -202,7 +236,7 @@ class PlainDecoder:
     def is_local(self, layer: int) -> bool:
         """Whether the layer has a window, by what is published of each family."""
         match self.family:
-            case "gemma2":
+            case "gemma2" | "gpt_oss":
                 local = layer % 2 == 0
             case "gemma3_text":
                 local = layer % 6 != 5

@@ -82,6 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2-odd": ODD | {"attention_bias": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
+    "gpt_oss-odd": ODD
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
     "qwen2_moe": {"norm_topk_prob": True, "num_hidden_layers": 3},
     "qwen2_moe-windows": ODD
     | SOME_WINDOWS

@@ -88,6 +88,29 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"num_hidden_layers": 2, "num_local_experts": 5},
         [*ROUTING, "gate and up swapped"],
     ),
+    "gpt_oss": (
+        WINDOW
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "swiglu_limit": 0.8,
+            "swiglu_alpha": 3.0,
+        },
+        [
+            *(set(ROUTING) - {"normalized the other way"}),
+            "no sinks",
+            "sinks swapped",
+            "gates unclamped",
+            "gates clamped below",
+            "up unclamped",
+            "up without 1",
+            "gate and up in halves",
+            "alpha of 1",
+            "no biases",
+            "router without bias",
+            "windows swapped",
+            "windows wider by one",
+        ],
+    ),
     "qwen2_moe": (
         WINDOW | {"use_sliding_window": True, "max_window_layers": 2, "mlp_only_layers": [1]},
         [
