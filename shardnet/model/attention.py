@@ -167,8 +167,10 @@ def attention(
     """Store new keys and values in the slots, attend over what each row sees of its slot.
 
     `queries` is [T, H, D], `keys` and `values` [T, KV heads, D]; `layer` counts from 0 within the
-    stage. Returns [T, H x D]. Groups of at most 32 rows are attended row by row, so that a
-    row's bits are those of a decode step, whoever stands beside it; longer ones are prompt chunks.
+    stage. Where values have no column of their own, keys stand for them. Returns [T, H x D].
+
+    Groups of at most 32 rows are attended row by row, so that a row's bits are those of a decode
+    step, whoever stands beside it; longer ones are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
     slots = [step.kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, D] each
@@ -178,6 +180,8 @@ def attention(
     parts: list[Tensor] = []
     for span, base, (cached_keys, cached_values) in zip(step.spans, firsts, slots, strict=True):
         position = span.position - base
+        if cached_values.shape[-1] == 0:
+            cached_values = cached_keys
         if span.sights is not None:
             sight = span.sights[kind.window]
             seen = slice(sight.first - base, position + span.end - span.start)

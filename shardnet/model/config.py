@@ -81,7 +81,9 @@ class Experts:
     row visits, 0 where there is none. `normalize_top_k`: the chosen experts' weights are made to
     add up to 1. `layers` are the absolute numbers of the layers that have experts. `swiglu_limit` L
     and `swiglu_alpha` are of gates clamped to L that are multiplied by their sigmoid of alpha times
-    the gate; None where the activation is the model's.
+    the gate; None where the activation is the model's. Experts stand in `n_groups` groups, and a
+    row chooses among those of its best `top_groups`. Chosen experts' answers are multiplied by
+    `answer_scale`, the shared one's is not.
     """
 
     n_experts: int
@@ -91,7 +93,32 @@ class Experts:
     shared_intermediate_size: int = 0
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+    answer_scale: float = 1.0
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention over latents (arXiv 2405.04434): of each position one for all heads is cached.
+
+    A latent has `rank` columns, and `rope_size` rotated ones beside it. A head's own keys have
+    `nope_size` columns, its values `value_size`. Queries come through `query_rank` columns, None
+    for straight. `interleaved`: pairs that are rotated together stand side by side.
+    """
+
+    rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of a position: what is cached."""
+        return self.rank + self.rope_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +130,11 @@ class ModelConfig:
     layer how many positions a row sees, itself included; None is all of them, and so is an empty
     tuple for all layers. `attention_scale` multiplies the scores, None for 1 / sqrt(head size); a
     soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may look at nothing.
-    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says the weights are stored in, None where it does not
-    say. `eos_token_ids` is empty where the config names none.
+    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says
+    the weights are stored in, None where it does not say. `eos_token_ids` is empty where the config
+    names none.
+
+    With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     """
 
     family: str
@@ -135,6 +165,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
     has_sinks: bool = False
+    latent: Latent | None = None
     experts: Experts | None = None
 
     @property
@@ -156,6 +187,16 @@ class ModelConfig:
     def smallest_window(self) -> int | None:
         """The smallest window of any layer, None where no layer has one."""
         return min((window for window in self.windows if window is not None), default=None)
+
+    @property
+    def key_size(self) -> int:
+        """Columns of a key, and of the query that looks at it."""
+        return self.latent.width if self.latent else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Columns of a cached value, 0 where it is a part of the key."""
+        return 0 if self.latent else self.head_size
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP."""

@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from shardnet.model.config import Experts, ModelConfig, Rope
+from shardnet.model.config import Experts, Latent, ModelConfig, Rope
 from shardnet.model.config_decoder import read_decoder, read_windows
 from shardnet.model.config_fields import Fields
-from shardnet.model.config_rope import read_rope, read_scaling
+from shardnet.model.config_rope import read_rope, read_scaling, rope_object, yarn_magnitude
 
 MAX_EXPERTS = 32767
 """Cap on what a config may claim: an expert's number travels in 16 bits."""
@@ -139,6 +139,128 @@ def read_gpt_oss(fields: Fields) -> ModelConfig:
     )
 
 
+def read_deepseek_v2(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV2Config. Weights that add up to 1 are refused: transformers ignores them."""
+    config = _read_latent(fields, "deepseek_v2", interleaved=True)
+    _require_text(fields, "scoring_func", "softmax")
+    fields.require("norm_topk_prob", False)
+    method = fields.take("topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.unsupported("topk_method", method, "greedy, group_limited_greedy")
+    if method == "greedy":
+        fields.ignore("n_group", "topk_group")
+    defaults = Experts(
+        n_experts=64,
+        top_k=0,  # there is none
+        intermediate_size=1407,
+        normalize_top_k=False,
+        shared_intermediate_size=2,
+        layers=(0,),
+    )
+    return _deepseek_experts(fields, config, defaults, is_grouped=method != "greedy")
+
+
+def read_deepseek_v3(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV3Config. What predicts further tokens ahead is left out."""
+    interleaved = fields.take("rope_interleave", bool, True)
+    config = _read_latent(fields, "deepseek_v3", interleaved=interleaved, max_positions=4096)
+    _require_text(fields, "scoring_func", "sigmoid")
+    _require_text(fields, "topk_method", "noaux_tc")
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    defaults = Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        shared_intermediate_size=1,
+        n_groups=8,
+        top_groups=4,
+        answer_scale=2.5,
+        layers=(3,),
+    )
+    return _deepseek_experts(fields, config, defaults, is_grouped=True)
+
+
+def _read_latent(
+    fields: Fields,
+    family: str,
+    *,
+    interleaved: bool,
+    max_positions: int = 2048,
+) -> ModelConfig:
+    """Read what both say, but for the experts."""
+    fields.ignore("auto_map", "ep_size", "aux_loss_alpha", "seq_aux")  # of training, or of programs
+    fields.require("moe_layer_freq", 1)
+    latent = Latent(
+        rank=fields.positive("kv_lora_rank", 512),
+        rope_size=fields.positive("qk_rope_head_dim", 64),
+        nope_size=fields.positive("qk_nope_head_dim", 128),
+        value_size=fields.positive("v_head_dim", 128),
+        query_rank=fields.optional("q_lora_rank") if fields.given("q_lora_rank") else 1536,
+        interleaved=interleaved,
+    )
+    config = read_decoder(fields, family, max_positions=max_positions, head_size=latent.rope_size)
+    whole = latent.nope_size + latent.rope_size
+    sizes = {"head_dim": (config.head_size, latent.rope_size)}
+    sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
+    sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
+    for key, (found, only) in sizes.items():
+        if found != only:
+            raise fields.unsupported(key, found, str(only))
+    all_dim = rope_object(fields).optional_number("mscale_all_dim")
+    magnitude = yarn_magnitude(config.rope.factor, all_dim) if config.rope and all_dim else 1.0
+    return replace(
+        config,
+        n_kv_heads=1,
+        attention_bias=fields.take("attention_bias", bool, False),
+        mlp_bias=fields.take("mlp_bias", bool, False) if family == "deepseek_v2" else False,
+        attention_scale=whole**-0.5 * magnitude**2,
+        latent=latent,
+    )
+
+
+def _deepseek_experts(
+    fields: Fields, config: ModelConfig, defaults: Experts, *, is_grouped: bool
+) -> ModelConfig:
+    """Read the experts; shared ones are stored as one that is as wide as all of them."""
+    n_experts, top_k = _counts(
+        fields, ("n_routed_experts", "num_experts"), defaults.n_experts, defaults.top_k
+    )
+    inner = fields.positive("moe_intermediate_size", defaults.intermediate_size)
+    n_groups = top_groups = 1
+    if is_grouped:
+        n_groups = fields.positive("n_group", defaults.n_groups)
+        top_groups = fields.positive("topk_group", defaults.top_groups)
+    of_group = n_experts // n_groups
+    least = 2 if config.family == "deepseek_v3" else 1
+    if n_experts % n_groups or of_group < least or not top_k <= top_groups * of_group <= n_experts:
+        raise fields.damaged(
+            f"n_group {n_groups} and topk_group {top_groups} do not go with {n_experts} experts, "
+            f"{top_k} for each token"
+        )
+    first = fields.take("first_k_dense_replace", int, defaults.layers[0])
+    layers = tuple(range(max(0, first), config.n_layers))
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        normalize_top_k=defaults.normalize_top_k,
+        shared_intermediate_size=inner
+        * fields.positive("n_shared_experts", defaults.shared_intermediate_size),
+        n_groups=n_groups,
+        top_groups=top_groups,
+        answer_scale=fields.positive_number("routed_scaling_factor", defaults.answer_scale),
+        layers=layers,
+    )
+    return replace(config, experts=experts if layers else None)
+
+
+def _require_text(fields: Fields, key: str, only: str) -> None:
+    value = fields.take(key, str, only)
+    if value != only:
+        raise fields.unsupported(key, value, only)
+
+
 def _gpt_oss_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     """Read the rotary positions: where none are given they are scaled as in the published ones."""
     if fields.missing("rope_parameters") and fields.missing("rope_scaling"):
@@ -156,7 +278,7 @@ def _counts(fields: Fields, keys: tuple[str, str], n_experts: int, top_k: int) -
     found = fields.positive(key, n_experts, at_most=MAX_EXPERTS)
     if any(not fields.missing(other) and fields.positive(other) != found for other in keys):
         raise fields.damaged(f"{keys[0]} and {keys[1]} disagree")
-    chosen = fields.positive("num_experts_per_tok", top_k)
+    chosen = fields.positive("num_experts_per_tok", *([top_k] if top_k else []))
     if chosen > found:
         raise fields.damaged(f"num_experts_per_tok is {chosen}, there are {found} experts")
     return found, chosen

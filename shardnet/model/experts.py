@@ -66,6 +66,19 @@ def best_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return ranked.values[:, :top_k], ranked.indices[:, :top_k]
 
 
+def best_groups(scores: Tensor, group_scores: Tensor, top_groups: int, out: float) -> Tensor:
+    """Leave of the scores [T, X] those of the best groups, by [T, groups]; the others become `out`.
+
+    Of equal groups the first.
+    """
+    n_groups = group_scores.shape[-1]
+    if top_groups == n_groups:
+        return scores
+    _, best = best_experts(group_scores, top_groups)
+    is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+    return scores.masked_fill(is_out.repeat_interleave(scores.shape[-1] // n_groups, -1), out)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlp:
     """The experts of one layer behind their router, and one that every row visits, or None."""

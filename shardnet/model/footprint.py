@@ -86,8 +86,8 @@ def activation_peak_bytes(
     the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
-    queries = rows * config.n_heads * config.head_size * dtype.size_bytes
-    keys = rows * config.n_kv_heads * config.head_size * dtype.size_bytes
+    queries = rows * config.n_heads * config.key_size * dtype.size_bytes
+    keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
     mlp = max(
         4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
@@ -123,7 +123,7 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
 
 def _kv_position_bytes(config: ModelConfig, dtype: DType) -> int:
     """Keys and values of one position in one layer."""
-    return 2 * config.n_kv_heads * config.head_size * dtype.size_bytes
+    return config.n_kv_heads * (config.key_size + config.value_size) * dtype.size_bytes
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

@@ -148,6 +148,41 @@ def gpt_oss_layer(config: ModelConfig, layer: int) -> Table:
     )
 
 
+def deepseek_layer(config: ModelConfig, layer: int) -> Table:
+    """Latent attention; an MLP, or a router, experts and shared ones stored as one."""
+    mlp, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
+    tensors = _latent_attention(config, layer) | _norms(
+        config, layer, "input_layernorm", "post_attention_layernorm"
+    )
+    if experts is None:
+        return tensors | gated_mlp(config, layer)
+    inner = experts.shared_intermediate_size
+    tensors |= _experts(config, mlp, _GATED)
+    tensors |= _gated(config, f"{mlp}.shared_experts", inner, with_bias=config.mlp_bias)
+    if config.family == "deepseek_v3":
+        tensors[f"{mlp}.gate.e_score_correction_bias"] = (experts.n_experts,)
+    return tensors
+
+
+def _latent_attention(config: ModelConfig, layer: int) -> Table:
+    assert config.latent is not None
+    latent, attn = config.latent, f"model.layers.{layer}.self_attn"
+    hidden, bias = config.hidden_size, config.attention_bias
+    queries = config.n_heads * (latent.nope_size + latent.rope_size)
+    tensors = _linears(attn, {"kv_a_proj_with_mqa": (latent.width, hidden)}, bias)
+    if latent.query_rank is None:
+        tensors |= _linears(attn, {"q_proj": (queries, hidden)}, with_bias=False)
+    else:
+        tensors |= _linears(attn, {"q_a_proj": (latent.query_rank, hidden)}, bias)
+        tensors |= _linears(attn, {"q_b_proj": (queries, latent.query_rank)}, with_bias=False)
+        tensors[f"{attn}.q_a_layernorm.weight"] = (latent.query_rank,)
+    tensors[f"{attn}.kv_a_layernorm.weight"] = (latent.rank,)
+    keys_values = config.n_heads * (latent.nope_size + latent.value_size)
+    tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
+    outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
+    return tensors | _linears(attn, outputs, bias)
+
+
 def head_norms(config: ModelConfig, layer: int) -> Table:
     """Norms over each head of queries and keys."""
     attn = f"model.layers.{layer}.self_attn"

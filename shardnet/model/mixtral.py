@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardnet.model.attention import Step
-from shardnet.model.blocks import GatedMlp, SelfAttention
+from shardnet.model.blocks import Attention, GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
 from shardnet.model.layers import Norm
@@ -24,7 +24,7 @@ class SparseLayer:
     """Norm, attention, norm, experts, each half added to what went in."""
 
     input_layernorm: Norm
-    self_attn: SelfAttention
+    self_attn: Attention
     post_attention_layernorm: Norm
     mlp: SparseMlp
 
@@ -34,7 +34,7 @@ class SparseLayer:
         config: ModelConfig,
         weights: WeightSource,
         layer: int,
-        self_attn: SelfAttention,
+        self_attn: Attention,
         mlp: SparseMlp,
     ) -> SparseLayer:
         """Put the norms of the absolute `layer`, by Llama's names, before its halves."""

@@ -25,7 +25,7 @@ from shardnet.model.footprint import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from shardnet.model.kernels import KernelChoice, Linear, make_linear
+from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
@@ -144,10 +144,11 @@ class SampleModel:
         self._kv = KvCache(
             sample.n_layers,
             sample.n_kv_heads,
-            sample.head_size,
+            sample.key_size,
             dtype,
             device,
             CONTEXT // BLOCK_POSITIONS,
+            value_size=sample.value_size,
         )
         self._kv.ensure(_SLOT, CONTEXT)
         for layer in layers:
@@ -209,7 +210,7 @@ class _Noise:
         noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
         self._values = noise.to(torch_dtype(choice.dtype))
 
-    def linear(self, *names: str, transposed: bool = False) -> Linear:
+    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
         """Make a product of the shapes that the parameters have."""
         self._tick()
         weights = [self._noise(self._shapes[f"{name}.weight"]) for name in names]
@@ -217,7 +218,8 @@ class _Noise:
         if transposed:
             weights = [weight.T for weight in weights]
         made = [self._noise(shape) for shape in biases]
-        return make_linear(self._choice, weights, made, self._device)
+        choice = probe(self._device, DType.FLOAT32, None) if wide else self._choice
+        return make_linear(choice, weights, made, self._device)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""

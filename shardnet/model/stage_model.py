@@ -20,6 +20,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.decoder import DecoderStage
+from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
@@ -88,6 +89,8 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "qwen2_moe": partial(DecoderStage, load_qwen2_moe_layer),
         "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
         "gpt_oss": partial(DecoderStage, load_gpt_oss_layer),
+        "deepseek_v2": partial(DecoderStage, load_deepseek_v2_layer),
+        "deepseek_v3": partial(DecoderStage, load_deepseek_v3_layer),
         "gpt2": Gpt2Stage,
     }
 )
@@ -280,6 +283,13 @@ def load_stage(
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
     windows = [config.window(layer) for layer in layers]
     kv = KvCache(
-        len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks, windows
+        len(layers),
+        config.n_kv_heads,
+        config.key_size,
+        dtype,
+        device,
+        room_blocks,
+        windows,
+        config.value_size,
     )
     return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

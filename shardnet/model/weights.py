@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint import Checkpoint, TensorInfo
 from shardnet.model.codec import torch_dtype
-from shardnet.model.kernels import KernelChoice, Linear, make_linear, rows_are_exact
+from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe, rows_are_exact
 from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, canonical_name, left_over
+from shardnet.types import DType
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,11 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 class WeightSource(Protocol):
     """Where a family's file gets its parameters: a checkpoint, or noise (sample_model.py)."""
 
-    def linear(self, *names: str, transposed: bool = False) -> Linear:
-        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it)."""
+    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
+        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
+
+        `wide` is for a product in float32 whatever else is computed in.
+        """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -93,31 +98,39 @@ class StageWeights:
             )
         self.exact_rows = choice.exact_rows
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
-        self._tested: set[tuple[int, int]] = set()
+        self._tested: set[tuple[int, int, DType]] = set()
         self._done_bytes = 0
         self._released_bytes = 0
         self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
 
-    def linear(self, *names: str, transposed: bool = False) -> Linear:
+    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
-        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D).
+        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D), `wide` for a
+        product in float32 whatever else is computed in.
         """
         weights = [self._read(f"{name}.weight") for name in names]
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
         if transposed:
             weights = [weight.T for weight in weights]
-        linear = make_linear(self._choice, weights, biases, self._device)
+        choice = self._wide if wide else self._choice
+        linear = make_linear(choice, weights, biases, self._device)
         del weights, biases
         self._finish()
-        self._test(names[0], linear)
+        self._test(names[0], linear, choice)
         return linear
 
-    def _test(self, name: str, linear: Linear) -> None:
+    @cached_property
+    def _wide(self) -> KernelChoice:
+        """How float32 is computed here."""
+        return probe(self._device, DType.FLOAT32, None)
+
+    def _test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
         """Find out, once for each shape, whether the product keeps its rows' bits."""
-        if self.exact_rows > 1 and linear.shape not in self._tested:
-            self._tested.add(linear.shape)
-            if not rows_are_exact(linear, self._choice, self._device):
+        key = (*linear.shape, choice.dtype)
+        if self.exact_rows > 1 and key not in self._tested:
+            self._tested.add(key)
+            if not rows_are_exact(linear, choice, self._device):
                 log.warning("%s: rows of a product are not exact in company", name)
                 self.exact_rows = 1
 
@@ -161,7 +174,7 @@ class StageWeights:
             for one, of_one in zip(self._read(weight), self._read(bias), strict=True)
         ]
         self._finish()
-        self._test(weight, linears[0])
+        self._test(weight, linears[0], self._choice)
         return linears
 
     def _own(self, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from checkpoints import make_decoder
 from transformers import AutoConfig
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.model.config import Activation, Experts, ModelConfig, Rope, RopeKind
+from shardnet.model.config import Activation, Experts, Latent, ModelConfig, Rope, RopeKind
 from shardnet.model.families import FAMILIES, parse_config
+from shardnet.model.layout import left_over
 from shardnet.model.stage_model import STAGES
 
 DECODERS = [family for family in FAMILIES if family != "gpt2"]
@@ -173,7 +175,64 @@ GPT_OSS = SIZES | {
     "sliding_window": 128,
     "swiglu_limit": 7.0,
 }
+DEEPSEEK = SIZES | {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "seq_aux": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V3 = DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
 RAW = {
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "qwen2_moe": QWEN2_MOE,
     "mixtral": MIXTRAL,
@@ -209,10 +268,12 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     """A config that names nothing but the sizes that have no default of their own."""
     sizes = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
     sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
+    if family == "deepseek_v2":
+        sizes["num_experts_per_tok"] = 4  # has no default of its own
     theirs = AutoConfig.for_model(family, **sizes)
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
@@ -224,8 +285,11 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert list(ours.windows) == expected
     if ours.experts is not None:
-        assert ours.experts.n_experts == theirs.num_experts
+        n_experts = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        assert ours.experts.n_experts == n_experts
         assert ours.experts.top_k == theirs.num_experts_per_tok
+        if ours.latent is not None:
+            check_latent(ours, theirs)
         normalizes = getattr(theirs, "norm_topk_prob", True)
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
@@ -234,6 +298,26 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
+
+
+def check_latent(ours: ModelConfig, theirs: Any) -> None:
+    """Hold what only DeepSeek's families have against transformers' defaults."""
+    assert ours.latent is not None
+    assert ours.experts is not None
+    assert ours.latent == Latent(
+        rank=theirs.kv_lora_rank,
+        rope_size=theirs.qk_rope_head_dim,
+        nope_size=theirs.qk_nope_head_dim,
+        value_size=theirs.v_head_dim,
+        query_rank=theirs.q_lora_rank,
+        interleaved=getattr(theirs, "rope_interleave", True),
+    )
+    assert ours.sparse_layers == tuple(range(theirs.first_k_dense_replace, 7))
+    assert ours.experts.answer_scale == theirs.routed_scaling_factor
+    shared = theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert ours.experts.shared_intermediate_size == shared
+    groups = (theirs.n_group or 1, theirs.topk_group or 1)
+    assert (ours.experts.n_groups, ours.experts.top_groups) == groups
 
 
 def test_mistral_has_a_window_unless_it_says_null() -> None:
@@ -357,6 +441,48 @@ def test_gpt_oss() -> None:
     assert parse(bare) == config
 
 
+def test_deepseek_v3() -> None:
+    config = parse(DEEPSEEK_V3)
+    assert config.experts == Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=True,
+        shared_intermediate_size=2048,
+        n_groups=8,
+        top_groups=4,
+        answer_scale=2.5,
+        layers=(3, 4, 5, 6),
+    )
+    assert (config.n_kv_heads, config.key_size, config.value_size) == (1, 576, 0)
+    magnitude = 0.1 * math.log(40) + 1
+    assert config.attention_scale == pytest.approx(192**-0.5 * magnitude**2)
+    assert config.rope is not None
+    assert config.rope.magnitude == 1  # mscale by mscale_all_dim
+    assert config.max_positions == 163840
+    plain = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "rope_scaling"}
+    assert parse(plain).attention_scale == pytest.approx(192**-0.5)
+    assert parse(DEEPSEEK_V3, first_k_dense_replace=7).experts is None
+
+
+def test_deepseek_v2() -> None:
+    config = parse(DEEPSEEK_V2)
+    assert config.experts is not None
+    assert (config.experts.n_groups, config.experts.top_groups) == (8, 3)
+    assert (config.experts.shared_intermediate_size, config.experts.answer_scale) == (3072, 16.0)
+    lite = parse(DEEPSEEK_V2, topk_method="greedy", n_group=1, topk_group=1, q_lora_rank=None)
+    assert lite.experts is not None
+    assert lite.latent is not None
+    assert (lite.experts.n_groups, lite.latent.query_rank) == (1, None)
+
+
+def test_what_predicts_tokens_ahead_is_left_out() -> None:
+    """DeepSeek-V3's 62nd layer, which transformers does not load either."""
+    config = parse(DEEPSEEK_V3, num_hidden_layers=61)
+    names = ["model.layers.61.eh_proj.weight", "model.layers.62.eh_proj.weight"]
+    assert left_over(config, names) == names[1:]
+
+
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
     assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
@@ -370,6 +496,13 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("mixtral", {"mlp_only_layers": [1]}, "mlp_only_layers"),
         ("mixtral", {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size"),
         ("qwen3_moe", {"n_group": 2}, "n_group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"head_dim": 128}, "head_dim"),
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
@@ -415,6 +548,11 @@ YARN = {"type": "yarn", "factor": 2.0}
         ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
         ("gpt_oss", {"experts_per_token": 2}, "experts_per_tok and experts_per_token disagree"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4 do not go with 256 experts"),
+        ("deepseek_v3", {"n_group": 256}, "n_group 256 and topk_group 4 do not go"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group 9 do not go"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
         (
             "qwen2_moe",
             {"use_sliding_window": True, "sliding_window": 0},

@@ -103,6 +103,8 @@ class PlainDecoder:
         scores = self.weights[f"{prefix}.{gate}.weight"] @ row
         if self.family == "gpt_oss" and self.twist != "router without bias":
             scores = scores + self.weights[f"{prefix}.router.bias"]
+        if self.family.startswith("deepseek"):
+            return self.visit_groups(row, scores, prefix)
         shares = scores.exp() / scores.exp().sum()
         ranked = sorted(range(len(shares)), key=lambda expert: (-float(shares[expert]), expert))
         if self.twist == "worst experts":
@@ -119,6 +121,82 @@ class PlainDecoder:
             share = 1 / top_k if self.twist == "equal shares" else shares[expert] / whole
             answer += share * self.expert(row, f"{prefix}.experts.{asked}")
         return answer + self.shared(row, prefix)
+
+    def visit_groups(self, row: Tensor, scores: Tensor, prefix: str) -> Tensor:
+        """DeepSeek's: experts of the best groups, times a factor, beside the shared ones."""
+        shares, wanted = scores.softmax(0), scores.softmax(0)
+        if self.family == "deepseek_v3":
+            shares = 1 / (1 + torch.exp(-scores))
+            bias = self.weights[f"{prefix}.gate.e_score_correction_bias"]
+            wanted = shares if self.twist == "no bias of the choice" else shares + bias
+            if self.twist == "bias of the weights":
+                shares = wanted
+        best = 2 if self.family == "deepseek_v3" else 1
+        if self.twist == "groups by another number":
+            best = 3 - best
+        groups = list(enumerate(wanted.view(self.raw["n_group"], -1).tolist()))
+        groups.sort(key=lambda group: -sum(sorted(group[1])[-best:]))
+        n_left = len(groups) if self.twist == "no groups" else self.raw["topk_group"]
+        size = len(groups[0][1])
+        left = [number * size + n for number, _ in groups[:n_left] for n in range(size)]
+        chosen = sorted(left, key=lambda expert: -float(wanted[expert]))
+        chosen = chosen[: self.raw["num_experts_per_tok"]]
+        whole = shares[chosen].sum() if self.raw["norm_topk_prob"] else 1.0
+        if self.twist == "normalized the other way":
+            whole = 1.0 if self.raw["norm_topk_prob"] else shares[chosen].sum()
+        scale = 1.0 if self.twist == "answers unscaled" else self.raw["routed_scaling_factor"]
+        answer = torch.zeros_like(row)
+        for expert in chosen:
+            answer += (
+                scale * shares[expert] / whole * self.expert(row, f"{prefix}.experts.{expert}")
+            )
+        if self.twist == "no shared expert":
+            return answer
+        shared = self.expert(row, f"{prefix}.shared_experts")
+        return answer + (scale * shared if self.twist == "shared answers scaled" else shared)
+
+    def latent_heads(self, rows: Tensor, attn: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values of all heads from latents, the last columns still unrotated."""
+        rank, nope = self.raw["kv_lora_rank"], self.raw["qk_nope_head_dim"]
+        if self.raw["q_lora_rank"] is None:
+            queries = self.linear(rows, f"{attn}.q_proj")
+        else:
+            few = self.norm(self.linear(rows, f"{attn}.q_a_proj"), f"{attn}.q_a_layernorm")
+            queries = self.linear(few, f"{attn}.q_b_proj")
+        cached = self.linear(rows, f"{attn}.kv_a_proj_with_mqa")
+        latents, turning = cached[:, :rank], cached[:, rank:]
+        if self.twist != "latents without norm":
+            latents = self.norm(latents, f"{attn}.kv_a_layernorm")
+        both = self.linear(latents, f"{attn}.kv_b_proj").unflatten(-1, (self.n_heads, -1))
+        own, values = both[..., :nope], both[..., nope:]
+        turning = turning[:, None].expand(-1, self.n_heads, -1)
+        return queries.unflatten(-1, (self.n_heads, -1)), torch.cat((own, turning), -1), values
+
+    def rotate_pairs(self, heads: Tensor) -> Tensor:
+        """Turn the last columns, 2 i and 2 i + 1 together, by position x theta ** (-2 i / R)."""
+        size = self.raw["qk_rope_head_dim"]
+        own, turning = heads[..., :-size], heads[..., -size:]
+        powers = torch.arange(size // 2, dtype=torch.float64) / (size // 2)
+        theta = self.raw["rope_parameters"]["rope_theta"]
+        angles = torch.arange(len(heads))[:, None] * theta**-powers
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        if self.twist == "halves rotated":
+            first, second = turning.chunk(2, -1)
+        return torch.cat((own, first * cos - second * sin, second * cos + first * sin), -1)
+
+    def latent_attention(self, rows: Tensor, attn: str) -> Tensor:
+        """Every head by itself, every row by itself."""
+        queries, keys, values = self.latent_heads(rows, attn)
+        queries, keys = self.rotate_pairs(queries), self.rotate_pairs(keys)
+        scale = queries.shape[-1] ** -0.5
+        if self.twist == "scaled by own columns":
+            scale = self.raw["qk_nope_head_dim"] ** -0.5
+        scores = torch.einsum("thd,shd->hts", queries, keys) * scale
+        hidden = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        attended = torch.einsum("hts,shv->thv", shares, values)
+        return self.linear(attended.flatten(1), f"{attn}.o_proj")
 
     def shared(self, row: Tensor, prefix: str) -> Tensor:
         """The expert that every row visits, times a gate's sigmoid; 0 where there is none."""
@@ -170,6 +248,8 @@ class PlainDecoder:
     def attention(self, rows: Tensor, layer: int) -> Tensor:
         """Every head by itself, every row by itself."""
         attn = f"model.layers.{layer}.self_attn"
+        if self.family.startswith("deepseek"):
+            return self.latent_attention(rows, attn)
         queries, keys, values = self.heads(rows, attn)
         if self.family in HEAD_NORMS and self.twist == "rotated before head norms":
             queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)

@@ -19,6 +19,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "llama": make_llama,
     "gpt2": make_gpt2,
     "qwen3_moe": partial(make_decoder, family="qwen3_moe"),
+    "deepseek_v3": partial(make_decoder, family="deepseek_v3"),
 }
 
 

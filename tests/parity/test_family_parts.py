@@ -26,6 +26,15 @@ ROUTING = [
     "experts off by one",
     "equal shares",
 ]
+LATENTS = ["latents without norm", "halves rotated", "scaled by own columns"]
+GROUPS = [
+    "groups by another number",
+    "no groups",
+    "normalized the other way",
+    "answers unscaled",
+    "shared answers scaled",
+    "no shared expert",
+]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mistral": (WINDOW | {"head_dim": None}, ["windows wider by one", "windows swapped"]),
     "qwen2": (
@@ -87,6 +96,21 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mixtral": (
         {"num_hidden_layers": 2, "num_local_experts": 5},
         [*ROUTING, "gate and up swapped"],
+    ),
+    "deepseek_v2": (
+        {
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 1,
+            "routed_scaling_factor": 3.0,
+        },
+        [*LATENTS, *GROUPS],
+    ),
+    "deepseek_v3": (
+        {"num_hidden_layers": 3, "first_k_dense_replace": 1},
+        [*LATENTS, *GROUPS, "no bias of the choice", "bias of the weights"],
     ),
     "gpt_oss": (
         WINDOW
