@@ -23,7 +23,7 @@ from shardnet.model.config import Experts, Latent, ModelConfig
 from shardnet.model.decoder import DecoderLayer
 from shardnet.model.experts import Choice, Router, SparseMlp, best_experts, best_groups
 from shardnet.model.kernels import Linear
-from shardnet.model.layers import Norm
+from shardnet.model.layers import Norm, row_sigmoid
 from shardnet.model.llama import LlamaLayer
 from shardnet.model.mixtral import SparseLayer
 from shardnet.model.qwen3_moe import load_experts
@@ -162,15 +162,23 @@ class SigmoidGroupRouter:
     def __call__(self, hidden: Tensor) -> Choice:
         """Choose for every row."""
         config = self.experts
-        scores = self.gate(hidden.float()).sigmoid()  # [T, X]
-        biased = scores + self.bias
+        scores = row_sigmoid(self.gate(hidden.float()))  # [T, X]
+        biased = (scores + self.bias).contiguous()
         best_two = biased.view(len(biased), config.n_groups, -1).topk(2, -1).values
         left = best_groups(biased, best_two.sum(-1), config.top_groups, -torch.inf)
         _, experts = best_experts(left, config.top_k)
         weights = scores.gather(-1, experts)
         if config.normalize_top_k:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (_row_sum(weights) + 1e-20)
         return Choice(experts=experts, weights=weights * config.answer_scale)
+
+
+def _row_sum(weights: Tensor) -> Tensor:
+    """Add [T, K] up to [T, 1] in one order, however many rows there are."""
+    total = weights[:, :1]
+    for place in range(1, weights.shape[1]):
+        total = total + weights[:, place : place + 1]
+    return total
 
 
 def load_deepseek_v2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from shardnet.model.blocks import SelfAttention
 from shardnet.model.config import ModelConfig
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
 from shardnet.model.kernels import Linear
+from shardnet.model.layers import row_sigmoid
 from shardnet.model.mixtral import SparseLayer
 from shardnet.model.weights import WeightSource
 
@@ -33,7 +33,7 @@ class ClampedMlp:
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
-        return self.down_proj(torch.sigmoid(gate * self.alpha).mul_(gate).mul_(up.add_(1)))
+        return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
 
 
 def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> SparseLayer:

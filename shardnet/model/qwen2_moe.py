@@ -15,6 +15,7 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.decoder import DecoderLayer
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
 from shardnet.model.kernels import Linear
+from shardnet.model.layers import row_sigmoid
 from shardnet.model.llama import LlamaLayer
 from shardnet.model.mixtral import SparseLayer
 from shardnet.model.qwen3_moe import load_experts
@@ -30,7 +31,7 @@ class SharedExpert:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run every row: [T, E] in and out."""
-        return self.expert(hidden).mul_(self.gate(hidden).sigmoid())
+        return self.expert(hidden).mul_(row_sigmoid(self.gate(hidden)))
 
 
 def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:
