@@ -1,4 +1,4 @@
-"""`shardnet cache`: the weights that came from other nodes and stay on this machine's disk."""
+"""`shardnet cache`: weights on this machine's disk that came from other nodes, or were rounded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
-from shardnet.cluster.cache_dir import cache_dir
+from shardnet.cluster.cache_dir import PACKS_FOLDER, cache_dir
 from shardnet.cluster.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
+from shardnet.model.pack_cache import packed_models
+from shardnet.model.pack_cache import remove as remove_packed
 
 from .options import Json
 from .run import fail, say
@@ -19,7 +21,7 @@ from .run import fail, say
 MIB = 2**20
 
 cache_app = typer.Typer(
-    name="cache", help="Weights on this machine's disk that came from other nodes.",
+    name="cache", help="Weights on this machine's disk: from other nodes, or rounded.",
     no_args_is_help=True,
 )  # fmt: skip
 
@@ -41,7 +43,15 @@ def list_models(as_json: Json = False) -> None:
             f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
             f"MiB  {state}  {model.name}"
         )
-    say(f"{len(models)} models in {cache.folder}")
+    packs = packed_models(cache.folder / PACKS_FOLDER)
+    for packed in packs:
+        age = _age(time.time() - packed.used_s)
+        print(
+            f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
+            f"{age} ago  {packed.model}"
+        )
+    rounded = f" and {len(packs)} rounded ones" if packs else ""
+    say(f"{len(models)} models{rounded} in {cache.folder}")
 
 
 @cache_app.command("rm")
@@ -56,6 +66,16 @@ def remove(
     if everything == bool(model_id):
         raise typer.BadParameter("name one model by the first digits of its id, or give --all")
     cache = ModelCache(cache_dir(os.environ))
+    packs = [
+        packed
+        for packed in packed_models(cache.folder / PACKS_FOLDER)
+        if packed.folder.name.startswith(model_id)
+    ]
+    for packed in packs:
+        remove_packed(packed)
+        say(f"deleted rounded weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
+    if packs and not everything:
+        return
     try:
         for model in _chosen(cache, model_id):
             freed = cache.remove(model.model_id)

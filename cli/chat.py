@@ -31,9 +31,12 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Offline,
     Peer,
+    QuantName,
     Threads,
     WireDTypeName,
+    keep_offline,
     model_choice,
 )
 from .progress import LoadBars
@@ -69,10 +72,12 @@ def chat(
     local: Local = 0,
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    offline: Offline = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
+    quant: QuantName = "none",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -110,6 +115,7 @@ def chat(
         sampling.check()
     except SamplingError as error:
         raise typer.BadParameter(str(error)) from error
+    keep_offline(offline)
     choice = model_choice(
         model=model,
         nodes=nodes,
@@ -117,6 +123,7 @@ def chat(
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        quant=quant,
         threads=threads,
         optimise="",
     )

@@ -35,10 +35,13 @@ from .options import (
     Model,
     Nodes,
     NoMdns,
+    Offline,
     Optimise,
     Peer,
+    QuantName,
     Threads,
     WireDTypeName,
+    keep_offline,
     model_choice,
 )
 from .progress import LoadBars
@@ -79,10 +82,12 @@ def generate(
     local: Local = 0,
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    offline: Offline = False,
     layers: Layers = "",
     context: Context = 0,
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
+    quant: QuantName = "none",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -225,6 +230,7 @@ def generate(
     )
     if bos not in ("auto", "on", "off"):
         raise typer.BadParameter(f"'{bos}': choose auto, on or off", param_hint="--bos")
+    keep_offline(offline)
     choice = model_choice(
         model=model,
         nodes=nodes,
@@ -232,6 +238,7 @@ def generate(
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        quant=quant,
         threads=threads,
         optimise=optimise,
     )

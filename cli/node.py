@@ -22,7 +22,7 @@ from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .mdns import told_interfaces
-from .options import Insecure, Json, KeyFile, NoMdns, Peer, parse_size
+from .options import Insecure, Json, KeyFile, NoMdns, Offline, Peer, keep_offline, parse_size
 from .run import run_command, say
 
 if TYPE_CHECKING:  # it imports torch
@@ -130,6 +130,7 @@ def node(
     ] = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    offline: Offline = False,
     key_file: KeyFile = "",
     insecure: Insecure = False,
     as_json: Json = False,
@@ -139,6 +140,7 @@ def node(
 
     Prints one line when it is ready. A node keeps its part of a model loaded between generations.
     """
+    keep_offline(offline)
     flags = _Flags(
         host=host,
         port=port,

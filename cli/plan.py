@@ -31,6 +31,7 @@ from .options import (
     NoMdns,
     Optimise,
     Peer,
+    QuantName,
     Threads,
     WireDTypeName,
     check_sendable,
@@ -51,6 +52,7 @@ def plan(
     context: Context = 0,
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
+    quant: QuantName = "none",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -72,6 +74,7 @@ def plan(
         context=context,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        quant=quant,
         threads=threads,
         optimise=optimise,
     )

@@ -27,6 +27,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "model": plan.model,
         "model_id": plan.model_id,
         "dtype": plan.dtype,
+        "quant": plan.quant or "none",
         "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,
@@ -65,7 +66,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
 
 def plan_text(plan: PlanReply) -> str:
     """Write a plan for a person: the stages, what they are predicted to take, and from what."""
-    lines = [f"{plan.model} in {plan.dtype}, context {plan.context}: {plan.why}"]
+    lines = [f"{plan.model} in {number_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
         lines.append(f"  predicted: {_number(plan.predicted_tok_s)} tokens/s{of_what}")
@@ -80,12 +81,18 @@ def plan_text(plan: PlanReply) -> str:
     return "\n".join(lines)
 
 
+def number_words(plan: PlanReply) -> str:
+    """Say what a plan computes in: `bfloat16`, or `bfloat16 with int4 weights`."""
+    return f"{plan.dtype} with {plan.quant} weights" if plan.quant else plan.dtype
+
+
 def run_json(run: LastRun) -> dict[str, Any]:
     """Give a run as `plan --last --json` prints it."""
     plan, timing = run.plan, run.timing
     return {
         "model": plan.model,
         "dtype": plan.dtype,
+        "quant": plan.quant or "none",
         "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,
@@ -127,7 +134,8 @@ def run_text(run: LastRun) -> str:
     rows.append(("  tokens/s", predicted, _rate(run.timing.decode_tok_s)))
     rows.insert(0, ("", "predicted", "measured"))
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{plan.model} in {plan.dtype}, {run.n_tokens} tokens, ended {_date(run.ended_at_s)}"]
+    ended = f"{run.n_tokens} tokens, ended {_date(run.ended_at_s)}"
+    lines = [f"{plan.model} in {number_words(plan)}, {ended}"]
     lines += [f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in rows]
     return "\n".join([*lines, HOPS_NOTE] if len(plan.stages) > 1 else lines)
 

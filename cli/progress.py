@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardnet.wire.control import NodeProgress, PlanReply
 from shardnet.wire.schema import Phase
 
+from .plan_text import number_words
 from .run import say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -63,7 +64,7 @@ class LoadBars:
             self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
-        say(f"ring: {ring} ({plan.dtype}{wire}, context {plan.context}): {plan.why}")
+        say(f"ring: {ring} ({number_words(plan)}{wire}, context {plan.context}): {plan.why}")
 
     def update(self, report: NodeProgress) -> None:
         """Move the bar of one node: one to fetch weights, if there are any, and one to load."""

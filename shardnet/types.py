@@ -124,17 +124,20 @@ class LayerRange:
         return f"{self.start}-{self.end}"
 
 
+def parse_layer_range(text: str) -> LayerRange:
+    """Read `0-8`, half-open. Raises UsageError when it is not two numbers, or empty."""
+    start, dash, end = text.strip().partition("-")
+    if not (dash and start.isdigit() and end.isdigit()):
+        raise UsageError(f"--layers: '{text}' is not START-END; write for example 0-8")
+    return LayerRange(int(start), int(end))
+
+
 def parse_layers(text: str) -> tuple[LayerRange, ...]:
     """Read `0-8,8-12` (half-open, in ring order).
 
     Raises UsageError when a part is not two numbers, is empty, or the parts do not join at 0.
     """
-    ranges = []
-    for part in text.split(","):
-        start, dash, end = part.strip().partition("-")
-        if not (dash and start.isdigit() and end.isdigit()):
-            raise UsageError(f"--layers: '{part}' is not START-END; write for example 0-8,8-12")
-        ranges.append(LayerRange(int(start), int(end)))
+    ranges = [parse_layer_range(part) for part in text.split(",")]
     expected = 0
     for layers in ranges:
         if layers.start != expected:

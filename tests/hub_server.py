@@ -52,7 +52,7 @@ def open_hub() -> Iterator[Hub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield hub
@@ -116,8 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(data).hexdigest()
         if name == self.hub.lies_about:
             data = bytes(len(data))
-        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
-        body = data[start:]
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        start, end = int(first or 0), int(last) + 1 if last else len(data)
+        body = data[start:end]
         self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{digest}"')
         self.send_header("X-Repo-Commit", self.hub.commits[repo])
@@ -125,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(body)))
         if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.end_headers()
         if not with_body:
             return

@@ -44,6 +44,7 @@ def is_pure(path: str) -> bool:
             "shardnet/runtime/slot_book.py",
             "shardnet/runtime/step_cost.py",
             "shardnet/runtime/drafting.py",
+            "shardnet/model/quantization.py",
             "shardnet/cluster/placement",
             "shardnet/cluster/diagnosis",
             "shardnet/cluster/refusals.py",

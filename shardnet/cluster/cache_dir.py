@@ -14,6 +14,9 @@ from pathlib import Path
 
 CACHE_DIR_VARIABLE = "SHARDNET_CACHE_DIR"
 
+PACKS_FOLDER = "packed"
+"""Where in the folder rounded weights are kept (model/pack_cache.py)."""
+
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
     """Return the folder: $SHARDNET_CACHE_DIR, else shardnet's place in $XDG_CACHE_HOME or ~/.cache.

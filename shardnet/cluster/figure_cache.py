@@ -15,6 +15,7 @@ from typing import Any
 
 from shardnet.cluster.cache_dir import write_whole
 from shardnet.model.config import ModelConfig
+from shardnet.model.quantization import Quantization
 from shardnet.runtime.measuring import StageFigures
 from shardnet.types import DType
 
@@ -47,6 +48,7 @@ class FigureKey:
 
     shape: tuple[tuple[str, str], ...]
     dtype: str
+    quant: str
     device: str
     threads: int
     cores: int
@@ -58,6 +60,7 @@ class FigureKey:
         cls,
         config: ModelConfig,
         dtype: DType,
+        quantization: Quantization | None = None,
         *,
         device: str,
         threads: int,
@@ -70,6 +73,7 @@ class FigureKey:
         return cls(
             shape=shape,
             dtype=dtype.value,
+            quant=_kind(quantization),
             device=device,
             threads=threads,
             cores=cores,
@@ -82,6 +86,10 @@ class FigureKey:
         """The name of the figure's file."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def _kind(quantization: Quantization | None) -> str:
+    return "" if quantization is None else quantization.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,16 @@ what a person can do about it. Blocks: to be called on a thread that may wait. M
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardnet import __version__
+from shardnet.cluster.web_file import GO_ON, Report, sha256_of
 from shardnet.errors import CheckpointError, HubError
 from shardnet.model.checkpoint import ID_FILES
 from shardnet.model.hub_cache import (
@@ -28,15 +28,10 @@ from shardnet.model.hub_cache import (
     pulled_folder,
 )
 
-Report = Callable[[str, int, int], None]
-"""Takes (file, bytes done of all files, bytes in all). What it raises ends the pulling."""
-
 ANSWER_S = 15.0
 """How long the Hub may take to answer a question."""
 
 _TENSOR_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_PIECE_BYTES = 1 << 22
-_GO_ON = "run the command again to go on where it stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +62,8 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
     model that has no safetensors.
     """
     root = root or cache_root()
-    with _named_errors(name):
-        commit, files = _look_up(name)
+    with named_errors(name):
+        commit, files = look_up(name)
         present = _present(name, commit, root)
         missing = [file for file in files if file.name not in present]
         n_missing = sum(file.size_bytes for file in missing)
@@ -78,7 +73,6 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         folder: Path | None = None
         for file in sorted(missing, key=lambda file: file.size_bytes):
             path = _fetch(name, commit, file, root, _Counter(report, file.name, done, total))
-            _check(name, file, path)
             done += file.size_bytes
             folder = path.parent
         note_revision(name, commit, root)
@@ -92,7 +86,7 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
     )
 
 
-def _look_up(name: HubName) -> tuple[str, list[HubFile]]:
+def look_up(name: HubName) -> tuple[str, list[HubFile]]:
     """Ask the Hub for the commit and the files that are needed."""
     from huggingface_hub import HfApi
 
@@ -177,7 +171,13 @@ class _Counter:
         """Nothing is shown."""
 
 
+def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
+    """Return what is in a small file of a model, downloaded if it is not here."""
+    return _fetch(name, commit, file, root, _Counter(lambda *_: None, "", 0, 0)).read_bytes()
+
+
 def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> Path:
+    """Download a file, or what is missing of it, and hold it against what the Hub said of it."""
     from huggingface_hub import hf_hub_download
 
     bar: Any = counter  # whatever can be called like a bar's class will do
@@ -190,6 +190,7 @@ def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
         library_version=__version__,
         tqdm_class=bar,
     )
+    _check(name, file, Path(path))
     return Path(path)
 
 
@@ -198,24 +199,16 @@ def _check(name: HubName, file: HubFile, path: Path) -> None:
     why = ""
     if path.stat().st_size != file.size_bytes:
         why = f"{path.stat().st_size} bytes, not {file.size_bytes}"
-    elif file.sha256 and _sha256(path) != file.sha256:
+    elif file.sha256 and sha256_of(path) != file.sha256:
         why = "another SHA-256 than the Hub says"
     if why:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
-        raise HubError(f"{name}: {file.name} came with {why}, and was deleted; {_GO_ON}")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        raise HubError(f"{name}: {file.name} came with {why}, and was deleted; {GO_ON}")
 
 
 @contextlib.contextmanager
-def _named_errors(name: HubName) -> Iterator[None]:
+def named_errors(name: HubName) -> Iterator[None]:
     """Turn what huggingface_hub raises into one line that says what to do."""
     import httpx2
     from huggingface_hub import errors
@@ -237,18 +230,19 @@ def _named_errors(name: HubName) -> Iterator[None]:
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise HubError(
-            f"{name} is not on this machine and HF_HUB_OFFLINE is set: unset it, or copy the model"
+            f"{name} is not on this machine and downloads are switched off (--offline or "
+            "HF_HUB_OFFLINE): allow them, or copy the model"
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        raise HubError(f"{name}: the Hub answered {status}; try again later: {_GO_ON}") from error
+        raise HubError(f"{name}: the Hub answered {status}; try again later: {GO_ON}") from error
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
         raise HubError(
             f"{name}: the Hub cannot be reached ({_first_line(error)}): look at the network; "
-            f"{_GO_ON}"
+            f"{GO_ON}"
         ) from error
     except OSError as error:
-        raise HubError(f"{name}: {_first_line(error)}; {_GO_ON}") from error
+        raise HubError(f"{name}: {_first_line(error)}; {GO_ON}") from error
 
 
 def _first_line(error: BaseException) -> str:

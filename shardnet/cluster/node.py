@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardnet import __version__
+from shardnet.cluster.cache_dir import PACKS_FOLDER
 from shardnet.cluster.clients import Clients
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.discovery import Discovery
@@ -127,7 +128,7 @@ class Node:
         self._tasks = tasks
         self._client_links: set[Link] = set()
         self._reader = Executor("shardnet-read", niceness=10)
-        self._host = StageHost(dial=self._dial_data)
+        self._host = StageHost(dial=self._dial_data, packs=settings.cache / PACKS_FOLDER)
         self._presence = Presence(
             node=settings.node,
             name=settings.name,

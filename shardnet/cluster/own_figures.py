@@ -15,6 +15,7 @@ from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_orders import StageOrders
 from shardnet.errors import UsageError
 from shardnet.model.config import ModelConfig
+from shardnet.model.quantization import Quantization
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import find_folder
 from shardnet.runtime.measuring import (
@@ -48,7 +49,7 @@ class OwnFigures:
         here and nothing is known, CheckpointError for a config this node cannot read, UsageError
         for a dtype it does not know, CapacityError when there is no memory to measure in.
         """
-        config, dtype, key = self._subject(message, asker)
+        config, dtype, quantization, key = self._subject(message, asker)
         figure = None if message.again else self._cache.get(key)
         disk = await self._disk(message)
         if figure is None:
@@ -59,6 +60,7 @@ class OwnFigures:
                 return measure_stage(
                     config,
                     dtype,
+                    quantization,
                     device=device,
                     threads=key.threads,
                     memory_bytes=memory_bytes,
@@ -72,26 +74,29 @@ class OwnFigures:
 
     def known(self, message: MeasureStage) -> StageMeasured:
         """Answer with what is known, without the disk. Raises UsageError where nothing is."""
-        _, _, key = self._subject(message, "this node")
+        *_, key = self._subject(message, "this node")
         figure = self._cache.get(key)
         if figure is None:
             raise UsageError("not measured yet: `shardnet plan` does it")
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
 
-    def _subject(self, message: MeasureStage, asker: str) -> tuple[ModelConfig, DType, FigureKey]:
+    def _subject(
+        self, message: MeasureStage, asker: str
+    ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         config = read_config(message.config, f"the config.json that {asker} sent")
-        dtype = _dtype(message.dtype)
+        dtype, quantization = _dtype(message.dtype), Quantization.named(message.quant)
         threads = message.threads or self._orders.threads
         key = FigureKey.of(
             config,
             dtype,
+            quantization,
             device=self._orders.device.description,
             threads=threads,
             cores=available_cores(),
             version=__version__,
             host=make_host_id(),
         )
-        return config, dtype, key
+        return config, dtype, quantization, key
 
     async def _disk(self, message: MeasureStage) -> float | None:
         """Return the bytes per second of the disk with the checkpoint, None where there is none."""

@@ -35,6 +35,15 @@ class Objective(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lighter:
+    """What a layer and the LM head weigh with weights rounded as `quant` says, in bytes."""
+
+    quant: str
+    layer_bytes: int
+    head_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What a model weighs in the dtype it will compute in. All sizes in bytes.
 
@@ -42,8 +51,9 @@ class ModelShape:
     layer's KV cache of one block of positions, `activation_bytes` the peak of one stage's
     intermediate results and `activation_position_bytes` how much of it each position of the context
     adds.
-    `hop_bytes` is one row's activations as they travel from stage to stage. `layer_read_bytes` is
-    what one row reads of a layer, None where that is all of it: experts it does not visit.
+    `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
+    to round its weights, if they are not. `layer_read_bytes` is what one row reads of a layer, None
+    where that is all of it: experts it does not visit.
     """
 
     n_layers: int
@@ -55,6 +65,7 @@ class ModelShape:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int = 0
+    lighter: tuple[Lighter, ...] = ()
     layer_read_bytes: int | None = None
 
     @property
@@ -77,6 +88,12 @@ class ModelShape:
         context = n_blocks * BLOCK_POSITIONS
         saved_bytes = (self.context - context) * self.activation_position_bytes
         return replace(self, context=context, activation_bytes=self.activation_bytes - saved_bytes)
+
+    def rounded(self, lighter: Lighter) -> ModelShape:
+        """Return the shape with rounded weights."""
+        return replace(
+            self, layer_bytes=lighter.layer_bytes, head_bytes=lighter.head_bytes, lighter=()
+        )
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """Weights of a stage: its layers, the embedding if first, norm and LM head if last."""

@@ -140,6 +140,10 @@ def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) ->
     ways = []
     if context := context_that_fits(shape, memory, fits):
         ways.append(f"use --context {context}")
+    for lighter in shape.lighter:
+        if fits(rounded := shape.rounded(lighter), memory):
+            needed = size(rounded.memory_bytes(rounded.whole))
+            ways.append(f"use --quant {lighter.quant} (needs {needed})")
     if extra := node_that_helps(shape, memory, fits):
         ways.append(f"add a node of {size(extra)}")
     if raised := memory_that_helps(shape, memory, roomiest, fits):

@@ -14,6 +14,7 @@ from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement import place, place_exactly
 from shardnet.cluster.placement_figures import (
     Candidate,
+    Lighter,
     Links,
     ModelShape,
     Objective,
@@ -29,6 +30,7 @@ from shardnet.model.footprint import (
     layer_read_bytes,
     layer_weight_bytes,
 )
+from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -111,6 +113,7 @@ class Plan:
             nodes=list(self.measured.told),
             links=self.measured.ways,
             wire=wire,
+            quant=self.choice.quant,
         )
 
 
@@ -132,7 +135,8 @@ def make_plan(
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
-    shape = model_shape(facts.config, dtype, context, wire_dtype)
+    quantization = Quantization.named(choice.quant)
+    shape = model_shape(facts.config, dtype, context, wire_dtype, quantization)
     candidates = [
         Candidate(
             node=NodeId(n.node),
@@ -206,11 +210,16 @@ def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:
 
 
 def model_shape(
-    config: ModelConfig, dtype: DType, context: int, wire_dtype: WireDType | None = None
+    config: ModelConfig,
+    dtype: DType,
+    context: int,
+    wire_dtype: WireDType | None = None,
+    quantization: Quantization | None = None,
 ) -> ModelShape:
     """Say what the model weighs in `dtype` with one sequence of `context` positions.
 
-    `wire_dtype` is how rows travel, None as the model computes.
+    `wire_dtype` is how rows travel, None as the model computes; `quantization` what weights are
+    rounded to, None as they are. With None the shape also says what it would weigh with each.
     """
     wire_dtype = wire_dtype or WireDType.own(dtype)
     one_layer = LayerRange(config.n_layers - 1, config.n_layers)
@@ -223,15 +232,24 @@ def model_shape(
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return ModelShape(
         n_layers=config.n_layers,
-        layer_bytes=layer_weight_bytes(config, dtype),
+        layer_bytes=layer_weight_bytes(config, dtype, quantization),
         embedding_bytes=embedding_weight_bytes(config, dtype),
-        head_bytes=head_weight_bytes(config, dtype),
+        head_bytes=head_weight_bytes(config, dtype, quantization),
         hop_bytes=wire_dtype.row_bytes(config.hidden_size),
         context=context,
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
-        layer_read_bytes=layer_read_bytes(config, dtype),
+        layer_read_bytes=layer_read_bytes(config, dtype, quantization),
+        lighter=tuple(
+            Lighter(
+                quant=kind.value,
+                layer_bytes=layer_weight_bytes(config, dtype, kind),
+                head_bytes=head_weight_bytes(config, dtype, kind),
+            )
+            for kind in Quantization
+            if quantization is None
+        ),
     )
 
 

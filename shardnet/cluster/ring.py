@@ -21,7 +21,7 @@ from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.control import LoadStage, StageReady
-from shardnet.wire.schema import Phase
+from shardnet.wire.schema import Phase, Quant
 
 MAX_SLOTS = 64
 """Sequences that run at once; more wait."""
@@ -49,6 +49,7 @@ class RingSpec:
     addresses: tuple[str, ...]
     layers: tuple[LayerRange, ...]
     dtype: DType
+    quant: Quant
     wire_dtype: WireDType
     context: int
     threads: int
@@ -165,6 +166,7 @@ class Ring:
             model_id=spec.model_id,
             layers=(spec.layers[rank].start, spec.layers[rank].end),
             dtype=spec.dtype.value,
+            quant=spec.quant,
             wire_dtype=spec.wire_dtype.value,
             context=spec.context,
             threads=spec.threads,

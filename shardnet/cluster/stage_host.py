@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -34,10 +35,14 @@ T = TypeVar("T")
 
 
 class StageHost:
-    """Holds at most one loaded stage and one seat. `dial` opens data links for the seat."""
+    """Holds at most one loaded stage and one seat. `dial` opens data links for the seat.
 
-    def __init__(self, *, dial: DialData) -> None:
+    Rounded weights are kept below the folder `packs`.
+    """
+
+    def __init__(self, *, dial: DialData, packs: Path | None = None) -> None:
         self._dial = dial
+        self._packs = packs
         self._compute = Executor("shardnet-compute")
         self._loader = Executor("shardnet-load", niceness=10)
         self._changing = asyncio.Lock()
@@ -190,7 +195,9 @@ class StageHost:
         reporter = Reporter(on_progress, asyncio.get_running_loop())
         try:
             return await _to_its_end(
-                self._loader, lambda: load(order, memory_bytes, reporter.report), reporter
+                self._loader,
+                lambda: load(order, memory_bytes, reporter.report, self._packs),
+                reporter,
             )
         except asyncio.CancelledError:
             await self._loader.run(give_memory_back)

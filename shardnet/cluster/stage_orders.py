@@ -16,6 +16,7 @@ from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import Progress
 from shardnet.errors import ShardnetError
+from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import StageOrder
 from shardnet.types import DType, LayerRange
 from shardnet.wire.control import LoadProgress, LoadStage, RingBroken, StageReady
@@ -124,6 +125,7 @@ class StageOrders:
             dtype=DType(message.dtype),
             context=message.context,
             device=self._budget.device.kind,
+            quantization=Quantization.named(message.quant),
         )
         threads = message.threads or self.threads
 

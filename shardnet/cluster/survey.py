@@ -104,6 +104,7 @@ class Survey:
             threads=choice.threads,
             model=choice.model,
             again=again,
+            quant=choice.quant,
         )
 
 

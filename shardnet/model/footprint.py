@@ -12,23 +12,31 @@ from collections.abc import Iterable
 from shardnet.model.config import ModelConfig
 from shardnet.model.layout import (
     Shape,
+    Table,
     embedding_tensors,
     head_tensors,
+    is_rounded,
     layer_tensors,
     stage_tensors,
 )
+from shardnet.model.quantization import Quantization
 from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
 
 
-def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
+def layer_weight_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
     """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
     layers = range(config.n_layers)
-    return max(_bytes(layer_tensors(config, layer).values(), dtype) for layer in layers)
+    return max(_table_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
 
 
-def head_weight_bytes(config: ModelConfig, dtype: DType) -> int:
+def head_weight_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
     """Bytes of the final norm and the LM head in `dtype`, also where the head is tied."""
-    return _bytes(head_tensors(config).values(), dtype)
+    kind = quantization.of_head if quantization is not None else None
+    return _table_bytes(head_tensors(config), dtype, kind)
 
 
 def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -36,40 +44,58 @@ def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
     return _bytes(embedding_tensors(config).values(), dtype)
 
 
-def stage_weight_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+def stage_weight_bytes(
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: DType,
+    quantization: Quantization | None = None,
+) -> int:
     """Bytes that the stage's weights take in memory when computing in `dtype`.
+
+    `quantization` is what the weights of products are rounded to.
 
     A tied model's table is held twice by a stage that is first and last: as a table to look rows up
     in, and in the layout the LM head's kernel wants.
     """
     parts = stage_tensors(config, layers)
-    layer_bytes = sum(_bytes(tensors.values(), dtype) for tensors in parts.layers.values())
-    return (
-        _bytes(parts.embedding.values(), dtype) + layer_bytes + _bytes(parts.head.values(), dtype)
-    )
+    layer_bytes = sum(_table_bytes(t, dtype, quantization) for t in parts.layers.values())
+    head_bytes = head_weight_bytes(config, dtype, quantization) if parts.head else 0
+    return _bytes(parts.embedding.values(), dtype) + layer_bytes + head_bytes
 
 
-def read_bytes_per_step(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+def read_bytes_per_step(
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: DType,
+    quantization: Quantization | None = None,
+) -> int:
     """Weight bytes that one row reads: the layers and the head, not the embedding table.
 
     Of a layer with experts those that the row visits.
     """
-    head = head_weight_bytes(config, dtype) if layers.end == config.n_layers else 0
-    return head + sum(_layer_read_bytes(config, layer, dtype) for layer in layers)
+    is_last = layers.end == config.n_layers
+    head = head_weight_bytes(config, dtype, quantization) if is_last else 0
+    return head + sum(_read_bytes(config, layer, dtype, quantization) for layer in layers)
 
 
-def layer_read_bytes(config: ModelConfig, dtype: DType) -> int:
+def layer_read_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
     """Weight bytes that one row reads of the layer of which it reads most."""
-    return max(_layer_read_bytes(config, layer, dtype) for layer in range(config.n_layers))
+    layers = range(config.n_layers)
+    return max(_read_bytes(config, layer, dtype, quantization) for layer in layers)
 
 
-def _layer_read_bytes(config: ModelConfig, layer: int, dtype: DType) -> int:
+def _read_bytes(
+    config: ModelConfig, layer: int, dtype: DType, quantization: Quantization | None
+) -> int:
     tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
-    whole = _bytes(tensors.values(), dtype)
+    whole = _table_bytes(tensors, dtype, quantization)
     if experts is None:
         return whole
-    of_experts = _bytes((tensors[name] for name in tensors if ".experts." in name), dtype)
-    return whole - of_experts * (experts.n_experts - experts.top_k) // experts.n_experts
+    of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
+    unread = experts.n_experts - experts.top_k
+    return whole - _table_bytes(of_experts, dtype, quantization) * unread // experts.n_experts
 
 
 def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -124,6 +150,22 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
 def _kv_position_bytes(config: ModelConfig, dtype: DType) -> int:
     """Keys and values of one position in one layer."""
     return config.n_kv_heads * (config.key_size + config.value_size) * dtype.size_bytes
+
+
+def _table_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+    """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
+
+    Rounded weights are filled up to whole panels and groups whichever axis is which.
+    """
+    if quantization is None:
+        return _bytes(tensors.values(), dtype)
+    return sum(
+        math.prod(shape[:-2])
+        * max(quantization.packed_bytes(*shape[-2:]), quantization.packed_bytes(*shape[:-3:-1]))
+        if is_rounded(name, shape)
+        else math.prod(shape) * dtype.size_bytes
+        for name, shape in tensors.items()
+    )
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

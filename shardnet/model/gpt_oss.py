@@ -51,7 +51,7 @@ def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -
     gates = weights.stacked(f"{stacked}.gate_up_proj", f"{stacked}.gate_up_proj_bias", turns=2)
     downs = weights.stacked(f"{stacked}.down_proj", f"{stacked}.down_proj_bias")
     sparse = SparseMlp(
-        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router")),
+        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
         experts=[
             ClampedMlp(
                 limit=experts.swiglu_limit,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
+from shardnet.model.native import native_kernels
+from shardnet.model.quantization import PANEL, Quantization
+from shardnet.model.quantized import QuantizedLinear, pack
 from shardnet.types import DType
 
 MAX_EXACT_ROWS = 32
@@ -50,11 +53,17 @@ class KernelChoice:
     kernel: Kernel
     exact_rows: int
     min_rows: int
+    quantization: Quantization | None = None
+    """What the weights of products are rounded to."""
 
     @property
     def name(self) -> str:
-        """For people: `packed bfloat16`."""
-        return f"{self.kernel.value} {self.dtype.value}"
+        """For people: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
+        if self.quantization is None:
+            return f"{self.kernel.value} {self.dtype.value}"
+        native = native_kernels()
+        path = native.isa.name.lower() if native is not None else "torch"
+        return f"{self.dtype.value} with {self.quantization.value} weights, {path}"
 
 
 class Linear(Protocol):
@@ -130,13 +139,22 @@ class _Padding:
 
 
 def make_linear(
-    choice: KernelChoice, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device
+    choice: KernelChoice,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    device: torch.device,
+    quantization: Quantization | None = None,
 ) -> Linear:
     """Join [N_i, K] weights (and [N_i] biases, or none) into one product on `device`.
 
-    Takes views of a mapped file and keeps none of them.
+    `quantization` is what these weights are rounded to. Takes views of a mapped file and keeps none
+    of them.
     """
     dtype = torch_dtype(choice.dtype)
+    if quantization is not None:
+        n_out = sum(weight.shape[0] for weight in weights)
+        shape = (n_out, weights[0].shape[1])
+        return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
     if choice.kernel is Kernel.PACKED:
@@ -145,16 +163,46 @@ def make_linear(
     return PlainLinear(owned, bias, choice.min_rows)
 
 
+def pack_all(weights: Sequence[Tensor], quantization: Quantization) -> Tensor:
+    """Round and pack weights on the CPU, one after the other, and join them."""
+    if all(weight.shape[0] % PANEL == 0 for weight in weights[:-1]):
+        return torch.cat([pack(weight, quantization) for weight in weights])
+    return pack(torch.cat(list(weights)), quantization)  # else a panel would be half empty
+
+
+def make_quantized(
+    packed: Tensor,
+    shape: tuple[int, int],
+    biases: Sequence[Tensor],
+    device: torch.device,
+    quantization: Quantization,
+) -> Linear:
+    """Make a product of packed [N, K] weights on `device`."""
+    bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
+    return QuantizedLinear(packed.to(device), shape, quantization, bias)
+
+
 def probe(
-    device: torch.device, requested: DType | Literal["auto"], checkpoint_dtype: DType | None
+    device: torch.device,
+    requested: DType | Literal["auto"],
+    checkpoint_dtype: DType | None,
+    quantization: Quantization | None = None,
 ) -> KernelChoice:
     """Choose dtype and kernel for a device, and find out how many rows it computes exactly.
 
     `auto` follows the checkpoint. A CPU never computes in float16 (slower than either neighbour):
     an automatic choice takes bfloat16 instead, a requested float16 is computed in float32 and
     rounded at the stage's border. bfloat16 without oneDNN's packed kernel is many times slower than
-    float32 at several rows, so it is computed in float32 too.
+    float32 at several rows, so it is computed in float32 too. `quantization` is taken as it is:
+    rounded weights compute on every device.
     """
+    choice = _probe_dtype(device, requested, checkpoint_dtype)
+    return choice if quantization is None else replace(choice, quantization=quantization)
+
+
+def _probe_dtype(
+    device: torch.device, requested: DType | Literal["auto"], checkpoint_dtype: DType | None
+) -> KernelChoice:
     _use_huge_pages()
     wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
     if device.type != "cpu":

@@ -21,13 +21,18 @@ from shardnet.types import LayerRange
 __all__ = [
     "Shape",
     "StageTensors",
+    "Table",
     "canonical_name",
     "embedding_tensors",
     "head_tensors",
+    "is_rounded",
     "layer_tensors",
     "left_over",
     "stage_tensors",
 ]
+
+
+_KEPT = ("gate.weight", ".router.weight", ".kv_b_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,17 @@ def head_tensors(config: ModelConfig) -> Table:
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """The tensors of one layer."""
     return FAMILIES[config.family].layer(config, layer)
+
+
+def is_rounded(name: str, shape: Shape) -> bool:
+    """Whether a tensor of a layer or a head is rounded where weights are quantised.
+
+    The weights of products are, stacked ones too; norms, biases, the small tables of routers and
+    what is no product of rows (DeepSeek's `kv_b_proj`) are not.
+    """
+    if name.endswith(_KEPT):
+        return False
+    return len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:

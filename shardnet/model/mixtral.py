@@ -68,7 +68,7 @@ def _experts(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMl
     prefix = f"model.layers.{layer}.block_sparse_moe"
     experts = [f"{prefix}.experts.{number}" for number in range(config.experts.n_experts)]
     return SparseMlp(
-        router=SoftmaxRouter.of(config.experts, weights.linear(f"{prefix}.gate")),
+        router=SoftmaxRouter.of(config.experts, weights.linear(f"{prefix}.gate", precise=True)),
         experts=[
             GatedMlp(
                 activation=config.activation,

@@ -41,11 +41,11 @@ def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
         return LlamaLayer.load(config, weights, layer)
     mlp = f"model.layers.{layer}.mlp"
     sparse = SparseMlp(
-        router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate")),
+        router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
         shared=SharedExpert(
             expert=GatedMlp.load(config, weights, f"{mlp}.shared_expert"),
-            gate=weights.linear(f"{mlp}.shared_expert_gate"),
+            gate=weights.linear(f"{mlp}.shared_expert_gate", precise=True),
         ),
     )
     self_attn = SelfAttention.load(config, weights, layer)

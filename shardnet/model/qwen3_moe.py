@@ -22,7 +22,7 @@ def load_qwen3_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
         return load_qwen3_layer(config, weights, layer)
     mlp = f"model.layers.{layer}.mlp"
     sparse = SparseMlp(
-        router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate")),
+        router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
     )
     self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)

@@ -29,6 +29,7 @@ from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
+from shardnet.model.quantization import Quantization
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
 from shardnet.model.weights import split_stacked
@@ -84,21 +85,26 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     )
 
 
-def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> ModelConfig | None:
+def sample_config(
+    config: ModelConfig,
+    dtype: DType,
+    memory_bytes: int,
+    quantization: Quantization | None = None,
+) -> ModelConfig | None:
     """Return the model cut down to what is measured, None where not even one layer fits.
 
     Of the layers so many that a step cannot find them in the CPU's cache, as with the whole model,
     or all. Of the vocabulary a slice if the LM head is huge. Both are cut down further while they
     need more than `memory_bytes`.
     """
-    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype))
+    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype, quantization))
     row_bytes = config.hidden_size * dtype.size_bytes
     sample = replace(
         config.thinned(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
-    while sample_bytes(sample, dtype) > memory_bytes:
+    while sample_bytes(sample, dtype, quantization) > memory_bytes:
         if sample.n_layers > 1:
             sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
@@ -108,7 +114,9 @@ def sample_config(config: ModelConfig, dtype: DType, memory_bytes: int) -> Model
     return sample
 
 
-def sample_bytes(sample: ModelConfig, dtype: DType) -> int:
+def sample_bytes(
+    sample: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
     """Predict what measuring takes: the sample, a step through it, and the largest part in making.
 
     A part exists twice while its kernel packs it.
@@ -116,7 +124,7 @@ def sample_bytes(sample: ModelConfig, dtype: DType) -> int:
     whole = LayerRange(0, sample.n_layers)
     packing = max(layer_weight_bytes(sample, dtype), head_weight_bytes(sample, dtype))
     return (
-        stage_weight_bytes(sample, whole, dtype)
+        stage_weight_bytes(sample, whole, dtype, quantization)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype)
         + packing
@@ -202,7 +210,8 @@ class _Noise:
         device: torch.device,
         tick: Callable[[], None],
     ) -> None:
-        self._shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
+        tensors = stage_tensors(config, LayerRange(0, config.n_layers))
+        self._shapes, self._head = tensors.all, tensors.head.keys()
         self._choice = choice
         self._device = device
         self._tick = tick
@@ -210,16 +219,21 @@ class _Noise:
         noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
         self._values = noise.to(torch_dtype(choice.dtype))
 
-    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Make a product of the shapes that the parameters have."""
         self._tick()
+        kind = None if precise or wide else self._choice.quantization
+        if kind is not None and f"{names[0]}.weight" in self._head:
+            kind = kind.of_head
         weights = [self._noise(self._shapes[f"{name}.weight"]) for name in names]
         biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
         if transposed:
             weights = [weight.T for weight in weights]
         made = [self._noise(shape) for shape in biases]
         choice = probe(self._device, DType.FLOAT32, None) if wide else self._choice
-        return make_linear(choice, weights, made, self._device)
+        return make_linear(choice, weights, made, self._device, kind)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""
@@ -248,7 +262,8 @@ class _Noise:
         for _ in range(n_stacked):
             self._tick()
             one, of_one = self._noise((n_in, n_out)), self._noise((n_out,))
-            made.append(make_linear(self._choice, *split_stacked(one, of_one, turns), self._device))
+            parts = split_stacked(one, of_one, turns)
+            made.append(make_linear(self._choice, *parts, self._device, self._choice.quantization))
         return made
 
     def _noise(self, shape: Shape) -> Tensor:

@@ -33,6 +33,7 @@ from shardnet.model.layout import stage_tensors
 from shardnet.model.llama import LlamaLayer
 from shardnet.model.mixtral import load_mixtral_layer
 from shardnet.model.olmo2 import Olmo2Layer
+from shardnet.model.pack_cache import PackCache
 from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
@@ -121,7 +122,9 @@ class StageModel:
         """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
         self.first = layers.start == 0
         self.last = layers.end == checkpoint.config.n_layers
-        self.weight_bytes = stage_weight_bytes(checkpoint.config, layers, choice.dtype)
+        self.weight_bytes = stage_weight_bytes(
+            checkpoint.config, layers, choice.dtype, choice.quantization
+        )
 
     @property
     def width(self) -> int:
@@ -243,14 +246,15 @@ def load_stage(
     room_blocks: int,
     progress: Progress,
     context: int | None = None,
+    packs: PackCache | None = None,
 ) -> StageModel:
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192). `progress` is called with (bytes done, bytes in all) after every part; what it
-    raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
-    not fit the config, UsageError for layers the model does not have, CapacityError where memory
-    runs out or the model has fewer positions than `context`.
+    most 8192). `packs` keeps rounded weights. `progress` is called with (bytes done, bytes in all)
+    after every part; what it raises ends the loading, and nothing of it remains. Raises
+    CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
+    have, CapacityError where memory runs out or the model has fewer positions than `context`.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:
@@ -267,7 +271,8 @@ def load_stage(
     dtype = torch_dtype(choice.dtype)
     before = dict(checkpoint.bytes_read)
     try:
-        weights = StageWeights(checkpoint, stage_tensors(config, layers), choice, device, progress)
+        tensors = stage_tensors(config, layers)
+        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs)
         family = make_family(config, layers, weights, context, dtype, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -18,9 +18,19 @@ from torch import Tensor
 from shardnet.errors import CheckpointError
 from shardnet.model.checkpoint import Checkpoint, TensorInfo
 from shardnet.model.codec import torch_dtype
-from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe, rows_are_exact
+from shardnet.model.kernels import (
+    KernelChoice,
+    Linear,
+    make_linear,
+    make_quantized,
+    pack_all,
+    probe,
+    rows_are_exact,
+)
 from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, canonical_name, left_over
+from shardnet.model.pack_cache import PackCache
+from shardnet.model.quantization import Quantization
 from shardnet.types import DType
 
 log = logging.getLogger(__name__)
@@ -37,10 +47,13 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 class WeightSource(Protocol):
     """Where a family's file gets its parameters: a checkpoint, or noise (sample_model.py)."""
 
-    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
-        `wide` is for a product in float32 whatever else is computed in.
+        `precise` keeps them as they are where products are rounded, `wide` is also in float32
+        whatever else is computed in.
         """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
@@ -72,6 +85,7 @@ class StageWeights:
         choice: KernelChoice,
         device: torch.device,
         progress: Progress,
+        packs: PackCache | None = None,
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
 
@@ -82,7 +96,9 @@ class StageWeights:
         self._choice = choice
         self._device = device
         self._progress = progress
+        self._packs = packs
         self._shapes = tensors.all
+        self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
         config = checkpoint.config
@@ -98,24 +114,33 @@ class StageWeights:
             )
         self.exact_rows = choice.exact_rows
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
-        self._tested: set[tuple[int, int, DType]] = set()
+        self._tested: set[tuple[int, int, DType, type[Linear]]] = set()
         self._done_bytes = 0
         self._released_bytes = 0
         self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
 
-    def linear(self, *names: str, transposed: bool = False, wide: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
-        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D), `wide` for a
-        product in float32 whatever else is computed in.
+        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D). `precise` keeps
+        them as they are where products are rounded, `wide` is also in float32 whatever else is
+        computed in.
         """
-        weights = [self._read(f"{name}.weight") for name in names]
+        kind = None if precise or wide else self._choice.quantization
+        if kind is not None and f"{names[0]}.weight" in self._head:
+            kind = kind.of_head
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
-        if transposed:
-            weights = [weight.T for weight in weights]
         choice = self._wide if wide else self._choice
-        linear = make_linear(choice, weights, biases, self._device)
-        del weights, biases
+        if kind is not None and self._packs is not None:
+            packed, shape = self._packed(names, kind, transposed=transposed)
+            linear = make_quantized(packed, shape, biases, self._device, kind)
+        else:
+            weights = self._weights(names, transposed=transposed)
+            linear = make_linear(choice, weights, biases, self._device, kind)
+            del weights
+        del biases
         self._finish()
         self._test(names[0], linear, choice)
         return linear
@@ -127,12 +152,35 @@ class StageWeights:
 
     def _test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
         """Find out, once for each shape, whether the product keeps its rows' bits."""
-        key = (*linear.shape, choice.dtype)
+        key = (*linear.shape, choice.dtype, type(linear))
         if self.exact_rows > 1 and key not in self._tested:
             self._tested.add(key)
             if not rows_are_exact(linear, choice, self._device):
                 log.warning("%s: rows of a product are not exact in company", name)
                 self.exact_rows = 1
+
+    def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
+        weights = [self._read(f"{name}.weight") for name in names]
+        return [weight.T for weight in weights] if transposed else weights
+
+    def _packed(
+        self, names: Sequence[str], kind: Quantization, *, transposed: bool
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Return packed weights and their [N, K], from the cache or packed now and kept there."""
+        assert self._packs is not None
+        shapes = [self._shapes[f"{name}.weight"] for name in names]
+        n_outs, n_in = [s[0] for s in shapes], shapes[0][1]
+        if transposed:
+            n_outs, n_in = [s[1] for s in shapes], shapes[0][0]
+        shape = (sum(n_outs), n_in)
+        packed = self._packs.get(names, kind, kind.packed_shape(*shape))
+        if packed is None:
+            packed = pack_all(self._weights(names, transposed=transposed), kind)
+            self._packs.put(names, kind, packed)
+        else:
+            for name in names:
+                self._skip(f"{name}.weight")
+        return packed, shape
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -169,8 +217,9 @@ class StageWeights:
 
         Outputs that stand in turn, those of `turns` products, are put one behind the other.
         """
+        kind = self._choice.quantization
         linears = [
-            make_linear(self._choice, *split_stacked(one, of_one, turns), self._device)
+            make_linear(self._choice, *split_stacked(one, of_one, turns), self._device, kind)
             for one, of_one in zip(self._read(weight), self._read(bias), strict=True)
         ]
         self._finish()
@@ -189,6 +238,11 @@ class StageWeights:
         if name in self._shared:
             self._kept[name] = tensor
         return tensor
+
+    def _skip(self, name: str) -> None:
+        """Count a tensor that need not be read."""
+        if self._kept.pop(name, None) is None:
+            self._done_bytes += self._info(name).size_bytes
 
     def _finish(self) -> None:
         """Unmap the file's pages, once they are many, and say how far we are."""

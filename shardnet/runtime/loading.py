@@ -7,6 +7,7 @@ Runs on the loading thread. Must not know rings, links or the event loop.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import CapacityError, CheckpointError
@@ -21,6 +23,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
 from shardnet.model.hub_cache import HubName, pulled_folder
+from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
 from shardnet.types import (
@@ -31,6 +34,9 @@ from shardnet.types import (
     WireDType,
     blocks_for,
 )
+
+if TYPE_CHECKING:
+    from shardnet.model.pack_cache import PackCache
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
@@ -57,6 +63,7 @@ class StageOrder:
     dtype: DType
     context: int
     device: str
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +171,15 @@ def stamp(path: Path) -> Stamp:
         raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
 
 
-def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], None]) -> LoadedStage:
+def load(
+    order: StageOrder,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: Path | None = None,
+) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included.
+
+    Rounded weights are kept below the folder `packs`.
 
     `progress` gets (bytes done, bytes in all) and may raise to give up.
 
@@ -191,9 +205,14 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
             )
         config = checkpoint.config
         device = torch.device(order.device)
-        choice = probe(device, order.dtype, config.checkpoint_dtype)
+        choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
         room_blocks = kv_room_blocks(
-            config, order.layers, choice.dtype, order.context, memory_bytes
+            config,
+            order.layers,
+            choice.dtype,
+            order.context,
+            memory_bytes,
+            order.quantization,
         )
         model = load_stage(
             checkpoint,
@@ -203,7 +222,9 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
             room_blocks=room_blocks,
             context=order.context,
             progress=progress,
+            packs=_pack_cache(order, stamped, packs),
         )
+    give_memory_back()  # rounding leaves some behind
     sampler = None
     if model.last:
         tokenizer = Tokenizer.load_optional(path)
@@ -218,6 +239,18 @@ def load(order: StageOrder, memory_bytes: int, progress: Callable[[int, int], No
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
+
+
+def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+    """Return where rounded weights of these very files are kept, None where none are."""
+    if folder is None or order.quantization is None:
+        return None
+    from shardnet.model.pack_cache import PackCache
+
+    identity = json.dumps([order.model_id, str(order.folder), stamped])
+    packs = PackCache(folder, identity, order.model, order.quantization)
+    packs.touch()
+    return packs
 
 
 def use_threads(n_threads: int) -> None:
@@ -240,13 +273,18 @@ def give_memory_back() -> None:
 
 
 def kv_room_blocks(
-    config: ModelConfig, layers: LayerRange, dtype: DType, context: int, memory_bytes: int
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: DType,
+    context: int,
+    memory_bytes: int,
+    quantization: Quantization | None = None,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
     Raises CapacityError when they do not hold one context.
     """
-    weights = stage_weight_bytes(config, layers, dtype)
+    weights = stage_weight_bytes(config, layers, dtype, quantization)
     activations = activation_peak_bytes(config, layers, PREFILL_CHUNK_ROWS, dtype, context)
     block_bytes = kv_block_bytes(config, layers, dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes

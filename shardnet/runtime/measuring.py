@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config import ModelConfig
 from shardnet.model.families import parse_config
+from shardnet.model.quantization import Quantization
 from shardnet.types import PREFILL_CHUNK_ROWS, DType
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def read_config(text: str, where: str) -> ModelConfig:
 def measure_stage(
     config: ModelConfig,
     dtype: DType,
+    quantization: Quantization | None = None,
     *,
     device: str,
     threads: int,
@@ -83,9 +85,9 @@ def measure_stage(
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
-    `dtype` is the ring's; what is computed in is chosen as in loading. Takes one to three seconds
-    for usual models and at most `memory_bytes`. `tick` is called between the parts; what it raises
-    ends the measurement.
+    `dtype` and `quantization` are the ring's; what is computed in is chosen as in loading. It takes
+    one to three seconds for usual models and at most `memory_bytes`. `tick` is called between the
+    parts; what it raises ends the measurement.
 
     Figures are the medians of windows' means: what comes once is left out, what comes all the time
     counts. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
@@ -98,8 +100,8 @@ def measure_stage(
     from shardnet.model.sample_model import SampleModel, sample_config
 
     with _threads(threads):
-        choice = probe(torch.device(device), dtype, config.checkpoint_dtype)
-        sample = sample_config(config, choice.dtype, memory_bytes)
+        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
+        sample = sample_config(config, choice.dtype, memory_bytes, quantization)
         if sample is None:
             raise CapacityError(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "

@@ -40,6 +40,7 @@ from shardnet.wire.schema import (
     Phase,
     PingPayload,
     Priority,
+    Quant,
     Rank,
     RequestId,
     Row,
@@ -200,7 +201,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
-    first.
+    first. `quant` is what the weights of products are rounded to.
     """
 
     request: RequestId
@@ -217,6 +218,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     threads: U32
     addresses: Addresses
     sources: Addresses = msgspec.field(default_factory=list)
+    quant: Quant = ""
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -298,6 +300,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     threads: U32 = 0
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
+    quant: Quant = ""
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -363,6 +366,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
         default_factory=list
     )
     wire: NarrowWire | None = None
+    quant: Quant = ""
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

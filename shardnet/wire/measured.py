@@ -18,6 +18,7 @@ from shardnet.wire.schema import (
     Moment,
     Name,
     PathText,
+    Quant,
     RequestId,
     Seconds,
     Strict,
@@ -29,9 +30,9 @@ from shardnet.wire.schema import (
 class MeasureStage(Tagged, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
-    `config` is the text of config.json, `dtype` the ring's, `threads` 0 leaves the number to the
-    node. `model` is where the checkpoint may be, for the speed of the disk. With `again` a figure
-    that the node has kept does not do. LoadProgress precedes the answer.
+    `config` is the text of config.json, `dtype` and `quant` are the ring's, `threads` 0 leaves the
+    number to the node. `model` is where the checkpoint may be, for the speed of the disk. With
+    `again` a figure that the node has kept does not do. LoadProgress precedes the answer.
     """
 
     request: RequestId
@@ -40,6 +41,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     threads: U32
     model: PathText = ""
     again: bool = False
+    quant: Quant = ""
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from shardnet.model.footprint import (
     stage_weight_bytes,
 )
 from shardnet.model.kv_cache import KvCache
+from shardnet.model.quantization import Quantization
 from shardnet.types import DType, LayerRange, SlotId
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,7 @@ import ctypes, json, sys, torch
 from pathlib import Path
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import probe
+from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import load_stage
 from shardnet.types import LayerRange
 
@@ -105,13 +107,15 @@ def load(layers, progress):
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
 checkpoint = Checkpoint.open(sys.argv[1])
-choice = probe(cpu, "auto", checkpoint.config.checkpoint_dtype)
+quantization = Quantization.named(sys.argv[2])
+choice = probe(cpu, "auto", checkpoint.config.checkpoint_dtype, quantization)
 load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
 ctypes.CDLL(None).malloc_trim(0)
 idle = private_bytes()
 read = sum(checkpoint.bytes_read.values())
 during = []
 stage = load(LayerRange(0, 8), lambda done, total: during.append(private_bytes() - idle))
+ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
@@ -123,20 +127,25 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_private_memory_is_that_of_the_range(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_private_memory_is_that_of_the_range(quant: str, tmp_path: Path) -> None:
     """At most 1.15 times the bytes of the range after loading, and one layer more on the way."""
     command = [sys.executable, "scripts/make_checkpoint.py", str(tmp_path), "--hidden=1024"]
     shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
     run = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 60}
     subprocess.run(command + shape, check=True, capture_output=True, **run)
     measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], check=True, capture_output=True, **run
+        [sys.executable, "-c", MEASURE, str(tmp_path), quant],
+        check=True,
+        capture_output=True,
+        **run,
     )
     figures = json.loads(measured.stdout)
     config = Checkpoint.open(tmp_path).config
     dtype = DType(figures["dtype"])
-    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype)
+    quantization = Quantization.named(quant)
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, quantization)
     if dtype is DType.BFLOAT16:
-        assert figures["read"] == predicted
+        assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), dtype)
     assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted
     assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, dtype)

@@ -107,7 +107,10 @@ def on_loopback(folder: Path, trouble: Trouble) -> Iterator[Machine]:
 
 @contextlib.contextmanager
 def in_namespaces(folder: Path, trouble: Trouble) -> Iterator[Machine]:
-    """Start the nodes on hosts of their own, a far cleo's with a slow interface. Gives anna's."""
+    """Start the nodes on hosts of their own, a far cleo's with a slow interface. Gives anna's.
+
+    Nodes that are not slow compute at one speed, as `on_loopback`.
+    """
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(open_network(3)).hosts
@@ -116,9 +119,11 @@ def in_namespaces(folder: Path, trouble: Trouble) -> Iterator[Machine]:
         if trouble == "far":
             slow_down(hosts[2])
         key = str(folder / "cluster.key")
+        cache = {"SHARDNET_CACHE_DIR": str(folder / "cache")}
+        own = {} if trouble == "slow" else cache
         machines = [
-            stack.enter_context(machine(folder / name, host, SHARDNET_KEY_FILE=key))
-            for name, host in zip("abc", hosts, strict=True)
+            stack.enter_context(machine(folder / name, host, SHARDNET_KEY_FILE=key, **caches))
+            for name, host, caches in zip("abc", hosts, (cache, cache, own), strict=True)
         ]
         assert machines[0].run("key", "new").code == 0
         cleo = start(machines[2], "cleo")

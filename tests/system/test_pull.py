@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import signal
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from hub_server import COMMIT, Hub, open_hub
 from nodes import Machine
 from parrot import Parrots, make_parrot
 from safetensors.torch import load_file, save_file
+from web_server import open_web
 
 REPO = "lab/parrot"
 
@@ -176,7 +181,7 @@ def test_without_the_network_there_is_one_line(machine: Machine) -> None:
     assert "the Hub cannot be reached" in result.error_line
     result = machine.run("pull", REPO, environment={"HF_HUB_OFFLINE": "1"})
     assert result.code == 1
-    assert "HF_HUB_OFFLINE is set" in result.error_line
+    assert "downloads are switched off" in result.error_line
 
 
 def test_an_interrupted_pull_says_how_to_go_on(machine: Machine, hub: Hub) -> None:
@@ -189,3 +194,127 @@ def test_an_interrupted_pull_says_how_to_go_on(machine: Machine, hub: Hub) -> No
     assert result.code == 130
     assert "run the command again to go on" in result.stderr
     assert machine.run("pull", REPO).code == 0
+
+
+# --- some layers only
+
+
+def replicas(machine: Machine) -> list[str]:
+    return machine.run("cache", "ls").stdout.splitlines()
+
+
+def test_two_machines_pull_their_layers_and_run_together(
+    tmp_path: Path, hub: Hub, parrots: Parrots
+) -> None:
+    """Nobody has the whole model, and no byte of a tensor comes twice."""
+    hub.add(REPO, parrots.alphabet)
+    size = (parrots.alphabet / "model.safetensors").stat().st_size
+    with contextlib.ExitStack() as stack:
+        machines = []
+        for name, layers in (("rosa", "0-2"), ("theo", "2-4")):
+            folder = tmp_path / name
+            folder.mkdir()
+            environment = {
+                "SHARDNET_NO_MDNS": "1",
+                "HF_HOME": str(folder / "hf"),
+                **hub.environment,
+            }
+            machine = Machine(folder, environment=environment)
+            stack.callback(machine.close)
+            told = machine.run("pull", REPO, "--layers", layers, "--json").json
+            assert 0 < told["new_bytes"] < 0.8 * size
+            assert machine.run("pull", REPO, "--layers", layers, "--json").json["new_bytes"] == 0
+            assert REPO in replicas(machine)[0]
+            machines.append(machine)
+        n_asked = len(hub.asked)
+        [theo] = machines[1].start_nodes("theo")
+        [rosa] = machines[0].start_nodes("rosa", arguments=["--peer", theo.address])
+        rosa.stderr.wait_for("node theo (")
+        where = ["--nodes", f"{rosa.address},{theo.address}", "--layers", "0-2,2-4"]
+        result = machines[0].run("generate", "--model", REPO, *where, "--max-tokens", "3", "a")
+        assert result.stdout == "bcd\n", result.stderr
+        assert "fetched" not in rosa.log + theo.log
+        assert len(hub.asked) == n_asked
+
+
+def test_a_cut_range_is_gone_on_with(machine: Machine, hub: Hub, parrots: Parrots) -> None:
+    hub.add(REPO, parrots.big)
+    hub.cut_after_bytes = 3_000_000
+    told = machine.run("pull", REPO, "--layers", "0-1", "--json").json
+    ranges = [asked for asked in hub.asked if asked.startswith("GET model.safetensors")]
+    assert hub.cut_after_bytes == 0
+    assert len(ranges) >= 3
+    again = machine.run("pull", REPO, "--layers", "0-1", "--json").json
+    assert (again["new_bytes"], again["model_id"]) == (0, told["model_id"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--layers", "2-9"], 1, "has 4 layers, no 2-9"),
+        (["--layers", "0-1,1-2"], 2, "is not START-END"),
+        (["--layers", "x"], 2, "--layers"),
+        (["--sha256", "00"], 2, "--sha256 is for a URL"),
+        (["--to", "x"], 2, "--to is for a URL"),
+    ],
+)
+def test_a_pull_that_makes_no_sense_is_refused(
+    machine: Machine, hub: Hub, arguments: list[str], code: int, words: str
+) -> None:
+    result = machine.run("pull", REPO, *arguments)
+    assert result.code == code
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
+
+
+# --- offline
+
+
+def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine, hub: Hub) -> None:
+    result = machine.run("pull", REPO, "--offline")
+    assert result.code == 1
+    assert "downloads are switched off (--offline" in result.error_line
+    arguments = ("generate", "--model", REPO, "--max-tokens", "3", "--local", "1", "a")
+    assert "downloads are switched off" in machine.run(*arguments, "--offline").error_line
+    folder = machine.run("pull", REPO).stdout
+    hub.asked.clear()
+    assert machine.run("pull", REPO, "--offline").stdout == folder
+    assert machine.run(*arguments, "--offline").stdout == "bcd\n"
+    assert hub.asked == []
+
+
+# --- URLs
+
+
+def test_a_tar_from_a_url_is_a_model(machine: Machine, parrots: Parrots) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        tar.add(parrots.alphabet, arcname="alphabet")
+    with open_web() as web:
+        web.files["/parrot.tar.gz"] = data.getvalue()
+        web.cuts = [100_000]
+        url = f"{web.address}/parrot.tar.gz"
+        result = machine.run("pull", url, "--to", str(machine.folder / "models"))
+        assert result.code == 0, result.stderr
+        assert "http is not encrypted: give --sha256" in result.stderr
+        assert hashlib.sha256(data.getvalue()).hexdigest() in result.stderr
+        folder = Path(result.stdout.strip())
+        assert folder == machine.folder / "models" / "parrot"
+        assert [path.name for path in folder.parent.iterdir()] == ["parrot"]
+        again = machine.run("pull", url, "--to", str(machine.folder / "models"))
+        assert again.code == 2
+        assert "is there already" in again.stderr
+    result = machine.run("generate", "--model", str(folder), "--max-tokens", "3", "a")
+    assert result.stdout == "bcd\n", result.stderr
+
+
+def test_a_tar_that_leads_out_of_its_folder_is_refused(machine: Machine) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../evil"))
+    with open_web() as web:
+        web.files["/m.tar"] = data.getvalue()
+        result = machine.run("pull", f"{web.address}/m.tar", "--to", str(machine.folder))
+    assert result.code == 1
+    assert "'../evil' leads out of the folder; refused" in result.error_line
+    assert not (machine.folder / "m").exists()

@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path, environment: dict[str, str]) -> str:
 def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> None:
     sources, target = tmp_path / "sources", tmp_path / "target"
     sources.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "shardnet", "cli"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "shardnet", "cli"):
         (sources / name).symlink_to(ROOT / name)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"SHARDNET_RUNTIME_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)}

@@ -1,0 +1,35 @@
+"""Builds the compiled products where a C compiler is at hand; everything else is in pyproject.toml.
+
+They are optional: without them torch does the work, slower, and installing never fails for want of
+a compiler. The source needs no Python headers: the library is called through ctypes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildKernels(build_ext):
+    """Builds plain shared libraries: no init function is exported."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        """Export what the source exports."""
+        return list(ext.export_symbols)
+
+
+flags = [] if sys.platform == "win32" else ["-O3", "-std=c11", "-ffp-contract=off"]
+setup(
+    ext_modules=[
+        Extension(
+            "shardnet.model._quantized",
+            sources=["shardnet/model/csrc/quantized.c"],
+            extra_compile_args=flags,
+            libraries=[] if sys.platform == "win32" else ["m"],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

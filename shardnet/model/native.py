@@ -1,0 +1,158 @@
+"""Finds the compiled products of csrc/quantized.c, and calls them.
+
+Knows the library's functions and how it gets torch's threads. Must not know how weights are packed.
+Where the library was not built, or does not fit this machine, there is none: quantized.py has torch
+do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+ISA_VARIABLE: Final = "SHARDNET_ISA"
+"""Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
+
+_LIBRARY: Final = "_quantized"
+_OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets that the library is written for."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+    NEON = 3
+
+
+class _Product(ctypes.Structure):
+    """`struct product` of csrc/quantized.c."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("rounded", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("parallel", ctypes.c_void_p),
+        ("n_rows", ctypes.c_int64),
+        ("n_in", ctypes.c_int64),
+        ("n_out", ctypes.c_int64),
+        ("n_groups", ctypes.c_int64),
+        ("group", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("is_bf16", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+        ("n_threads", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeKernels:
+    """The library, and the instruction set it uses here."""
+
+    isa: Isa
+    _multiply: ctypes._NamedFuncPointer
+    _parallel: int
+
+    def multiply(
+        self, rows: Tensor, weights: Tensor, bias: Tensor | None, n_out: int, group: int, bits: int
+    ) -> Tensor:
+        """Multiply [T, K] rows with packed `weights`; add the float32 [N] `bias`. Returns [T, N].
+
+        `rows` are bfloat16 or float32, on the CPU, and so is what is returned.
+        """
+        rows = rows.contiguous()
+        n_rows, n_in = rows.shape
+        n_groups = -(-n_in // group)
+        out = rows.new_empty(n_rows, n_out)
+        rounded = torch.empty(n_rows, n_groups * group, dtype=torch.int8)
+        scales = torch.empty(n_rows, n_groups, dtype=torch.float32)
+        sums = torch.empty(n_rows, n_groups, dtype=torch.int32)
+        self._multiply(
+            ctypes.byref(
+                _Product(
+                    weights.data_ptr(),
+                    rows.data_ptr(),
+                    out.data_ptr(),
+                    bias.data_ptr() if bias is not None else None,
+                    rounded.data_ptr(),
+                    scales.data_ptr(),
+                    sums.data_ptr(),
+                    self._parallel,
+                    n_rows,
+                    n_in,
+                    n_out,
+                    n_groups,
+                    group,
+                    bits,
+                    rows.dtype is torch.bfloat16,
+                    self.isa,
+                    torch.get_num_threads(),
+                )
+            )
+        )
+        return out
+
+
+@cache
+def native_kernels() -> NativeKernels | None:
+    """Return the compiled products, None where there are none on this machine."""
+    return find_kernels(os.environ)
+
+
+def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
+    """Look for the library beside this file; see ISA_VARIABLE."""
+    wanted = environment.get(ISA_VARIABLE, "").lower()
+    library = _open() if wanted != "off" else None
+    if library is None:
+        return None
+    library.shardnet_product_bytes.restype = ctypes.c_int64
+    if library.shardnet_product_bytes() != ctypes.sizeof(_Product):
+        return None  # built from another version of the source
+    isa = Isa(library.shardnet_isa())
+    if wanted == "portable" or (wanted == "avx2" and isa is Isa.AVX512):
+        isa = Isa[wanted.upper()]
+    function = library.shardnet_multiply
+    function.argtypes = (ctypes.POINTER(_Product),)
+    function.restype = None
+    return NativeKernels(isa=isa, _multiply=function, _parallel=_parallel_function())
+
+
+def _open() -> ctypes.CDLL | None:
+    path = Path(__file__).with_name(f"{_LIBRARY}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not path.is_file():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _parallel_function() -> int:
+    """Return the address of GOMP_parallel in the OpenMP library that torch has loaded, 0 for none.
+
+    The library's threads then are torch's: a second pool would wait for the same cores.
+    """
+    package = Path(torch.__file__).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for path in sorted(path for name in _OPENMP for path in folder.glob(name)):
+            try:
+                function = ctypes.CDLL(str(path)).GOMP_parallel
+            except (OSError, AttributeError):
+                continue
+            return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return 0

@@ -1,0 +1,164 @@
+"""Rounded and packed weights on disk, so that the second start need not round again.
+
+Knows files, digests and their limit. What is damaged, or was packed from other files, is as if it
+were not there. Must not know how weights are packed, nor where the folder is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from shardnet.model.quantization import Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT: Final = 1
+"""Counts up when the packed layout or the rounding changes."""
+SHARE_OF_DISK: Final = 0.5
+"""Packed weights take at most this share of what the disk has left beside them."""
+_ABOUT: Final = "about.json"
+_MAX_ABOUT_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedModel:
+    """Packed weights of one model. `used_s` is seconds since 1970."""
+
+    folder: Path
+    model: str
+    quant: str
+    size_bytes: int
+    used_s: float
+
+
+class PackCache:
+    """The packed weights of one checkpoint below `folder`.
+
+    `identity` stands for the checkpoint's files: other files, other weights. `model` is its name,
+    for people. Nothing here raises: a cache that cannot be read or written is no cache.
+    """
+
+    def __init__(self, folder: Path, identity: str, model: str, kind: Quantization) -> None:
+        name = hashlib.sha256(f"{FORMAT} {kind.value} {identity}".encode()).hexdigest()[:32]
+        self._all = folder
+        self._folder = folder / name
+        self._model = model
+        self._kind = kind
+
+    def get(
+        self, names: Sequence[str], kind: Quantization, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return the packed weights of the parameters `names`, None where they are not here."""
+        import torch
+
+        packed = torch.empty(shape, dtype=torch.uint8)
+        view = _bytes_of(packed)
+        try:
+            with self._path(names, kind).open("rb", buffering=0) as file:
+                said = file.read(hashlib.sha256().digest_size)
+                if not _read_whole(file, view) or file.read(1):
+                    return None
+        except OSError:
+            return None
+        return packed if hashlib.sha256(view).digest() == said else None
+
+    def put(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> None:
+        """Keep packed weights, unless the disk has no room for them."""
+        view = _bytes_of(packed.contiguous())
+        with contextlib.suppress(OSError):
+            self._begin()
+            make_room(self._all, len(view), keep=self._folder)
+            handle, unfinished = tempfile.mkstemp(dir=self._folder, prefix=".new-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(view).digest())
+                    file.write(view)
+                os.replace(unfinished, self._path(names, kind))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished)
+                raise
+
+    def touch(self) -> None:
+        """Take note that these weights are in use."""
+        with contextlib.suppress(OSError):
+            os.utime(self._folder / _ABOUT)
+
+    def _begin(self) -> None:
+        if not (self._folder / _ABOUT).exists():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = {"model": self._model, "quant": self._kind.value}
+            (self._folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+
+    def _path(self, names: Sequence[str], kind: Quantization) -> Path:
+        key = json.dumps([kind.value, *names])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.packed"
+
+
+def packed_models(folder: Path) -> list[PackedModel]:
+    """Return what lies below `folder`, what was used last first."""
+    return sorted(_found(folder), key=lambda model: -model.used_s)
+
+
+def remove(model: PackedModel) -> None:
+    """Delete packed weights. A node that uses them has read them long ago."""
+    shutil.rmtree(model.folder, ignore_errors=True)
+
+
+def make_room(folder: Path, n_bytes: int, keep: Path) -> None:
+    """Delete what was used longest ago until `n_bytes` more may come; `keep` stays.
+
+    Raises OSError where that is not enough.
+    """
+    models = packed_models(folder)
+    used = sum(model.size_bytes for model in models)
+    limit = (shutil.disk_usage(folder).free + used) * SHARE_OF_DISK
+    while used + n_bytes > limit and models:
+        oldest = models.pop()
+        if oldest.folder != keep:
+            remove(oldest)
+            used -= oldest.size_bytes
+    if used + n_bytes > limit:
+        raise OSError("packed weights have their share of the disk")
+
+
+def _found(folder: Path) -> Iterator[PackedModel]:
+    for place in folder.glob("*"):
+        about = place / _ABOUT
+        with contextlib.suppress(OSError, ValueError):
+            if about.stat().st_size > _MAX_ABOUT_BYTES:
+                continue
+            match json.loads(about.read_bytes()):
+                case {"model": str(model), "quant": str(quant)}:
+                    yield PackedModel(
+                        folder=place,
+                        model=model,
+                        quant=quant,
+                        size_bytes=sum(file.stat().st_size for file in place.iterdir()),
+                        used_s=about.stat().st_mtime,
+                    )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()  # numpy's arrays are buffers, which its types do not say
+    return memoryview(array).cast("B")
+
+
+def _read_whole(file: BinaryIO, view: memoryview) -> bool:
+    """Fill `view` from an open file; False where the file ends before."""
+    while view:
+        n_bytes = file.readinto(view[: 1 << 30])  # type: ignore[attr-defined]  # a raw file has it
+        if not n_bytes:
+            return False
+        view = view[n_bytes:]
+    return True

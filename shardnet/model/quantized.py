@@ -1,0 +1,147 @@
+"""Weights rounded to int8 or int4 in groups: how they are rounded and packed, and their product.
+
+Knows the packed layout, which csrc/quantized.c reads too. Must not know models.
+
+A group of inputs of one output shares a scale; its weights are integers times that. Packed weights
+are uint8 [panels, groups, bytes]: a panel is 16 outputs, and of each group first the 16 float16
+scales, then the weights, four inputs of each output at a time: [quads, 16, 4] of int8 + 128, or
+of two such quads int4 + 8, the first in the low half of each byte. Outputs and inputs that fill
+up the last panel and the last group are zero.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.native import native_kernels
+from shardnet.model.quantization import PANEL, SCALE_BYTES, Quantization
+
+_QUAD: Final = 4
+_ROUNDED_AT_A_TIME: Final = 1 << 19
+"""Weights that are rounded at one time: what this takes stays in the caches."""
+_SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
+"""Scales that are tried for a group of int4, as parts of the one with which nothing is cut off."""
+_UNPACKED_AT_A_TIME: Final = 64
+"""Panels that torch unpacks at one time where there is no compiled product."""
+
+
+def pack(weight: Tensor, quantization: Quantization) -> Tensor:
+    """Round and pack [N, K] weights of any float dtype; the result is on the same device."""
+    n_out, n_in = weight.shape
+    packed = weight.new_empty(quantization.packed_shape(n_out, n_in), dtype=torch.uint8)
+    at_a_time = max(1, _ROUNDED_AT_A_TIME // (PANEL * n_in))
+    for panel in range(0, packed.shape[0], at_a_time):
+        some = weight[panel * PANEL : (panel + at_a_time) * PANEL].float()
+        packed[panel : panel + at_a_time] = _pack_panels(some, quantization)
+    return packed
+
+
+def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
+    """Pack float32 [N, K]; returns [panels, groups, bytes]."""
+    panels, groups, _ = quantization.packed_shape(*weight.shape)
+    group = quantization.group
+    filled = F.pad(
+        weight, (0, groups * group - weight.shape[1], 0, panels * PANEL - weight.shape[0])
+    )
+    grouped = filled.view(panels, PANEL, groups, group)
+    scale, rounded = _round(grouped, quantization)
+    offset = 128 if quantization is Quantization.INT8 else 8
+    quads = (rounded + offset).to(torch.uint8).view(panels, PANEL, groups, group // _QUAD, _QUAD)
+    quads = quads.permute(0, 2, 3, 1, 4)  # [panels, groups, quads, PANEL, 4]
+    if quantization is Quantization.INT4:
+        quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
+    scales = scale.squeeze(-1).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat((scales, quads.reshape(panels, groups, -1)), dim=-1)
+
+
+def _round(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """Round [..., group]; returns float16 scales [..., 1] and whole numbers in float32."""
+    if quantization is Quantization.INT8:
+        scale = (grouped.abs().amax(-1, keepdim=True) / 127).half()
+        return scale, _whole(grouped, scale, -127, 127)
+    # One side of int4 goes to -8: the largest weight lies there, whatever its sign.
+    place = grouped.abs().argmax(-1, keepdim=True)
+    whole_scale = grouped.gather(-1, place) / -8
+    best_scale = whole_scale.half()
+    best = _whole(grouped, best_scale, -8, 7)
+    best_error = (best * best_scale - grouped).square().sum(-1, keepdim=True)
+    for shrink in _SHRINKS[1:]:
+        scale = (whole_scale * shrink).half()
+        rounded = _whole(grouped, scale, -8, 7)
+        error = (rounded * scale - grouped).square().sum(-1, keepdim=True)
+        is_better = error < best_error
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+        best = torch.where(is_better, rounded, best)
+    return best_scale, best
+
+
+def _whole(grouped: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
+    return (grouped * inverse).round_().clamp_(low, high)
+
+
+def unpack(packed: Tensor, quantization: Quantization, dtype: torch.dtype) -> Tensor:
+    """Return the weights that packed ones stand for: [16 panels, groups of inputs] in `dtype`."""
+    panels, groups, _ = packed.shape
+    scales = packed[..., :SCALE_BYTES].contiguous().view(torch.float16)  # [panels, groups, PANEL]
+    body = packed[..., SCALE_BYTES:]
+    n_quads = quantization.group // _QUAD
+    if quantization is Quantization.INT8:
+        quads = body.reshape(panels, groups, n_quads, PANEL, _QUAD)
+        whole = (quads ^ 0x80).view(torch.int8)
+    else:
+        halves = body.reshape(panels, groups, n_quads // 2, 1, PANEL, _QUAD)
+        both = torch.cat((halves & 15, halves >> 4), dim=3)
+        whole = both.reshape(panels, groups, n_quads, PANEL, _QUAD).view(torch.int8) - 8
+    weight = whole.float() * scales.float()[:, :, None, :, None]
+    by_output = weight.permute(0, 3, 1, 2, 4)  # [panels, PANEL, groups, quads, 4]
+    return by_output.reshape(panels * PANEL, groups * quantization.group).to(dtype)
+
+
+class QuantizedLinear:
+    """A product with packed weights: [T, K] rows in, [T, N] rows out, in the rows' dtype.
+
+    The compiled product rounds rows to int8 per group. Torch's does not: it unpacks the weights a
+    few panels at a time. A row's bits depend on the rows beside it only with torch's.
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        shape: tuple[int, int],
+        quantization: Quantization,
+        bias: Tensor | None,
+    ) -> None:
+        self._packed = packed
+        self._shape = shape
+        self._quantization = quantization
+        self._bias = bias.float() if bias is not None else None  # [N]
+        self._native = native_kernels() if packed.device.type == "cpu" else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._shape
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        if self._native is None:
+            return self._multiply(rows)
+        kind = self._quantization
+        return self._native.multiply(
+            rows, self._packed, self._bias, self._shape[0], kind.group, kind.bits
+        )
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        n_out, n_in = self._shape
+        parts = []
+        for some in torch.split(self._packed, _UNPACKED_AT_A_TIME):
+            weight = unpack(some, self._quantization, rows.dtype)[:, :n_in]
+            parts.append(F.linear(rows, weight))
+        product = torch.cat(parts, dim=-1)[:, :n_out]
+        return product if self._bias is None else (product + self._bias).to(rows.dtype)

@@ -1,0 +1,138 @@
+"""Rounded weights on disk: found again, noticed when damaged, and deleted when there is no room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_llama
+from stage_chain import CPU, StageChain, random_prompt
+
+from shardnet.model import pack_cache, weights
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.kernels import probe
+from shardnet.model.pack_cache import PackCache, packed_models, remove
+from shardnet.model.quantization import Quantization
+from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.types import DType, LayerRange
+
+INT4 = Quantization.INT4
+NAMES = ["layers.0.q_proj", "layers.0.k_proj"]
+
+
+def cache(folder: Path, identity: str = "one") -> PackCache:
+    return PackCache(folder, identity, f"/models/{identity}", INT4)
+
+
+def some(n_bytes: int = 1000) -> torch.Tensor:
+    return (torch.arange(n_bytes) % 251).to(torch.uint8)
+
+
+def test_what_was_put_is_found_by_the_same_name_only(tmp_path: Path) -> None:
+    packs = cache(tmp_path)
+    assert packs.get(NAMES, INT4, (1000,)) is None
+    packs.put(NAMES, INT4, some())
+    found = packs.get(NAMES, INT4, (10, 100))
+    assert found is not None
+    assert torch.equal(found.flatten(), some())
+    assert packs.get(NAMES[:1], INT4, (1000,)) is None
+    assert packs.get(NAMES, Quantization.INT8, (1000,)) is None
+    assert cache(tmp_path, "other").get(NAMES, INT4, (1000,)) is None
+    assert cache(tmp_path).get(NAMES, INT4, (1000,)) is not None
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a byte": lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:],
+    "its digest": lambda data: bytes(32) + data[32:],
+    "the end": lambda data: data[:-1],
+    "more": lambda data: data + b"x",
+    "all": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_not_there(tmp_path: Path, damage: str) -> None:
+    packs = cache(tmp_path)
+    packs.put(NAMES, INT4, some())
+    [file] = tmp_path.rglob("*.packed")
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    assert packs.get(NAMES, INT4, (1000,)) is None
+    packs.put(NAMES, INT4, some())
+    assert packs.get(NAMES, INT4, (1000,)) is not None
+
+
+def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    packs = cache(tmp_path / "file")
+    packs.put(NAMES, INT4, some())
+    assert packs.get(NAMES, INT4, (1000,)) is None
+
+
+def test_the_oldest_goes_when_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 10_000
+
+    def disk(folder: object) -> shutil._ntuple_diskusage:
+        return shutil._ntuple_diskusage(0, 0, free)
+
+    monkeypatch.setattr(pack_cache.shutil, "disk_usage", disk)
+    for age, name in ((300, "old"), (200, "mid"), (100, "new")):
+        cache(tmp_path, name).put(NAMES, INT4, some(1000))
+        [about] = [m.folder / "about.json" for m in packed_models(tmp_path) if name in m.model]
+        os.utime(about, (1e9 - age, 1e9 - age))
+    assert [model.model for model in packed_models(tmp_path)] == [
+        *("/models/new", "/models/mid", "/models/old")
+    ]
+    cache(tmp_path, "old").touch()
+    free = 4000  # (4000 + 3 * ~1070) / 2 leaves room for three
+    cache(tmp_path, "more").put(NAMES, INT4, some(1000))
+    assert {model.model for model in packed_models(tmp_path)} == {
+        *("/models/old", "/models/new", "/models/more")
+    }
+    cache(tmp_path, "huge").put(NAMES, INT4, some(100_000))
+    assert cache(tmp_path, "huge").get(NAMES, INT4, (100_000,)) is None
+    for model in packed_models(tmp_path):
+        remove(model)
+    assert not list(tmp_path.rglob("*.packed"))
+
+
+# --- a stage
+
+
+def load(folder: Path, packs: PackCache | None, said: list[tuple[int, int]]) -> StageModel:
+    return load_stage(
+        Checkpoint.open(folder),
+        LayerRange(0, 4),
+        choice=probe(CPU, DType.FLOAT32, None, INT4),
+        device=CPU,
+        room_blocks=8,
+        progress=lambda done, total: said.append((done, total)),
+        packs=packs,
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_second_load_rounds_nothing_and_gives_the_same_bits(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(tmp_path / "model", tie_word_embeddings=tied)
+    prompt = random_prompt(20, 300)
+    said: list[tuple[int, int]] = []
+    packs = cache(tmp_path / "packs")
+    plain = StageChain([load(folder, None, said)]).prefill(0, prompt)
+    assert torch.equal(StageChain([load(folder, packs, said)]).prefill(0, prompt), plain)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("rounded again")
+
+    monkeypatch.setattr(weights, "pack_all", fail)
+    said.clear()
+    again = load(folder, packs, said)
+    assert torch.equal(StageChain([again]).prefill(0, prompt), plain)
+    assert said[-1][0] == said[-1][1]
+    assert said == sorted(said)

@@ -1,0 +1,52 @@
+"""`--quant` on real nodes: the same text on any split, its place in plans, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nodes import Crew, Machine
+from parrot import Parrots, make_parrot
+
+
+def test_a_ring_with_rounded_weights_says_what_one_stage_says(trio: Crew, parrots: Parrots) -> None:
+    model = ["--model", str(parrots.alphabet), "--quant", "int4", "--max-tokens", "5"]
+    where = [["--nodes", trio.addresses(0)], ["--nodes", trio.addresses(0, 1, 2)]]
+    texts = [trio.machine.run("generate", "a", *model, *nodes).stdout for nodes in where]
+    assert texts == ["bcdef\n", "bcdef\n"]
+    plain = trio.machine.run("generate", "a", *model[:2], "--max-tokens", "5", *where[1])
+    assert plain.stdout == "bcdef\n"
+    assert "(bfloat16," in plain.stderr or "(float32," in plain.stderr
+    again = trio.machine.run("generate", "a", *model, *where[1])
+    assert " with int4 weights" in again.stderr
+
+
+def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> None:
+    model = make_parrot(tmp_path / "model", "abc", ends=False, layers=8, intermediate=2048)
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    machine = Machine(folder, environment={"SHARDNET_NO_MDNS": "1"})
+    try:
+        machine.start_nodes("anna", arguments=["--memory", "16MiB"])
+        arguments = ["--model", str(model), "--context", "256"]
+        refused = machine.run("plan", *arguments)
+        assert refused.code == 1
+        assert "use --quant int4 (needs " in refused.error_line
+        told = machine.run("plan", *arguments, "--quant", "int4", "--json").json
+        assert told["quant"] == "int4"
+        assert told["stages"][0]["weight_bytes"] < 16 * 2**20
+        text = machine.run("generate", "a", *arguments, "--quant", "int4", "--max-tokens", "4")
+        assert text.stdout == "bcab\n", text.stderr
+        kept = machine.run("cache", "ls")
+        assert "int4" in kept.stdout
+        assert "1 rounded ones" in kept.stderr
+        gone = machine.run("cache", "rm", kept.stdout.split()[0])
+        assert "deleted rounded weights" in gone.stderr
+        assert machine.run("cache", "ls").stdout == ""
+    finally:
+        machine.close()
+
+
+def test_a_name_that_is_none_is_wrong_usage(trio: Crew) -> None:
+    result = trio.machine.run("generate", "a", "--quant", "int3")
+    assert result.code == 2
+    assert "choose none, int8 or int4" in result.stderr
