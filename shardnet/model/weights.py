@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
 
-_MAPPED_BYTES = 16 * 2**20
+_MAPPED_BYTES = 4 * 2**20
 """So much of the files stays mapped: mapping them anew for each small expert is slow."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
