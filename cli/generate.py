@@ -184,6 +184,14 @@ def generate(
             "--hidden-before-norm", help="Hidden states in front of the final norm, not behind it."
         ),
     ] = False,
+    record_routing: Annotated[
+        str,
+        typer.Option(
+            "--record-routing",
+            metavar="FILE.npz",
+            help="Save which experts each row visited, layer by layer.",
+        ),
+    ] = "",
     priority: Annotated[
         int,
         typer.Option(
@@ -240,6 +248,7 @@ def generate(
         save_hidden=save_hidden,
         hidden_rows=hidden_rows,
         hidden_before_norm=hidden_before_norm,
+        record_routing=record_routing,
     )
     outputs = save.outputs(prompt_logprobs)
     if system and not chat:

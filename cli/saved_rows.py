@@ -1,4 +1,4 @@
-"""`--save-logits` and `--save-hidden`: which rows are asked for, and the files they end in.
+"""`--save-logits`, `--save-hidden`, `--record-routing`: which rows are asked for, and their files.
 
 Knows the flags and the layout of the files: numpy's .npz with the rows of all prompts one behind
 the other, `offsets` (prompt number i has the rows offsets[i] to offsets[i + 1]) and the `positions`
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from shardnet.api.events import GenerationResult, Rows
+from shardnet.api.events import GenerationResult, Routing, Rows
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams
 
@@ -36,18 +36,25 @@ class SaveFlags:
     save_hidden: str
     hidden_rows: str
     hidden_before_norm: bool
+    record_routing: str
 
     def files(self) -> dict[OutputKind, Path]:
         """Give the file of each kind. Raises typer.BadParameter for one that cannot be made."""
         named = {
             OutputKind.LOGITS: ("--save-logits", self.save_logits),
             OutputKind.HIDDEN: ("--save-hidden", self.save_hidden),
+            OutputKind.ROUTING: ("--record-routing", self.record_routing),
         }
-        files = {kind: _path(name, flag) for kind, (flag, name) in named.items() if name}
-        if len(set(files.values())) < len(files):
-            raise typer.BadParameter(
-                f"{self.save_hidden} is that of --save-logits too", param_hint="--save-hidden"
-            )
+        files: dict[OutputKind, Path] = {}
+        for kind, (flag, name) in named.items():
+            path = _path(name, flag) if name else None
+            for other, taken in files.items():
+                if path == taken:
+                    raise typer.BadParameter(
+                        f"{name} is that of {named[other][0]} too", param_hint=flag
+                    )
+            if path is not None:
+                files[kind] = path
         return files
 
     def outputs(self, n_prompt_logprobs: int | None) -> OutputParams:
@@ -64,6 +71,7 @@ class SaveFlags:
             ),
             hidden_mean=is_mean,
             before_norm=self.hidden_before_norm,
+            routing=bool(self.record_routing),
         )
         if self.hidden_before_norm and not self.save_hidden:
             raise typer.BadParameter("give --save-hidden too", param_hint="--hidden-before-norm")
@@ -83,7 +91,7 @@ class SavedRows:
 
     files: dict[OutputKind, Path]
     n_prompts: int
-    _rows: dict[tuple[OutputKind, int], Rows] = field(default_factory=dict)
+    _rows: dict[tuple[OutputKind, int], Rows | Routing] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         for path in self.files.values():
@@ -98,7 +106,12 @@ class SavedRows:
 
     def take(self, result: GenerationResult) -> None:
         """Keep the rows of a prompt."""
-        for kind, rows in ((OutputKind.LOGITS, result.logits), (OutputKind.HIDDEN, result.hidden)):
+        given = {
+            OutputKind.LOGITS: result.logits,
+            OutputKind.HIDDEN: result.hidden,
+            OutputKind.ROUTING: result.routing,
+        }
+        for kind, rows in given.items():
             if rows is not None and kind in self.files:
                 self._rows[kind, result.index] = rows
 
@@ -107,7 +120,7 @@ class SavedRows:
         for kind, path in self.files.items():
             parts = [self._rows.get((kind, index)) for index in range(self.n_prompts)]
             with _naming(path):
-                rows = _write(path, kind.value, parts)
+                rows = _write(path, kind, parts)
             say(f"{path}: {rows} rows of {kind.value}")
 
 
@@ -149,18 +162,20 @@ def _rows(file: str, file_flag: str, rows: str, flag: str) -> int | None:
     return int(rows)
 
 
-def _write(path: Path, name: str, parts: Sequence[Rows | None]) -> int:
+def _write(path: Path, kind: OutputKind, parts: Sequence[Rows | Routing | None]) -> int:
     """Write one file and return its number of rows. Nobody ever sees half of it."""
     import numpy as np
 
     there = [part for part in parts if part is not None]
     lengths = [0 if part is None else part.n_rows for part in parts]
-    n_rows, width = sum(lengths), there[0].width if there else 0
+    n_rows = sum(lengths)
+    row_shape = there[0].array().shape[1:] if there else (0,)
     offsets = np.array([0, *accumulate(lengths)], np.int64)
     spans = [np.arange(part.position, part.position + part.n_rows) for part in there]
     positions = np.concatenate([np.empty(0, np.int64), *spans])
     with zipfile.ZipFile(_half(path), "w") as archive:
-        _add(archive, name, np.dtype("<f4"), (n_rows, width), [part.data for part in there])
+        dtype = np.dtype("<i2" if kind is OutputKind.ROUTING else "<f4")
+        _add(archive, kind.value, dtype, (n_rows, *row_shape), [part.data for part in there])
         for other, values in (("offsets", offsets), ("positions", positions)):
             _add(archive, other, values.dtype, values.shape, [values.tobytes()])
     _half(path).replace(path)

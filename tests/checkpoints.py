@@ -23,6 +23,31 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 0,
+    "num_key_value_heads": 6,
+}
+FEW_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
+    "deepseek_v3": LATENT
+    | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
+    | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+}
+"""What keeps the families with experts small."""
 VOCAB_SIZE = 320
 """Wider than the tokenizer's 300 tokens: the last 20 rows pad the vocabulary."""
 N_TOKENS = 300
@@ -106,7 +131,9 @@ def make_decoder(
         "eos_token_id": EOS_ID,
         "pad_token_id": EOS_ID,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **defaults | config))
+    few = FEW_EXPERTS.get(family, {})
+    config = defaults | few | config
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
 
 
@@ -142,12 +169,15 @@ def _save(
     max_shard_size: str,
     with_tokenizer: bool,
 ) -> Path:
-    generator = torch.Generator().manual_seed(seed)
+    generator, stored = torch.Generator().manual_seed(seed), model.state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
         make_tokenizer(folder)

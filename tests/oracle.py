@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from stage_chain import StageChain
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 FLOAT32_TOLERANCE = 1e-4
 CLOSE_CALL = 1e-3
 """A step whose two best logits are closer than this may go either way; it is counted."""
 CLOSE_CALLS_ALLOWED = 0.02
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own class, with plain products: its grouped ones take no odd widths."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    ).eval()
 
 
 def reference_logits(model: Any, ids: list[int]) -> Tensor:

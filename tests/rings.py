@@ -18,7 +18,7 @@ from shardnet.runtime.stage import StageSink, StageSource, StageWorker
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import Epoch
+from shardnet.types import Epoch, RoutingShape
 from shardnet.wire.messages import Hello, Purpose, Role
 
 SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
@@ -40,6 +40,7 @@ async def running_ring(
     scheduler: Scheduler,
     *,
     vocab_size: int,
+    routing: RoutingShape | None = None,
     over: str = "memory",
     options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
@@ -53,6 +54,7 @@ async def running_ring(
             clock_ns=time.perf_counter_ns,
             on_answered=on_answered,
             on_failed=on_failed,
+            routing=routing,
         ),
         clock_ns=time.perf_counter_ns,
     )

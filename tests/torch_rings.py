@@ -52,7 +52,8 @@ class TorchStages:
         context: int = CONTEXT,
     ) -> None:
         self.context = context
-        self.window = Checkpoint.open(folder).config.smallest_window
+        config = Checkpoint.open(folder).config
+        self.window, self.routing = config.smallest_window, config.routing
         stages = StageChain.load(folder, ranges, choice, context).stages
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
@@ -123,7 +124,9 @@ def run(
             max_slots=8,
             limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2),
         )
-        ring = running_ring(stages.computes, scheduler, vocab_size=stages.vocab_size)
+        ring = running_ring(
+            stages.computes, scheduler, vocab_size=stages.vocab_size, routing=stages.routing
+        )
         async with ring as (engine, _):
             if at_once:
                 return await asyncio.gather(*(events_of(engine, wanted) for wanted in requests))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardnet.errors import ShardnetError
 
@@ -57,31 +57,63 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Logits or hidden states of consecutive rows, the first that of the token at `position`.
+class RowData:
+    """Consecutive rows of a request, the first that of the token at `position`."""
 
-    `data` is float32, little-endian, row after row of `width` elements.
-    """
+    ELEMENT_BYTES: ClassVar[int]
 
     position: int
     width: int
     data: bytes | bytearray
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.ELEMENT_BYTES * self.width
+
+    @property
     def n_rows(self) -> int:
         """How many rows these are."""
-        return len(self.data) // (4 * self.width)
+        return len(self.data) // self.row_bytes
 
     @property
     def end(self) -> int:
         """The position behind the last one."""
         return self.position + self.n_rows
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(RowData):
+    """Logits or hidden states.
+
+    `data` is float32, little-endian, row after row of `width` elements.
+    """
+
+    ELEMENT_BYTES = 4
+
     def array(self) -> NDArray[np.float32]:
         """Return them as an array [n_rows, width], which shares their memory."""
         import numpy as np
 
         return np.frombuffer(self.data, "<f4").reshape(-1, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing(RowData):
+    """The experts that rows visited in each layer, `top_k` of them, the best first.
+
+    `data` is int16, little-endian, -1 in layers without experts; `width` is layers times `top_k`.
+    """
+
+    ELEMENT_BYTES = 2
+
+    top_k: int
+
+    def array(self) -> NDArray[np.int16]:
+        """Return them as an array [n_rows, n_layers, top_k], which shares their memory."""
+        import numpy as np
+
+        return np.frombuffer(self.data, "<i2").reshape(self.n_rows, -1, self.top_k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +157,8 @@ class GenerationResult:
 
     `index` is the prompt's number in the list, `sample` which of its samples this is. With `seed`
     and `sample_index` it can be had again. `token_ids` are all new tokens, a stop id included;
-    `text` has neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits` and `hidden`
-    are None unless they were asked for; a prompt's first token has no logprob.
+    `text` has neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits`, `hidden` and
+    `routing` are None unless they were asked for; a prompt's first token has no logprob.
     """
 
     model: str
@@ -145,6 +177,7 @@ class GenerationResult:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     logits: Rows | None = None
     hidden: Rows | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +186,9 @@ class GenerationEvent:
 
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests go before it. Tokens
     come in events that are RUNNING or RESUMED; `text` is what became certain with them and may be
-    empty. `prompt_logprobs`, `logits` and `hidden` are the next ones; the prompt's first token has
-    no logprob. The FINISHED event has the text that was held back and the `result`, the FAILED one
-    the `error`.
+    empty. `prompt_logprobs`, `logits`, `hidden` and `routing` are the next ones; the prompt's first
+    token has no logprob. The FINISHED event has the text that was held back and the `result`, the
+    FAILED one the `error`.
     """
 
     request_id: int
@@ -169,6 +202,7 @@ class GenerationEvent:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     logits: Rows | None = None
     hidden: Rows | None = None
+    routing: Routing | None = None
     result: GenerationResult | None = None
     error: ShardnetError | None = None
 

@@ -21,6 +21,8 @@ from shardnet.api.events import (
     GenerationResult,
     LikelyToken,
     RequestState,
+    Routing,
+    RowData,
     Rows,
     StageTime,
     Timing,
@@ -82,6 +84,7 @@ class _Running:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     rows: dict[str, Rows] = field(default_factory=dict)
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         self.view.token_ids = self.token_ids
@@ -158,19 +161,31 @@ class _Running:
 
     def _more_rows(self, piece: wire.RowsPiece) -> GenerationEvent:
         """Take rows, and keep all of a kind in one place for the result."""
+        if piece.kind == "routing":
+            return self._more_routing(piece)
         rows = Rows(position=piece.position, width=piece.width, data=piece.data)
-        nothing = Rows(position=piece.position, width=piece.width, data=bytearray())
-        held = self.rows.setdefault(piece.kind, nothing)
-        is_whole = piece.width > 0 and len(piece.data) % (4 * piece.width) == 0
-        if not is_whole or rows.width != held.width or rows.position != held.end:
-            return self.failed(
-                RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of turn")
-            )
-        assert isinstance(held.data, bytearray)
-        held.data.extend(piece.data)
+        held = self.rows.setdefault(piece.kind, changed(rows, data=bytearray()))
+        if not _extends(held, rows):
+            return self._out_of_turn(piece)
         if piece.kind == "logits":
             return changed(self._event(), logits=rows)
         return changed(self._event(), hidden=rows)
+
+    def _more_routing(self, piece: wire.RowsPiece) -> GenerationEvent:
+        """The same with experts."""
+        rows = Routing(
+            position=piece.position, width=piece.width, top_k=piece.top_k, data=piece.data
+        )
+        self.routing = self.routing or changed(rows, data=bytearray())
+        is_shape = 0 < rows.top_k == self.routing.top_k and rows.width % rows.top_k == 0
+        if not is_shape or not _extends(self.routing, rows):
+            return self._out_of_turn(piece)
+        return changed(self._event(), routing=rows)
+
+    def _out_of_turn(self, piece: wire.RowsPiece) -> GenerationEvent:
+        return self.failed(
+            RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of turn")
+        )
 
     def _finished(self, finished: wire.Finished) -> GenerationEvent:
         self.view.state = RequestState.FINISHED
@@ -196,8 +211,19 @@ class _Running:
             else tuple(self.prompt_logprobs),
             logits=self.rows.get("logits"),
             hidden=self.rows.get("hidden"),
+            routing=self.routing,
         )
         return changed(self._event(), text=finished.text, result=result)
+
+
+def _extends(held: RowData, rows: RowData) -> bool:
+    """Add `rows` to those that are held; return False where they do not follow."""
+    is_whole = rows.width > 0 and len(rows.data) % rows.row_bytes == 0
+    if not is_whole or rows.width != held.width or rows.position != held.end:
+        return False
+    assert isinstance(held.data, bytearray)
+    held.data.extend(rows.data)
+    return True
 
 
 class Generations:

@@ -40,8 +40,8 @@ class GenerationOptions(TypedDict, total=False):
     seconds after the ring had it; loading a model does not count. `speculate` ("off"): guess tokens
     ahead, by look-up in the text with "ngram" or by the small model at a path on the head;
     `draft_tokens` (0): guess at most so many at once, 0 is as many as pay. `deterministic` (False):
-    what else runs changes no bit (design decision 4). `outputs` (none): prompt logprobs, logits and
-    hidden states.
+    what else runs changes no bit (design decision 4). `outputs` (none): prompt logprobs, logits,
+    hidden states and routing.
     """
 
     max_tokens: int

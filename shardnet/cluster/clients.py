@@ -32,7 +32,8 @@ from shardnet.runtime.engine import (
 )
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
-from shardnet.types import TokenLogprobs
+from shardnet.runtime.routing import MAX_ROUTING_BYTES
+from shardnet.types import OutputKind, TokenLogprobs
 from shardnet.wire.control import (
     MAX_ROWS_BYTES,
     Done,
@@ -178,7 +179,7 @@ class Clients:
                         control.send(_piece(message, event, lead.tokenizer))
                         await control.link.drain(shared=True)
                     case PromptScored() | RowsGiven():
-                        for piece in _output_pieces(message, event, lead.tokenizer):
+                        for piece in _output_pieces(message, event, lead):
                             control.send(piece)
                             await control.link.drain(shared=True)
                     case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
@@ -276,28 +277,55 @@ def _output_bytes(request: GenerationRequest, lead: Lead) -> int:
             f"logits of {spec.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
             "one message carries: this model's cannot be asked for"
         )
+    if request.outputs.routing:
+        _check_routing(lead)
     n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
-    return output_bytes(request.outputs, n_positions, vocab_size=spec.vocab_size, width=width)
+    return output_bytes(
+        request.outputs,
+        n_positions,
+        vocab_size=spec.vocab_size,
+        width=width,
+        routing=spec.routing.width if spec.routing else 0,
+    )
+
+
+def _check_routing(lead: Lead) -> None:
+    """Raise UsageError where there is no routing to tell, or more than travels."""
+    config, shape = lead.plan.facts.config, lead.ring.spec.routing
+    if shape is None:
+        raise UsageError(
+            f"{lead.plan.facts.path} is a {config.family} model without experts: "
+            "there is no routing to record; ask without it"
+        )
+    row_bytes = shape.width * OutputKind.ROUTING.element_bytes
+    if row_bytes > MAX_ROUTING_BYTES:
+        raise UsageError(
+            f"{shape.top_k} experts in each of {shape.n_layers} layers take {row_bytes} bytes for "
+            f"each token and {MAX_ROUTING_BYTES} travel: this model's routing cannot be recorded"
+        )
 
 
 def _output_pieces(
-    message: Generate, event: PromptScored | RowsGiven, tokenizer: Tokenizer | None
+    message: Generate, event: PromptScored | RowsGiven, lead: Lead
 ) -> Iterator[TextPiece | RowsPiece]:
     """Cut an event into messages."""
     if isinstance(event, PromptScored):
         for start in range(0, len(event.logprobs), _PIECE_LOGPROBS):
             part = event.logprobs[start : start + _PIECE_LOGPROBS]
-            details = [_detail(logprobs, tokenizer) for logprobs in part]
+            details = [_detail(logprobs, lead.tokenizer) for logprobs in part]
             yield TextPiece(
                 request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
             )
         return
+    shape = lead.ring.spec.routing
+    top_k = shape.top_k if shape and event.block.kind is OutputKind.ROUTING else 0
     for block in event.block.parts(_PIECE_BYTES):
         yield RowsPiece(
             request=message.request,
             kind=block.kind.value,
             position=block.position,
             width=block.width,
+            top_k=top_k,
             data=bytes(block.payload),
         )
 

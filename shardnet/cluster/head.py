@@ -289,4 +289,5 @@ def _spec(plan: Plan) -> RingSpec:
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
         window=plan.facts.config.smallest_window,
+        routing=plan.facts.config.routing,
     )

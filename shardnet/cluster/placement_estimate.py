@@ -62,7 +62,7 @@ def bytes_problem(shape: ModelShape, candidates: Sequence[Candidate]) -> Problem
         objective=Objective.THROUGHPUT,
         n_layers=shape.n_layers,
         room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
-        layer_s=[shape.layer_bytes for _ in nodes],
+        layer_s=[shape.layer_read_bytes or shape.layer_bytes for _ in nodes],
         embed_s=[0 for _ in nodes],
         head_s=[shape.head_bytes for _ in nodes],
         hop_s=[[0 for _ in nodes] for _ in nodes],

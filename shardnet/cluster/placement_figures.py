@@ -52,7 +52,8 @@ class ModelShape:
     intermediate results and `activation_position_bytes` how much of it each position of the context
     adds.
     `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
-    to round its weights, if they are not.
+    to round its weights, if they are not. `layer_read_bytes` is what one row reads of a layer, None
+    where that is all of it: experts it does not visit.
     """
 
     n_layers: int
@@ -65,6 +66,7 @@ class ModelShape:
     activation_bytes: int
     activation_position_bytes: int = 0
     lighter: tuple[Lighter, ...] = ()
+    layer_read_bytes: int | None = None
 
     @property
     def n_blocks(self) -> int:

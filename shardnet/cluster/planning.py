@@ -27,6 +27,7 @@ from shardnet.model.footprint import (
     embedding_weight_bytes,
     head_weight_bytes,
     kv_block_bytes,
+    layer_read_bytes,
     layer_weight_bytes,
 )
 from shardnet.model.quantization import Quantization
@@ -239,6 +240,7 @@ def model_shape(
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
+        layer_read_bytes=layer_read_bytes(config, dtype, quantization),
         lighter=tuple(
             Lighter(
                 quant=kind.value,

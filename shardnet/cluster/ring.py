@@ -19,7 +19,7 @@ from shardnet.errors import PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
-from shardnet.types import DType, Epoch, LayerRange, WireDType
+from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.control import LoadStage, StageReady
 from shardnet.wire.schema import Phase, Quant
 
@@ -56,6 +56,8 @@ class RingSpec:
     vocab_size: int
     window: int | None
     """The smallest sliding window of the model's layers."""
+    routing: RoutingShape | None
+    """How many experts its rows visit."""
 
 
 class Ring:
@@ -199,6 +201,7 @@ class Ring:
                 clock_ns=time.perf_counter_ns,
                 on_answered=on_answered,
                 on_failed=on_failed,
+                routing=self.spec.routing,
             ),
             clock_ns=time.perf_counter_ns,
         )

@@ -28,12 +28,19 @@ class AttentionKind:
     """How the rows of one layer look at keys.
 
     `window`: the positions a row sees, itself included; None is all. `scale` multiplies the scores,
-    None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c).
+    None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are scores of
+    nothing, one for each head: they take part in the softmax and give no value.
     """
 
     window: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = None  # [KV heads, G, 1], float32
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch has a kernel for it."""
+        return self.soft_cap is None and self.sinks is None
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
@@ -72,12 +79,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What all layers of a stage share in one step."""
+    """What all layers of a stage share in one step.
+
+    `experts`, where somebody wants to know them, gets the experts [T, K] that the rows visited, by
+    layer, counted from 0 within the stage.
+    """
 
     token_ids: Tensor  # [T], int64
     positions: Tensor  # [T], int64
     spans: tuple[Span, ...]
     kv: KvCache
+    experts: dict[int, Tensor] | None = None
+
+    def tell_experts(self, layer: int, experts: Tensor) -> None:
+        """Keep the experts [T, K] of a layer, if anybody wants to know."""
+        if self.experts is not None:
+            self.experts[layer] = experts
 
 
 def plan_step(
@@ -86,8 +103,11 @@ def plan_step(
     context: int,
     dtype: torch.dtype,
     windows: Iterable[int | None] = (None,),
+    experts: dict[int, Tensor] | None = None,
 ) -> Step:
     """Make room in the slots and prepare what the layers share; `windows` are those they have.
+
+    `experts` is Step's.
 
     Raises CapacityError for a position beyond `context`, and when the KV room is used up.
     """
@@ -120,6 +140,7 @@ def plan_step(
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,
+        experts=experts,
     )
 
 
@@ -146,8 +167,10 @@ def attention(
     """Store new keys and values in the slots, attend over what each row sees of its slot.
 
     `queries` is [T, H, D], `keys` and `values` [T, KV heads, D]; `layer` counts from 0 within the
-    stage. Returns [T, H x D]. Groups of at most 32 rows are attended row by row, so that a
-    row's bits are those of a decode step, whoever stands beside it; longer ones are prompt chunks.
+    stage. Where values have no column of their own, keys stand for them. Returns [T, H x D].
+
+    Groups of at most 32 rows are attended row by row, so that a row's bits are those of a decode
+    step, whoever stands beside it; longer ones are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
     slots = [step.kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, D] each
@@ -157,6 +180,8 @@ def attention(
     parts: list[Tensor] = []
     for span, base, (cached_keys, cached_values) in zip(step.spans, firsts, slots, strict=True):
         position = span.position - base
+        if cached_values.shape[-1] == 0:
+            cached_values = cached_keys
         if span.sights is not None:
             sight = span.sights[kind.window]
             seen = slice(sight.first - base, position + span.end - span.start)
@@ -211,9 +236,9 @@ def _store(
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
     """Attend one row: [1, KV heads, G, D] over [1, KV heads, P, D]. Heads of a group are rows."""
-    if kind.soft_cap is None:
+    if kind.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, scale=kind.scale)
-    return _attend_capped(query, keys, values, None, kind.soft_cap, kind.scale)
+    return _attend_slowly(query, keys, values, None, kind, kind.sinks)
 
 
 def _attend_chunk(
@@ -223,7 +248,7 @@ def _attend_chunk(
     n_rows, n_heads, head_size = queries.shape
     n_kv_heads, n_positions, _ = keys.shape
     grouped = queries.view(n_rows, n_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-    if kind.soft_cap is None:
+    if kind.is_plain:
         spread = (n_kv_heads, grouped.shape[1], n_positions, head_size)  # G by stride 0
         attended = F.scaled_dot_product_attention(
             grouped,
@@ -235,24 +260,32 @@ def _attend_chunk(
     else:
         attended = torch.empty_like(grouped)
         for head, rows in enumerate(grouped):  # one at a time: all scores at once take much memory
-            attended[head] = _attend_capped(
-                rows, keys[head], values[head], mask, kind.soft_cap, kind.scale
-            )
+            sinks = None if kind.sinks is None else kind.sinks[head, :, None]  # [G, 1, 1]
+            attended[head] = _attend_slowly(rows, keys[head], values[head], mask, kind, sinks)
     return attended.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_size)
 
 
-def _attend_capped(
+def _attend_slowly(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    soft_cap: float,
-    scale: float | None,
+    kind: AttentionKind,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with capped scores, in float32 from the product on: [..., T, D] over [..., P, D]."""
-    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    """Attend with capped scores or with sinks, in float32 from the product on.
+
+    [..., T, D] over [..., P, D]; `sinks` are spread over [..., T, 1].
+    """
+    scale = queries.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     scores = (queries @ keys.transpose(-2, -1)).float()  # [..., T, P]
-    scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if kind.soft_cap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / kind.soft_cap).tanh_().mul_(kind.soft_cap)
     if mask is not None:
         scores += mask
-    return scores.softmax(-1).to(queries.dtype) @ values
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    shares = scores.softmax(-1).to(queries.dtype)
+    return (shares if sinks is None else shares[..., :-1]) @ values

@@ -94,6 +94,13 @@ class SelfAttention:
         return self.o_proj(attended)
 
 
+class Attention(Protocol):
+    """The first half of a layer."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+
+
 class Mlp(Protocol):
     """The second half of a layer."""
 

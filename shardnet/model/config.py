@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from shardnet.types import DType, LayerRange
+from shardnet.types import DType, LayerRange, RoutingShape
 
 MAX_LAYERS = 10_000
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
@@ -79,7 +79,11 @@ class Experts:
 
     `intermediate_size` is one expert's, `shared_intermediate_size` that of the expert that every
     row visits, 0 where there is none. `normalize_top_k`: the chosen experts' weights are made to
-    add up to 1. `layers` are the absolute numbers of the layers that have experts.
+    add up to 1. `layers` are the absolute numbers of the layers that have experts. `swiglu_limit` L
+    and `swiglu_alpha` are of gates clamped to L that are multiplied by their sigmoid of alpha times
+    the gate; None where the activation is the model's. Experts stand in `n_groups` groups, and a
+    row chooses among those of its best `top_groups`. Chosen experts' answers are multiplied by
+    `answer_scale`, the shared one's is not.
     """
 
     n_experts: int
@@ -87,7 +91,34 @@ class Experts:
     intermediate_size: int
     normalize_top_k: bool
     shared_intermediate_size: int = 0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+    answer_scale: float = 1.0
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention over latents (arXiv 2405.04434): of each position one for all heads is cached.
+
+    A latent has `rank` columns, and `rope_size` rotated ones beside it. A head's own keys have
+    `nope_size` columns, its values `value_size`. Queries come through `query_rank` columns, None
+    for straight. `interleaved`: pairs that are rotated together stand side by side.
+    """
+
+    rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of a position: what is cached."""
+        return self.rank + self.rope_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +129,12 @@ class ModelConfig:
     `local_rope` is that of layers with a window, where they have their own. `windows` says per
     layer how many positions a row sees, itself included; None is all of them, and so is an empty
     tuple for all layers. `attention_scale` multiplies the scores, None for 1 / sqrt(head size); a
-    soft cap c turns x into c * tanh(x / c). `norm_offset` is added to every norm's stored weight.
-    `checkpoint_dtype` is what the config says the weights are stored in, None where it does not
-    say. `eos_token_ids` is empty where the config names none.
+    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may look at nothing.
+    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says
+    the weights are stored in, None where it does not say. `eos_token_ids` is empty where the config
+    names none.
+
+    With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     """
 
     family: str
@@ -130,6 +164,8 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
+    has_sinks: bool = False
+    latent: Latent | None = None
     experts: Experts | None = None
 
     @property
@@ -152,6 +188,32 @@ class ModelConfig:
         """The smallest window of any layer, None where no layer has one."""
         return min((window for window in self.windows if window is not None), default=None)
 
+    @property
+    def key_size(self) -> int:
+        """Columns of a key, and of the query that looks at it."""
+        return self.latent.width if self.latent else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Columns of a cached value, 0 where it is a part of the key."""
+        return 0 if self.latent else self.head_size
+
+    def layer_experts(self, layer: int) -> Experts | None:
+        """The experts of the absolute `layer`, None where it has an MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits where, None where there are none."""
+        if self.experts is None:
+            return None
+        return RoutingShape(n_layers=self.n_layers, top_k=self.experts.top_k)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The absolute numbers of the layers that have experts."""
+        return () if self.experts is None else self.experts.layers
+
     def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
         """The windows that layers of a stage have, each once."""
         return tuple(dict.fromkeys(self.window(layer) for layer in layers))
@@ -161,10 +223,12 @@ class ModelConfig:
         is_local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if is_local else self.rope
 
-    def cut(self, n_layers: int) -> ModelConfig:
-        """Return the model that ends after its first `n_layers` layers."""
+    def thinned(self, n_layers: int) -> ModelConfig:
+        """Return the model with `n_layers` of its layers, evenly spread over it."""
+        kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
         experts = self.experts
         if experts is not None:
-            kept = tuple(layer for layer in experts.layers if layer < n_layers)
-            experts = replace(experts, layers=kept)
-        return replace(self, n_layers=n_layers, windows=self.windows[:n_layers], experts=experts)
+            sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
+            experts = replace(experts, layers=sparse)
+        windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
+        return replace(self, n_layers=n_layers, windows=windows, experts=experts)

@@ -133,12 +133,12 @@ tokenizer_class torchscript transformers.js_config unsloth_fixed unsloth_version
 
 _TRAINING_ONLY = """
 attention_dropout attn_pdrop embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout
-initializer_range resid_dropout resid_pdrop"""
+initializer_range resid_dropout resid_pdrop router_aux_loss_coef"""
 
 _OTHER_OUTPUTS = """
-n_special output_attentions output_hidden_states output_scores predict_special_tokens return_dict
-return_dict_in_generate summary_activation summary_first_dropout summary_proj_to_labels
-summary_type summary_use_proj use_cache"""
+n_special output_attentions output_hidden_states output_router_logits output_scores
+predict_special_tokens return_dict return_dict_in_generate summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_cache"""
 
 _SAME_MATHS = """
 chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""

@@ -28,14 +28,16 @@ def read_rope(
     aliases: Mapping[str, str] = _NO_ALIASES,
     may_be_partial: bool = False,
     original: int | None = None,
+    theta: float = 10000.0,
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    `aliases` are a family's other names of kinds, `original` the positions it trained with where
-    the config does not say. `partial_rotary_factor` is refused unless the family knows it.
+    `aliases` are a family's other names of kinds, `original` the positions it trained with and
+    `theta` the base where the config does not say. `partial_rotary_factor` is refused unless the
+    family knows it.
     """
     inner = rope_object(fields)
-    theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", 10000.0))
+    theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", theta))
     share = 1.0
     if may_be_partial:
         outer_share = fields.positive_number("partial_rotary_factor", 1.0)
@@ -146,18 +148,19 @@ def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
     magnitude = rope.optional_number("attention_factor")
     mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
     if magnitude is None and mscale and all_dim:
-        magnitude = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, all_dim)
+        magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     return replace(
         plain,
         factor=factor,
-        magnitude=_yarn_magnitude(factor, 1.0) if magnitude is None else magnitude,
+        magnitude=yarn_magnitude(factor, 1.0) if magnitude is None else magnitude,
         beta_fast=rope.positive_number("beta_fast", 32.0),
         beta_slow=rope.positive_number("beta_slow", 1.0),
         truncate=rope.take("truncate", bool, True),
     )
 
 
-def _yarn_magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return what yarn multiplies by where positions are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

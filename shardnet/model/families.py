@@ -24,6 +24,14 @@ from shardnet.model.config_decoder import (
 from shardnet.model.config_fields import Fields
 from shardnet.model.config_gemma import read_gemma2, read_gemma3
 from shardnet.model.config_gpt2 import read_gpt2
+from shardnet.model.config_moe import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_gpt_oss,
+    read_mixtral,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from shardnet.model.layout_tables import Table
 
 
@@ -61,6 +69,27 @@ FAMILIES: Mapping[str, Family] = {
         architecture="GraniteForCausalLM", read=read_granite, layer=tables.llama_layer
     ),
     "olmo2": Family(architecture="Olmo2ForCausalLM", read=read_olmo2, layer=tables.olmo2_layer),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM", read=read_mixtral, layer=tables.mixtral_layer
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM", read=read_qwen2_moe, layer=tables.qwen2_moe_layer
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM", read=read_qwen3_moe, layer=tables.qwen3_moe_layer
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", read=read_gpt_oss, layer=tables.gpt_oss_layer
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM", read=read_deepseek_v2, layer=tables.deepseek_layer
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        read=read_deepseek_v3,
+        layer=tables.deepseek_layer,
+        skipped=r"model\.layers\.(61\..*|\d+\.self_attn\.rotary_emb\.inv_freq)",
+    ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         read=read_gpt2,

@@ -69,12 +69,33 @@ def read_bytes_per_step(
     dtype: DType,
     quantization: Quantization | None = None,
 ) -> int:
-    """Weight bytes that one decode step reads: the layers and the head, not the embedding table."""
+    """Weight bytes that one row reads: the layers and the head, not the embedding table.
+
+    Of a layer with experts those that the row visits.
+    """
     is_last = layers.end == config.n_layers
     head = head_weight_bytes(config, dtype, quantization) if is_last else 0
-    return head + sum(
-        _table_bytes(layer_tensors(config, layer), dtype, quantization) for layer in layers
-    )
+    return head + sum(_read_bytes(config, layer, dtype, quantization) for layer in layers)
+
+
+def layer_read_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
+    """Weight bytes that one row reads of the layer of which it reads most."""
+    layers = range(config.n_layers)
+    return max(_read_bytes(config, layer, dtype, quantization) for layer in layers)
+
+
+def _read_bytes(
+    config: ModelConfig, layer: int, dtype: DType, quantization: Quantization | None
+) -> int:
+    tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
+    whole = _table_bytes(tensors, dtype, quantization)
+    if experts is None:
+        return whole
+    of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
+    unread = experts.n_experts - experts.top_k
+    return whole - _table_bytes(of_experts, dtype, quantization) * unread // experts.n_experts
 
 
 def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -91,10 +112,12 @@ def activation_peak_bytes(
     the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
-    queries = rows * config.n_heads * config.head_size * dtype.size_bytes
-    keys = rows * config.n_kv_heads * config.head_size * dtype.size_bytes
+    queries = rows * config.n_heads * config.key_size * dtype.size_bytes
+    keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
-    mlp = 4 * rows * config.intermediate_size * dtype.size_bytes
+    mlp = max(
+        4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
+    )
     head = 0
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
@@ -102,11 +125,23 @@ def activation_peak_bytes(
     return 4 * hidden + max(attention, mlp, head) + growth
 
 
+def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
+    """All answers of all experts, their sum in float32, and one expert that every row visits."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    answers = experts.top_k * rows * config.hidden_size * dtype.size_bytes
+    adding = 2 * rows * config.hidden_size * 4
+    shared = 4 * rows * experts.shared_intermediate_size * dtype.size_bytes
+    one = rows * (2 * config.hidden_size + 4 * experts.intermediate_size) * dtype.size_bytes
+    return answers + max(adding, one) + shared
+
+
 def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
     """The masks of a chunk, one for each window, and with a soft cap the scores of one KV head."""
     n_masks = len(set(config.windows)) or 1
     masks = n_masks * rows * context * dtype.size_bytes
-    if config.attention_soft_cap is None:
+    if config.attention_soft_cap is None and not config.has_sinks:
         return masks
     scores = config.n_heads // config.n_kv_heads * rows * context
     return masks + scores * (4 + 4 + dtype.size_bytes)
@@ -114,18 +149,19 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
 
 def _kv_position_bytes(config: ModelConfig, dtype: DType) -> int:
     """Keys and values of one position in one layer."""
-    return 2 * config.n_kv_heads * config.head_size * dtype.size_bytes
+    return config.n_kv_heads * (config.key_size + config.value_size) * dtype.size_bytes
 
 
 def _table_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
-    """Bytes of a part's tensors, of which products may be rounded: those of two axes.
+    """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
 
     Rounded weights are filled up to whole panels and groups whichever axis is which.
     """
     if quantization is None:
         return _bytes(tensors.values(), dtype)
     return sum(
-        max(quantization.packed_bytes(*shape), quantization.packed_bytes(*shape[::-1]))
+        math.prod(shape[:-2])
+        * max(quantization.packed_bytes(*shape[-2:]), quantization.packed_bytes(*shape[:-3:-1]))
         if is_rounded(name, shape)
         else math.prod(shape) * dtype.size_bytes
         for name, shape in tensors.items()

@@ -26,7 +26,7 @@ def type_name(number: int) -> str:
     from gguf.constants import GGMLQuantizationType
 
     try:
-        return GGMLQuantizationType(number).name
+        return str(GGMLQuantizationType(number).name)
     except ValueError:
         return f"type {number}"
 
@@ -41,7 +41,7 @@ def packed_bytes(name: str, shape: tuple[int, ...]) -> int | None:
     block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     if shape[-1] % block_size:
         return None
-    return math.prod(shape) // block_size * block_bytes
+    return math.prod(shape) // int(block_size) * int(block_bytes)
 
 
 def unpack(raw: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,8 @@ class KvCache:
 
     Layers are counted from 0 within the stage. A slot that was never grown holds nothing.
     `windows` are the positions that rows of each layer see, themselves included; None is all of
-    them, and so is an empty sequence for all layers.
+    them, and so is an empty sequence for all layers. Keys are `head_size` wide, values too unless
+    `value_size` says otherwise: 0 where they are parts of the keys.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class KvCache:
         device: torch.device,
         room_blocks: int,
         windows: Sequence[int | None] = (),
+        value_size: int | None = None,
     ) -> None:
         assert len(windows) in (0, n_layers)
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
-        self._head_size = head_size
+        self._key_size = head_size
+        self._value_size = head_size if value_size is None else value_size
         self._dtype = dtype
         self._device = device
         self._room_blocks = room_blocks
@@ -87,7 +90,8 @@ class KvCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values: the most that it takes."""
-        position = 2 * self._n_kv_heads * self._head_size * self._dtype.itemsize
+        elements = self._n_kv_heads * (self._key_size + self._value_size)
+        position = elements * self._dtype.itemsize
         return self._n_layers * position * BLOCK_POSITIONS
 
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
@@ -191,8 +195,11 @@ class KvCache:
         """
         held = self._slots.get(slot)
         if held is None:
-            nothing = [self._empty(0)] * self._n_layers
-            held = _Slot(keys=nothing, values=list(nothing), firsts=[0] * self._n_layers)
+            held = _Slot(
+                keys=[self._empty(0, self._key_size)] * self._n_layers,
+                values=[self._empty(0, self._value_size)] * self._n_layers,
+                firsts=[0] * self._n_layers,
+            )
         try:
             for layer, window in enumerate(self._windows):
                 old = held.firsts[layer]
@@ -216,12 +223,12 @@ class KvCache:
 
     def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
         """Copy the positions from `first` on to a tensor that begins there."""
-        new = self._empty(max(0, blocks * BLOCK_POSITIONS - first))
+        new = self._empty(max(0, blocks * BLOCK_POSITIONS - first), old.shape[2])
         skipped = first - old_first
         kept = max(0, min(old.shape[1] - skipped, new.shape[1]))
         new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
-    def _empty(self, n_positions: int) -> Tensor:
-        shape = (self._n_kv_heads, n_positions, self._head_size)
+    def _empty(self, n_positions: int, width: int) -> Tensor:
+        shape = (self._n_kv_heads, n_positions, width)
         return torch.empty(shape, dtype=self._dtype, device=self._device)  # [KV heads, capacity, D]

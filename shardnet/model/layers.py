@@ -71,3 +71,14 @@ def activate(kind: Activation, hidden: Tensor) -> Tensor:
             return F.gelu(hidden, approximate="tanh")
         case Activation.RELU:
             return F.relu(hidden)
+
+
+def row_sigmoid(rows: Tensor) -> Tensor:
+    """Apply the sigmoid to [T, N], so that a row's bits do not depend on the other rows.
+
+    torch computes the last elements of what lies in one piece by another formula than the rest: the
+    result has a gap behind each row, so that every row ends for itself.
+    """
+    n_rows, width = rows.shape
+    apart = rows.new_empty(n_rows, width + 1)[:, :width]
+    return torch.sigmoid(rows, out=apart)

@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_KEPT = ("gate.weight", ".router.weight", ".kv_b_proj.weight")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTensors:
     """Name to shape of what a stage reads, by part. `embedding` and `head` may be empty.
@@ -79,9 +82,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def is_rounded(name: str, shape: Shape) -> bool:
     """Whether a tensor of a layer or a head is rounded where weights are quantised.
 
-    The weights of products are; norms, biases and the small tables of routers are not.
+    The weights of products are, stacked ones too; norms, biases, the small tables of routers and
+    what is no product of rows (DeepSeek's `kv_b_proj`) are not.
     """
-    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(".gate.weight")
+    if name.endswith(_KEPT):
+        return False
+    return len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:

@@ -12,6 +12,8 @@ from shardnet.model.config import ModelConfig
 Shape = tuple[int, ...]
 Table = dict[str, Shape]
 
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
 
 def decoder_embedding(config: ModelConfig) -> Table:
     """The embedding of the families that share Llama's names."""
@@ -39,7 +41,7 @@ def llama_layer(config: ModelConfig, layer: int) -> Table:
 def qwen2_layer(config: ModelConfig, layer: int) -> Table:
     """Llama's, without a bias on the attention's output."""
     tensors = llama_layer(config, layer)
-    del tensors[f"model.layers.{layer}.self_attn.o_proj.bias"]
+    tensors.pop(f"model.layers.{layer}.self_attn.o_proj.bias", None)
     return tensors
 
 
@@ -87,6 +89,100 @@ def gemma3_layer(config: ModelConfig, layer: int) -> Table:
     return gemma2_layer(config, layer) | head_norms(config, layer)
 
 
+def mixtral_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with a router and experts in the place of the MLP."""
+    return (
+        _attention(config, layer)
+        | _experts(config, f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
+def qwen3_moe_layer(config: ModelConfig, layer: int) -> Table:
+    """Qwen3's, with a router and experts in the place of the MLP where the config says so."""
+    if config.layer_experts(layer) is None:
+        return qwen3_layer(config, layer)
+    return (
+        _attention(config, layer)
+        | head_norms(config, layer)
+        | _experts(config, f"model.layers.{layer}.mlp", _GATED)
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
+def qwen2_moe_layer(config: ModelConfig, layer: int) -> Table:
+    """Qwen2's, with a router, experts and a shared one where the config says so."""
+    if config.layer_experts(layer) is None:
+        return qwen2_layer(config, layer)
+    assert config.experts is not None
+    mlp, inner = f"model.layers.{layer}.mlp", config.experts.shared_intermediate_size
+    tensors = (
+        _attention(config, layer)
+        | _experts(config, mlp, _GATED)
+        | _gated(config, f"{mlp}.shared_expert", inner, with_bias=False)
+        | {f"{mlp}.shared_expert_gate.weight": (1, config.hidden_size)}
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+    tensors.pop(f"model.layers.{layer}.self_attn.o_proj.bias", None)
+    return tensors
+
+
+def gpt_oss_layer(config: ModelConfig, layer: int) -> Table:
+    """Llama's, with sinks, and with all experts of a layer in one tensor, inputs before outputs."""
+    assert config.experts is not None
+    prefix = f"model.layers.{layer}"
+    experts, n_experts = f"{prefix}.mlp.experts", config.experts.n_experts
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    return (
+        _attention(config, layer)
+        | {
+            f"{prefix}.self_attn.sinks": (config.n_heads,),
+            f"{prefix}.mlp.router.weight": (n_experts, hidden),
+            f"{prefix}.mlp.router.bias": (n_experts,),
+            f"{experts}.gate_up_proj": (n_experts, hidden, 2 * inner),
+            f"{experts}.gate_up_proj_bias": (n_experts, 2 * inner),
+            f"{experts}.down_proj": (n_experts, inner, hidden),
+            f"{experts}.down_proj_bias": (n_experts, hidden),
+        }
+        | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
+    )
+
+
+def deepseek_layer(config: ModelConfig, layer: int) -> Table:
+    """Latent attention; an MLP, or a router, experts and shared ones stored as one."""
+    mlp, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
+    tensors = _latent_attention(config, layer) | _norms(
+        config, layer, "input_layernorm", "post_attention_layernorm"
+    )
+    if experts is None:
+        return tensors | gated_mlp(config, layer)
+    inner = experts.shared_intermediate_size
+    tensors |= _experts(config, mlp, _GATED)
+    tensors |= _gated(config, f"{mlp}.shared_experts", inner, with_bias=config.mlp_bias)
+    if config.family == "deepseek_v3":
+        tensors[f"{mlp}.gate.e_score_correction_bias"] = (experts.n_experts,)
+    return tensors
+
+
+def _latent_attention(config: ModelConfig, layer: int) -> Table:
+    assert config.latent is not None
+    latent, attn = config.latent, f"model.layers.{layer}.self_attn"
+    hidden, bias = config.hidden_size, config.attention_bias
+    queries = config.n_heads * (latent.nope_size + latent.rope_size)
+    tensors = _linears(attn, {"kv_a_proj_with_mqa": (latent.width, hidden)}, bias)
+    if latent.query_rank is None:
+        tensors |= _linears(attn, {"q_proj": (queries, hidden)}, with_bias=False)
+    else:
+        tensors |= _linears(attn, {"q_a_proj": (latent.query_rank, hidden)}, bias)
+        tensors |= _linears(attn, {"q_b_proj": (queries, latent.query_rank)}, with_bias=False)
+        tensors[f"{attn}.q_a_layernorm.weight"] = (latent.query_rank,)
+    tensors[f"{attn}.kv_a_layernorm.weight"] = (latent.rank,)
+    keys_values = config.n_heads * (latent.nope_size + latent.value_size)
+    tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
+    outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
+    return tensors | _linears(attn, outputs, bias)
+
+
 def head_norms(config: ModelConfig, layer: int) -> Table:
     """Norms over each head of queries and keys."""
     attn = f"model.layers.{layer}.self_attn"
@@ -98,13 +194,26 @@ def head_norms(config: ModelConfig, layer: int) -> Table:
 
 def gated_mlp(config: ModelConfig, layer: int) -> Table:
     """Gate, up and down of a layer's MLP."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
-    return _linears(f"model.layers.{layer}.mlp", linears, config.mlp_bias)
+    mlp = f"model.layers.{layer}.mlp"
+    return _gated(config, mlp, config.intermediate_size, with_bias=config.mlp_bias)
+
+
+def _gated(config: ModelConfig, prefix: str, inner: int, *, with_bias: bool) -> Table:
+    hidden = config.hidden_size
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    return _linears(prefix, dict(zip(_GATED, shapes, strict=True)), with_bias)
+
+
+def _experts(config: ModelConfig, prefix: str, names: tuple[str, str, str]) -> Table:
+    """A router and each expert's three products, in the order gate, up, down."""
+    assert config.experts is not None
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    tensors: Table = {f"{prefix}.gate.weight": (config.experts.n_experts, hidden)}
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    for number in range(config.experts.n_experts):
+        for name, shape in zip(names, shapes, strict=True):
+            tensors[f"{prefix}.experts.{number}.{name}.weight"] = shape
+    return tensors
 
 
 def _attention(config: ModelConfig, layer: int) -> Table:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardnet.model.attention import Step
-from shardnet.model.blocks import GatedMlp, Mlp, SelfAttention
+from shardnet.model.blocks import Attention, GatedMlp, Mlp, SelfAttention
 from shardnet.model.config import ModelConfig
 from shardnet.model.layers import Norm
 from shardnet.model.rotary import Rotary
@@ -24,7 +24,7 @@ class LlamaLayer:
     """Norm, attention, norm, MLP, each half added to what went in."""
 
     input_layernorm: Norm
-    self_attn: SelfAttention
+    self_attn: Attention
     post_attention_layernorm: Norm
     mlp: Mlp
 
@@ -41,7 +41,7 @@ class LlamaLayer:
         config: ModelConfig,
         weights: WeightSource,
         layer: int,
-        self_attn: SelfAttention,
+        self_attn: Attention,
         mlp: Mlp,
     ) -> LlamaLayer:
         """Put the norms of the absolute `layer` before other halves than Llama's own."""

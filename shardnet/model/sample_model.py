@@ -25,13 +25,14 @@ from shardnet.model.footprint import (
     layer_weight_bytes,
     stage_weight_bytes,
 )
-from shardnet.model.kernels import KernelChoice, Linear, make_linear
+from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
 from shardnet.model.quantization import Quantization
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
+from shardnet.model.weights import split_stacked
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -99,13 +100,13 @@ def sample_config(
     n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype, quantization))
     row_bytes = config.hidden_size * dtype.size_bytes
     sample = replace(
-        config.cut(min(config.n_layers, n_layers)),
+        config.thinned(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
     while sample_bytes(sample, dtype, quantization) > memory_bytes:
         if sample.n_layers > 1:
-            sample = sample.cut(sample.n_layers // 2)
+            sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
             sample = replace(sample, vocab_size=sample.vocab_size // 2)
         else:
@@ -151,10 +152,11 @@ class SampleModel:
         self._kv = KvCache(
             sample.n_layers,
             sample.n_kv_heads,
-            sample.head_size,
+            sample.key_size,
             dtype,
             device,
             CONTEXT // BLOCK_POSITIONS,
+            value_size=sample.value_size,
         )
         self._kv.ensure(_SLOT, CONTEXT)
         for layer in layers:
@@ -164,12 +166,17 @@ class SampleModel:
         self._windows = sample.distinct_windows(layers)
         self._dtype = dtype
         self._device = device
+        self._n_steps = 0
 
     @torch.inference_mode()
     def step(self, n_rows: int) -> StepTimes:
-        """Run one step: a decode step at 1 row, else a prompt chunk that is not sampled."""
+        """Run one step: a decode step at 1 row, else a prompt chunk that is not sampled.
+
+        Each step has other tokens, which visit other experts: none stays in the CPU's cache.
+        """
         position = POSITION if n_rows == 1 else 0
-        batch = _batch(position, n_rows, self._vocab_size)
+        self._n_steps += 1
+        batch = _batch(position, n_rows, self._vocab_size, self._n_steps)
         began = self._now()
         step = plan_step(batch, self._kv, CONTEXT, self._dtype, self._windows)
         planned = self._now()
@@ -212,10 +219,12 @@ class _Noise:
         noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
         self._values = noise.to(torch_dtype(choice.dtype))
 
-    def linear(self, *names: str, transposed: bool = False, precise: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Make a product of the shapes that the parameters have."""
         self._tick()
-        kind = None if precise else self._choice.quantization
+        kind = None if precise or wide else self._choice.quantization
         if kind is not None and f"{names[0]}.weight" in self._head:
             kind = kind.of_head
         weights = [self._noise(self._shapes[f"{name}.weight"]) for name in names]
@@ -223,7 +232,8 @@ class _Noise:
         if transposed:
             weights = [weight.T for weight in weights]
         made = [self._noise(shape) for shape in biases]
-        return make_linear(self._choice, weights, made, self._device, kind)
+        choice = probe(self._device, DType.FLOAT32, None) if wide else self._choice
+        return make_linear(choice, weights, made, self._device, kind)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""
@@ -241,6 +251,21 @@ class _Noise:
         self._tick()
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
 
+    def parameter(self, name: str) -> Tensor:
+        """Make a parameter."""
+        return self._noise(self._shapes[name]).to(self._device, torch.float32)
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make products of the shapes that the stacked parameters have."""
+        n_stacked, n_in, n_out = self._shapes[weight]
+        made = []
+        for _ in range(n_stacked):
+            self._tick()
+            one, of_one = self._noise((n_in, n_out)), self._noise((n_out,))
+            parts = split_stacked(one, of_one, turns)
+            made.append(make_linear(self._choice, *parts, self._device, self._choice.quantization))
+        return made
+
     def _noise(self, shape: Shape) -> Tensor:
         size = math.prod(shape)
         tensor = torch.empty(size, dtype=self._values.dtype)
@@ -250,7 +275,7 @@ class _Noise:
         return tensor.view(shape)
 
 
-def _batch(position: int, n_rows: int, vocab_size: int) -> MicroBatch:
+def _batch(position: int, n_rows: int, vocab_size: int, number: int) -> MicroBatch:
     group = RowGroup(
         sequence_id=SequenceId(1),
         slot=_SLOT,
@@ -258,5 +283,5 @@ def _batch(position: int, n_rows: int, vocab_size: int) -> MicroBatch:
         n_rows=n_rows,
         n_sampled=1 if n_rows == 1 else 0,
     )
-    token_ids = [(row * 7919 + position) % vocab_size for row in range(n_rows)]
+    token_ids = [(row * 7919 + number * 104_729) % vocab_size for row in range(n_rows)]
     return MicroBatch(epoch=Epoch(0), step=StepId(1), groups=(group,), token_ids=token_ids)

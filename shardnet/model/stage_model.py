@@ -20,21 +20,26 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.decoder import DecoderStage
+from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
+from shardnet.model.gpt_oss import load_gpt_oss_layer
 from shardnet.model.granite import GraniteLayer
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
 from shardnet.model.llama import LlamaLayer
+from shardnet.model.mixtral import load_mixtral_layer
 from shardnet.model.olmo2 import Olmo2Layer
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.phi3 import load_phi3_layer
+from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
+from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
-from shardnet.types import LayerRange, MicroBatch
+from shardnet.types import LayerRange, MicroBatch, RoutingShape
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +86,12 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
         "gemma3_text": partial(DecoderStage, load_gemma3_layer),
         "granite": partial(DecoderStage, GraniteLayer.load),
         "olmo2": partial(DecoderStage, Olmo2Layer.load),
+        "mixtral": partial(DecoderStage, load_mixtral_layer),
+        "qwen2_moe": partial(DecoderStage, load_qwen2_moe_layer),
+        "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
+        "gpt_oss": partial(DecoderStage, load_gpt_oss_layer),
+        "deepseek_v2": partial(DecoderStage, load_deepseek_v2_layer),
+        "deepseek_v3": partial(DecoderStage, load_deepseek_v3_layer),
         "gpt2": Gpt2Stage,
     }
 )
@@ -126,6 +137,11 @@ class StageModel:
         return self._config.vocab_size
 
     @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits in each layer of the model, None where there are none."""
+        return self._config.routing
+
+    @property
     def context(self) -> int:
         """Positions that one sequence may have."""
         return self._context
@@ -167,18 +183,24 @@ class StageModel:
         return self._family.normed(rows)
 
     @torch.inference_mode()
-    def run(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    def run(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None,
+        experts: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Run the rows of `batch` through the stage's layers.
 
         `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
-        It is not changed. Returns [T, E] in the compute dtype. Raises CapacityError for a position
-        beyond the context or when the KV room is used up, UsageError for a token id outside the
-        vocabulary.
+        It is not changed. `experts` gets the experts [T, K] that the rows visited, by layer,
+        counted from 0 within the stage. Returns [T, E] in the compute dtype. Raises CapacityError
+        for a position beyond the context or when the KV room is used up, UsageError for a token id
+        outside the vocabulary.
         """
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device)
-        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows)
+        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, experts)
         rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
         return self._family.run_layers(rows, step)
 
@@ -264,6 +286,13 @@ def load_stage(
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
     windows = [config.window(layer) for layer in layers]
     kv = KvCache(
-        len(layers), config.n_kv_heads, config.head_size, dtype, device, room_blocks, windows
+        len(layers),
+        config.n_kv_heads,
+        config.key_size,
+        dtype,
+        device,
+        room_blocks,
+        windows,
+        config.value_size,
     )
     return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from shardnet.model.kernels import (
     make_linear,
     make_quantized,
     pack_all,
+    probe,
     rows_are_exact,
 )
 from shardnet.model.layers import Norm
@@ -30,6 +32,7 @@ from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
+from shardnet.types import DType
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +45,13 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 class WeightSource(Protocol):
     """Where a family's file gets its parameters: a checkpoint, or noise (sample_model.py)."""
 
-    def linear(self, *names: str, transposed: bool = False, precise: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
-        `precise` keeps them as they are where products are rounded.
+        `precise` keeps them as they are where products are rounded, `wide` is also in float32
+        whatever else is computed in.
         """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
@@ -56,6 +62,15 @@ class WeightSource(Protocol):
 
     def table(self, name: str) -> Tensor:
         """Give `NAME.weight` as it is: [rows, E] in the compute dtype."""
+
+    def parameter(self, name: str) -> Tensor:
+        """Give the parameter of this whole name as it is, in float32."""
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
+
+        Outputs that stand in turn, those of `turns` products, are put one behind the other.
+        """
 
 
 class StageWeights:
@@ -95,35 +110,49 @@ class StageWeights:
             )
         self.exact_rows = choice.exact_rows
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
-        self._tested: set[tuple[int, int]] = set()
+        self._tested: set[tuple[int, int, DType, type[Linear]]] = set()
         self._done_bytes = 0
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
-    def linear(self, *names: str, transposed: bool = False, precise: bool = False) -> Linear:
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
         """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
 
         `transposed` is for weights stored with the inputs first (GPT-2's Conv1D). `precise` keeps
-        them as they are where products are rounded.
+        them as they are where products are rounded, `wide` is also in float32 whatever else is
+        computed in.
         """
-        kind = None if precise else self._choice.quantization
+        kind = None if precise or wide else self._choice.quantization
         if kind is not None and f"{names[0]}.weight" in self._head:
             kind = kind.of_head
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
+        choice = self._wide if wide else self._choice
         if kind is not None and self._packs is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             linear = make_quantized(packed, shape, biases, self._device, kind)
         else:
             weights = self._weights(names, transposed=transposed)
-            linear = make_linear(self._choice, weights, biases, self._device, kind)
+            linear = make_linear(choice, weights, biases, self._device, kind)
             del weights
         del biases
         self._finish()
-        if self.exact_rows > 1 and linear.shape not in self._tested:
-            self._tested.add(linear.shape)
-            if not rows_are_exact(linear, self._choice, self._device):
-                log.warning("%s: rows of a product are not exact in company", names[0])
-                self.exact_rows = 1
+        self._test(names[0], linear, choice)
         return linear
+
+    @cached_property
+    def _wide(self) -> KernelChoice:
+        """How float32 is computed here."""
+        return probe(self._device, DType.FLOAT32, None)
+
+    def _test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
+        """Find out, once for each shape, whether the product keeps its rows' bits."""
+        key = (*linear.shape, choice.dtype, type(linear))
+        if self.exact_rows > 1 and key not in self._tested:
+            self._tested.add(key)
+            if not rows_are_exact(linear, choice, self._device):
+                log.warning("%s: rows of a product are not exact in company", name)
+                self.exact_rows = 1
 
     def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
         weights = [self._read(f"{name}.weight") for name in names]
@@ -172,6 +201,26 @@ class StageWeights:
         self._finish()
         return table
 
+    def parameter(self, name: str) -> Tensor:
+        """Copy the parameter of this whole name, in float32."""
+        value = self._read(name).to(self._device, torch.float32, copy=True)
+        self._finish()
+        return value
+
+    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
+        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
+
+        Outputs that stand in turn, those of `turns` products, are put one behind the other.
+        """
+        kind = self._choice.quantization
+        linears = [
+            make_linear(self._choice, *split_stacked(one, of_one, turns), self._device, kind)
+            for one, of_one in zip(self._read(weight), self._read(bias), strict=True)
+        ]
+        self._finish()
+        self._test(weight, linears[0], self._choice)
+        return linears
+
     def _own(self, name: str) -> Tensor:
         is_stored = self._checkpoint.tensors[name].dtype is not None
         dtype = torch_dtype(self._choice.dtype)
@@ -218,3 +267,11 @@ class StageWeights:
     def _where(self, tensor: ModelTensor) -> str:
         source = tensor.sources[0]
         return f"{self._checkpoint.folder / source.file}: tensor {source.name}"
+
+
+def split_stacked(weight: Tensor, bias: Tensor, turns: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Take [K, N] and [N] apart into `turns` weights [N / turns, K] and as many biases."""
+    return (
+        [weight[:, first::turns].T for first in range(turns)],
+        [bias[first::turns] for first in range(turns)],
+    )

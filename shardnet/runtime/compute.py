@@ -21,7 +21,7 @@ from shardnet.types import (
     TokenLogprobs,
     WireDType,
 )
-from shardnet.wire.messages import StageTiming
+from shardnet.wire.messages import StageExperts, StageTiming
 from shardnet.wire.rows import RowBlock
 
 NO_OUTPUTS = OutputParams()
@@ -31,11 +31,15 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`."""
+    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`.
+
+    `routing` is what the stage's own layers chose for those who asked.
+    """
 
     payload: Buffer
     dtype: WireDType
     width: int
+    routing: Sequence[StageExperts] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +55,15 @@ class PromptLogprobs:
 class Samples:
     """What the tail made of a step: one id per sampled row, and what else was asked for.
 
-    `prompt_logprobs` and `blocks` are in order of their positions, sequence by sequence.
+    `prompt_logprobs` and `blocks` are in order of their positions, sequence by sequence. `routing`
+    is that of the stage's own layers.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     blocks: Sequence[RowBlock] = ()
+    routing: Sequence[StageExperts] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,21 +137,26 @@ class StageCompute(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrived:
-    """Rows to compute. `arrived_ns` is when they reached this stage (time.perf_counter_ns)."""
+    """Rows to compute. `arrived_ns` is when they reached this stage (time.perf_counter_ns).
+
+    `timings` and `routing` are those of the stages before.
+    """
 
     batch: MicroBatch
     activations: Activations | None
     timings: tuple[StageTiming, ...]
     arrived_ns: int
+    routing: tuple[StageExperts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComputed:
-    """A stage's result of one step."""
+    """A stage's result of one step; `timings` and `routing` are those of all stages so far."""
 
     batch: MicroBatch
     result: Activations | Samples
     timings: tuple[StageTiming, ...]
+    routing: tuple[StageExperts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

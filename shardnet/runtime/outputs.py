@@ -32,7 +32,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsGiven:
-    """The next rows of the logits or hidden states that were asked for."""
+    """The next rows of the logits, hidden states or experts that were asked for."""
 
     block: RowBlock
 
@@ -201,12 +201,12 @@ class OutputBudget:
         """
         if n_bytes > self._limit_bytes:
             raise CapacityError(
-                f"the logits and hidden states asked for may take {n_bytes} bytes and the head "
-                f"gives them {self._limit_bytes}: ask for fewer rows, or lower --max-tokens"
+                f"the logits, hidden states and routing asked for may take {n_bytes} bytes and the "
+                f"head gives them {self._limit_bytes}: ask for fewer rows, or lower --max-tokens"
             )
         if self._taken_bytes + n_bytes > self._limit_bytes:
             raise BusyError(
-                f"logits and hidden states of other requests take {self._taken_bytes} of "
+                f"the rows of other requests take {self._taken_bytes} of "
                 f"{self._limit_bytes} bytes: ask again later"
             )
         self._taken_bytes += n_bytes
@@ -216,13 +216,23 @@ class OutputBudget:
             self._taken_bytes -= n_bytes
 
 
-def output_bytes(params: OutputParams, n_positions: int, *, vocab_size: int, width: int) -> int:
-    """Give the most bytes that a request's rows may take when it grows to `n_positions`."""
+def output_bytes(
+    params: OutputParams, n_positions: int, *, vocab_size: int, width: int, routing: int = 0
+) -> int:
+    """Give the most bytes that a request's rows may take when it grows to `n_positions`.
+
+    `routing` is the width of a row of experts.
+    """
+    widths = {
+        OutputKind.LOGITS: vocab_size,
+        OutputKind.HIDDEN: width,
+        OutputKind.ROUTING: routing,
+    }
     n_bytes = 0
-    for kind, columns in ((OutputKind.LOGITS, vocab_size), (OutputKind.HIDDEN, width)):
+    for kind, columns in widths.items():
         rows = params.rows(kind)
         if rows is not None:
             n_rows = n_positions if rows == ALL_ROWS else min(rows, n_positions)
             is_mean = kind is OutputKind.HIDDEN and params.hidden_mean
-            n_bytes += 4 * columns * (1 if is_mean else n_rows)
+            n_bytes += kind.element_bytes * columns * (1 if is_mean else n_rows)
     return n_bytes

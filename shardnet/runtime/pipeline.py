@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
@@ -27,8 +27,9 @@ from shardnet.runtime.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.types import Epoch, MicroBatch, OutputKind, StepId, TokenLogprobs
-from shardnet.wire.messages import StageTiming
+from shardnet.runtime.routing import join_routing
+from shardnet.types import Epoch, MicroBatch, OutputKind, RoutingShape, StepId, TokenLogprobs
+from shardnet.wire.messages import StageExperts, StageTiming
 from shardnet.wire.rows import RowBlock
 
 STUCK_FACTOR = 10
@@ -38,7 +39,10 @@ STUCK_AT_LEAST_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest."""
+    """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest.
+
+    `routing` has the parts of all stages; the pipeline joins them to rows in `blocks`.
+    """
 
     epoch: Epoch
     step: StepId
@@ -47,6 +51,7 @@ class StepAnswer:
     timings: tuple[StageTiming, ...]
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     blocks: Sequence[RowBlock] = ()
+    routing: Sequence[StageExperts] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,8 @@ class _InFlight:
 class Pipeline:
     """Sends steps into the ring's first stage and matches answers to them.
 
-    `vocab_size` bounds the ids that an answer may hold. `clock_ns` is a monotonic clock.
+    `vocab_size` bounds the ids that an answer may hold. `routing` is how many experts rows visit,
+    None where a model has none. `clock_ns` is a monotonic clock.
     """
 
     def __init__(
@@ -78,9 +84,11 @@ class Pipeline:
         clock_ns: Callable[[], int],
         on_answered: Callable[[StepAnswered], None],
         on_failed: Callable[[StepFailed], None],
+        routing: RoutingShape | None = None,
     ) -> None:
         self._epoch = epoch
         self._vocab_size = vocab_size
+        self._routing = routing
         self._clock_ns = clock_ns
         self._on_answered = on_answered
         self._on_failed = on_failed
@@ -110,7 +118,8 @@ class Pipeline:
         """Take what the tail sent.
 
         Answers of an old epoch are dropped and counted. Raises RemoteProtocolError when the answer
-        fits no step in flight, its number of ids is wrong or an id is outside the vocabulary.
+        fits no step in flight, its number of ids is wrong or an id is outside the vocabulary, or
+        when a stage's part of the routing is missing.
         """
         if isinstance(answer, StepFailed):
             if self._in_flight.pop(answer.step, None) is None:
@@ -123,6 +132,9 @@ class Pipeline:
         sent = self._in_flight.pop(answer.step, None)
         if sent is None:
             raise RemoteProtocolError(f"the tail answered step {answer.step}, not in flight")
+        if answer.routing:
+            blocks = join_routing(sent.batch, answer.routing, self._routing)
+            answer = replace(answer, blocks=[*answer.blocks, *blocks], routing=())
         self._check(sent.batch, answer)
         took_ns = self._clock_ns() - sent.sent_ns
         self._longest_ns = max(self._longest_ns, took_ns)
@@ -216,6 +228,7 @@ def as_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 timings=timings,
                 prompt_logprobs=result.prompt_logprobs,
                 blocks=result.blocks,
+                routing=output.routing,
             )
         case StepFailed():
             return output

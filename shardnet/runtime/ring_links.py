@@ -36,7 +36,6 @@ from shardnet.wire.messages import (
     Outputs,
     RowLogprobs,
     Sampling,
-    StageTiming,
     TopLogprob,
     error_frame,
     extras_frame,
@@ -88,6 +87,7 @@ class LinkSource:
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
             timings=tuple(extras.timings),
             arrived_ns=self._link.arrived_ns,
+            routing=tuple(extras.routing),
         )
 
 
@@ -130,8 +130,8 @@ class LinkSink:
     def send(self, output: StageOutput) -> None:
         """Send one output. Raises LinkError when the link has ended."""
         match output:
-            case StepComputed(batch=batch, timings=timings, result=result):
-                extras = self._extras(batch.step, timings, result)
+            case StepComputed(batch=batch, result=result):
+                extras = self._extras(output)
                 if isinstance(result, Samples) and result.blocks:
                     self._link.send(*_rows(batch, result), extras, self._result(output))
                 else:
@@ -155,17 +155,17 @@ class LinkSink:
             Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
         )
 
-    def _extras(
-        self, step: StepId, timings: tuple[StageTiming, ...], result: Activations | Samples
-    ) -> Frame:
-        extras = Extras(timings=list(timings))
+    def _extras(self, computed: StepComputed) -> Frame:
+        result = computed.result
+        extras = Extras(timings=list(computed.timings), routing=list(computed.routing))
         if isinstance(result, Samples):
             extras = Extras(
                 timings=extras.timings,
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
+                routing=extras.routing,
             )
-        return extras_frame(extras, epoch=self._epoch, step=step)
+        return extras_frame(extras, epoch=self._epoch, step=computed.batch.step)
 
 
 class _PendingExtras:
@@ -253,6 +253,7 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         timings=tuple(extras.timings),
         prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
+        routing=extras.routing,
     )
 
 

@@ -145,4 +145,9 @@ class StageWorker:
             compute_us=(self._clock_ns() - started_ns) // 1000,
             queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
         )
-        return StepComputed(batch=arrived.batch, result=result, timings=(*arrived.timings, timing))
+        return StepComputed(
+            batch=arrived.batch,
+            result=result,
+            timings=(*arrived.timings, timing),
+            routing=(*arrived.routing, *result.routing),
+        )

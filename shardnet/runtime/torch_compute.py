@@ -5,11 +5,13 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 import torch
 
-from shardnet.errors import RemoteProtocolError
+from shardnet.errors import RemoteProtocolError, UsageError
 from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.sampler import Sampler
 from shardnet.model.stage_model import StageModel
@@ -21,8 +23,10 @@ from shardnet.runtime.compute import (
     SlotFreed,
     SlotOperation,
 )
+from shardnet.runtime.routing import tell_routing
 from shardnet.runtime.tail import Tail
-from shardnet.types import MicroBatch, SlotId, WireDType
+from shardnet.types import MicroBatch, SequenceId, SlotId, WireDType
+from shardnet.wire.messages import StageExperts
 
 
 class TorchCompute:
@@ -77,11 +81,16 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        output = self._model.run(batch, self._hidden(batch, activations))
+        asking = [g.sequence_id for g in batch.groups if self._owners[g.slot].outputs.routing]
+        experts: dict[int, torch.Tensor] | None = {} if asking else None
+        output = self._model.run(batch, self._hidden(batch, activations), experts)
+        routing = () if experts is None else self._routing(batch, asking, experts)
         if self._tail is not None:
-            return self._tail.answer(batch, output)
+            return replace(self._tail.answer(batch, output), routing=routing)
         payload = pack_rows(output, self._wire_dtype)
-        return Activations(payload=payload, dtype=self._wire_dtype, width=self._model.width)
+        return Activations(
+            payload=payload, dtype=self._wire_dtype, width=self._model.width, routing=routing
+        )
 
     def reset(self) -> None:
         """Forget all sequences and free all slots; keep the weights."""
@@ -89,6 +98,16 @@ class TorchCompute:
         self._owners.clear()
         if self._tail is not None:
             self._tail.clear()
+
+    def _routing(
+        self, batch: MicroBatch, asking: Sequence[SequenceId], experts: Mapping[int, torch.Tensor]
+    ) -> Sequence[StageExperts]:
+        """Tell of the stage's layers. Raises UsageError for a model without experts."""
+        shape = self._model.routing
+        if shape is None:
+            raise UsageError("the model has no experts: ask without routing")
+        chosen = {index: ids.cpu().numpy() for index, ids in experts.items()}
+        return tell_routing(batch, asking, self._model.layers, shape.top_k, chosen)
 
     def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep the first positions of the slot, its own or copied from `source`, and no others."""

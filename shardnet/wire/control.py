@@ -491,12 +491,14 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
+    Routing is int16: a row has the experts of each layer, `top_k` of them, -1 where there are none.
     """
 
     request: RequestId
-    kind: Literal["logits", "hidden"]
+    kind: Literal["logits", "hidden", "routing"]
     position: U32
     width: U32
+    top_k: U32 = 0
     data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 

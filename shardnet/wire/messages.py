@@ -110,6 +110,7 @@ class Outputs(Strict, frozen=True, kw_only=True):
     hidden_rows: U32 | None = None
     hidden_mean: bool = False
     before_norm: bool = False
+    routing: bool = False
 
     @classmethod
     def of(cls, params: OutputParams) -> Outputs:
@@ -189,8 +190,25 @@ class PromptLogprobs(Row, frozen=True, array_like=True):
     top: Annotated[list[TopLogprob], Meta(max_length=1024)]
 
 
-class Extras(Strict, frozen=True, kw_only=True):
-    """What goes with a step beside its tokens. It precedes the step's own frame."""
+class StageExperts(Row, frozen=True, array_like=True):
+    """The experts that a sequence's rows of the step visited in the layers of one stage.
+
+    `experts` is int16, little-endian: row by row, in a row layer by layer from `first_layer` on, in
+    a layer `top_k`, the best first; -1 where the layer has none.
+    """
+
+    sequence_id: U64
+    first_layer: U32
+    n_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    top_k: Annotated[int, Meta(ge=1, le=32_767)]
+    experts: Annotated[bytes, Meta(max_length=1 << 24)]
+
+
+class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
+    """What goes with a step beside its tokens. It precedes the step's own frame.
+
+    Empty lists are left out. `routing` has the parts of all stages so far, in their order.
+    """
 
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
@@ -199,6 +217,9 @@ class Extras(Strict, frozen=True, kw_only=True):
         default_factory=list
     )
     prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
         default_factory=list
     )
 

@@ -1,4 +1,4 @@
-"""ROWS frames: logits or hidden states of rows, from the tail to the head.
+"""Rows of a sequence beside its tokens; ROWS frames: logits or hidden states, tail to head.
 
 Knows the byte layout of docs/protocol.md section 11. Every number that a peer sends is checked
 here, and the payload to the byte. Knows nothing of tensors.
@@ -17,10 +17,10 @@ from shardnet.wire.frames import Buffer, Frame, FrameKind, Limits
 
 _META: Final = struct.Struct("<QIIIB3x")
 """sequence id, position of the first row, rows, width, kind, reserved 0."""
-_ELEMENT_BYTES: Final = 4
 _MOST_BYTES: Final = Limits().rows_payload_bytes
 _MAX_POSITIONS: Final = 2**32 - 1
 
+# routing comes from all stages, not only from the tail: it travels in EXTRAS
 _CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
 _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()}
 
@@ -29,7 +29,7 @@ _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()}
 class RowBlock:
     """Consecutive rows of one sequence, the first at `position`.
 
-    `payload` is float32, little-endian, row after row of `width` elements.
+    `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
     """
 
     sequence_id: SequenceId
@@ -41,11 +41,16 @@ class RowBlock:
     @property
     def n_rows(self) -> int:
         """How many rows these are."""
-        return memoryview(self.payload).nbytes // (self.width * _ELEMENT_BYTES)
+        return memoryview(self.payload).nbytes // self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * self.kind.element_bytes
 
     def part(self, start: int, end: int) -> RowBlock:
         """Give the rows `[start, end)` of these, without a copy."""
-        row_bytes = self.width * _ELEMENT_BYTES
+        row_bytes = self.row_bytes
         return RowBlock(
             sequence_id=self.sequence_id,
             kind=self.kind,
@@ -56,7 +61,7 @@ class RowBlock:
 
     def parts(self, most_bytes: int) -> Iterator[RowBlock]:
         """Cut into blocks of at most `most_bytes`, of one row at least."""
-        step = max(1, most_bytes // (self.width * _ELEMENT_BYTES))
+        step = max(1, most_bytes // self.row_bytes)
         for start in range(0, self.n_rows, step):
             yield self.part(start, min(start + step, self.n_rows))
 
@@ -86,7 +91,8 @@ def read_rows(frame: Frame) -> RowBlock:
         raise _malformed(frame, f"it has {n_rows} rows of {width} elements")
     if position + n_rows > _MAX_POSITIONS:
         raise _malformed(frame, f"position {position} + {n_rows} rows is out of range")
-    expected = n_rows * width * _ELEMENT_BYTES
+    kind = _KIND_OF_CODE[code]
+    expected = n_rows * width * kind.element_bytes
     if len(frame.payload) != expected:
         raise _malformed(
             frame,
@@ -94,7 +100,7 @@ def read_rows(frame: Frame) -> RowBlock:
         )
     return RowBlock(
         sequence_id=SequenceId(sequence_id),
-        kind=_KIND_OF_CODE[code],
+        kind=kind,
         position=position,
         width=width,
         payload=frame.payload,

@@ -91,6 +91,35 @@ def test_pieces_come_as_events_and_whole_in_the_result() -> None:
     assert [entry and entry.logprob for entry in others] == [-4, -5, -6]
 
 
+def routing(position: int, *experts: int, top_k: int = 2, width: int = 4) -> RowsPiece:
+    return RowsPiece(
+        request=0,
+        kind="routing",
+        position=position,
+        width=width,
+        top_k=top_k,
+        data=struct.pack(f"<{len(experts)}h", *experts),
+    )
+
+
+def test_routing_comes_by_row_and_layer() -> None:
+    node = OutputNode(routing(0, 3, 0, -1, -1), routing(1, 2, 1, -1, -1, 0, 3, -1, -1))
+    events = told(node, OutputParams(routing=True))
+    assert node.asked[0].outputs.routing
+    assert events[1].routing is not None
+    assert (events[1].routing.position, events[1].routing.n_rows) == (1, 2)
+    result = events[-1].result
+    assert result is not None
+    assert result.routing is not None
+    assert result.routing.array().dtype == np.int16
+    assert result.routing.array().tolist() == [
+        [[3, 0], [-1, -1]],
+        [[2, 1], [-1, -1]],
+        [[0, 3], [-1, -1]],
+    ]
+    assert (result.logits, result.hidden) == (None, None)
+
+
 def test_nothing_is_there_that_was_not_asked_for() -> None:
     result = told(OutputNode(), OutputParams())[-1].result
     assert result is not None
@@ -105,6 +134,11 @@ def test_nothing_is_there_that_was_not_asked_for() -> None:
         [rows(0, 1, 2), rows(1, 3, width=1)],
         [rows(0, 1, 2, 3)],
         [rows(0, width=0)],
+        [routing(0, 1, 2, 3, 4), routing(2, 1, 2, 3, 4)],
+        [routing(0, 1, 2, 3, 4), routing(1, 1, 2, 3, 4, top_k=4)],
+        [routing(0, 1, 2, 3, 4, top_k=0)],
+        [routing(0, 1, 2, 3, 4, top_k=3)],
+        [routing(0, 1, 2, 3)],
     ],
 )
 def test_rows_out_of_turn_fail_the_request(pieces: list[RowsPiece]) -> None:

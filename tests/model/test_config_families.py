@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from checkpoints import make_decoder
 from transformers import AutoConfig
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.model.config import Activation, ModelConfig, Rope, RopeKind
+from shardnet.model.config import Activation, Experts, Latent, ModelConfig, Rope, RopeKind
 from shardnet.model.families import FAMILIES, parse_config
+from shardnet.model.layout import left_over
 from shardnet.model.stage_model import STAGES
 
 DECODERS = [family for family in FAMILIES if family != "gpt2"]
@@ -93,7 +95,148 @@ GEMMA3 = SIZES | {
 }
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MIXTRAL = SIZES | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.1,
+    "sliding_window": None,
+}
+QWEN3_MOE = SIZES | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+QWEN2_MOE = SIZES | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+GPT_OSS = SIZES | {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-05,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+DEEPSEEK = SIZES | {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "seq_aux": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V3 = DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
 RAW = {
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
+    "qwen2_moe": QWEN2_MOE,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
@@ -125,11 +268,13 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     """A config that names nothing but the sizes that have no default of their own."""
     sizes = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
     sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
+    if family == "deepseek_v2":
+        sizes["num_experts_per_tok"] = 4  # has no default of its own
     theirs = AutoConfig.for_model(family, **sizes)
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.n_kv_heads == theirs.num_key_value_heads
-    assert ours.head_size == getattr(theirs, "head_dim", 16)
+    assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)
@@ -139,8 +284,40 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert list(ours.windows) == expected
+    if ours.experts is not None:
+        n_experts = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        assert ours.experts.n_experts == n_experts
+        assert ours.experts.top_k == theirs.num_experts_per_tok
+        if ours.latent is not None:
+            check_latent(ours, theirs)
+        normalizes = getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.normalize_top_k is normalizes
+        inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.intermediate_size == inner
+        assert ours.rope is not None
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
+
+
+def check_latent(ours: ModelConfig, theirs: Any) -> None:
+    """Hold what only DeepSeek's families have against transformers' defaults."""
+    assert ours.latent is not None
+    assert ours.experts is not None
+    assert ours.latent == Latent(
+        rank=theirs.kv_lora_rank,
+        rope_size=theirs.qk_rope_head_dim,
+        nope_size=theirs.qk_nope_head_dim,
+        value_size=theirs.v_head_dim,
+        query_rank=theirs.q_lora_rank,
+        interleaved=getattr(theirs, "rope_interleave", True),
+    )
+    assert ours.sparse_layers == tuple(range(theirs.first_k_dense_replace, 7))
+    assert ours.experts.answer_scale == theirs.routed_scaling_factor
+    shared = theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert ours.experts.shared_intermediate_size == shared
+    groups = (theirs.n_group or 1, theirs.topk_group or 1)
+    assert (ours.experts.n_groups, ours.experts.top_groups) == groups
 
 
 def test_mistral_has_a_window_unless_it_says_null() -> None:
@@ -207,9 +384,125 @@ def test_gemma3_in_both_spellings() -> None:
     assert parse(new) == config
 
 
+def test_mixtral() -> None:
+    config = parse(MIXTRAL)
+    assert (config.windows, config.rope) == ((None,) * 7, Rope(theta=1e6))
+    assert config.experts == Experts(
+        n_experts=8, top_k=2, intermediate_size=100, normalize_top_k=True, layers=tuple(range(7))
+    )
+    assert parse(MIXTRAL, sliding_window=4096).windows == (4096,) * 7
+
+
+def test_qwen3_moe_in_both_spellings() -> None:
+    config = parse(QWEN3_MOE)
+    assert config.experts == Experts(
+        n_experts=128, top_k=8, intermediate_size=768, normalize_top_k=True, layers=tuple(range(7))
+    )
+    new = {key: QWEN3_MOE[key] for key in QWEN3_MOE if key != "num_experts"}
+    assert parse(new, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, use_sliding_window=True, sliding_window=9).windows == (9,) * 7
+
+
+def test_qwen2_moe() -> None:
+    config = parse(QWEN2_MOE)
+    assert config.experts == Experts(
+        n_experts=60,
+        top_k=4,
+        intermediate_size=1408,
+        normalize_top_k=False,
+        shared_intermediate_size=5632,
+        layers=tuple(range(7)),
+    )
+    assert config.attention_bias
+    assert config.windows == (None,) * 7
+    assert parse(QWEN2_MOE, sliding_window=0) == config  # as transformers 5 writes it
+    on = parse(QWEN2_MOE, use_sliding_window=True, sliding_window=9, max_window_layers=4)
+    assert on.windows == (9, None, 9) + (None,) * 4
+
+
+def test_gpt_oss() -> None:
+    config = parse(GPT_OSS)
+    assert config.windows == (128, None, 128, None, 128, None, 128)
+    assert config.experts == Experts(
+        n_experts=32,
+        top_k=4,
+        intermediate_size=100,
+        normalize_top_k=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        layers=tuple(range(7)),
+    )
+    assert config.rope is not None
+    assert (config.rope.kind, config.rope.truncate) == (RopeKind.YARN, False)
+    assert (config.max_positions, config.attention_bias, config.has_sinks) == (131072, True, True)
+    left_out = ("rope_scaling", "rope_theta", "layer_types")
+    bare = {key: GPT_OSS[key] for key in GPT_OSS if key not in left_out}
+    assert parse(bare) == config
+
+
+def test_deepseek_v3() -> None:
+    config = parse(DEEPSEEK_V3)
+    assert config.experts == Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=True,
+        shared_intermediate_size=2048,
+        n_groups=8,
+        top_groups=4,
+        answer_scale=2.5,
+        layers=(3, 4, 5, 6),
+    )
+    assert (config.n_kv_heads, config.key_size, config.value_size) == (1, 576, 0)
+    magnitude = 0.1 * math.log(40) + 1
+    assert config.attention_scale == pytest.approx(192**-0.5 * magnitude**2)
+    assert config.rope is not None
+    assert config.rope.magnitude == 1  # mscale by mscale_all_dim
+    assert config.max_positions == 163840
+    plain = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "rope_scaling"}
+    assert parse(plain).attention_scale == pytest.approx(192**-0.5)
+    assert parse(DEEPSEEK_V3, first_k_dense_replace=7).experts is None
+
+
+def test_deepseek_v2() -> None:
+    config = parse(DEEPSEEK_V2)
+    assert config.experts is not None
+    assert (config.experts.n_groups, config.experts.top_groups) == (8, 3)
+    assert (config.experts.shared_intermediate_size, config.experts.answer_scale) == (3072, 16.0)
+    lite = parse(DEEPSEEK_V2, topk_method="greedy", n_group=1, topk_group=1, q_lora_rank=None)
+    assert lite.experts is not None
+    assert lite.latent is not None
+    assert (lite.experts.n_groups, lite.latent.query_rank) == (1, None)
+
+
+def test_what_predicts_tokens_ahead_is_left_out() -> None:
+    """DeepSeek-V3's 62nd layer, which transformers does not load either."""
+    config = parse(DEEPSEEK_V3, num_hidden_layers=61)
+    names = ["model.layers.61.eh_proj.weight", "model.layers.62.eh_proj.weight"]
+    assert left_over(config, names) == names[1:]
+
+
+def test_which_layers_of_qwen3_moe_have_experts() -> None:
+    assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
+    assert parse(QWEN3_MOE, mlp_only_layers=[1], decoder_sparse_step=2).sparse_layers == (3, 5)
+    assert parse(QWEN3_MOE, decoder_sparse_step=8).experts is None
+
+
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
+        ("mixtral", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("mixtral", {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size"),
+        ("qwen3_moe", {"n_group": 2}, "n_group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"head_dim": 128}, "head_dim"),
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
@@ -249,6 +542,25 @@ YARN = {"type": "yarn", "factor": 2.0}
     ("family", "change", "named"),
     [
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0, expected 1 to 32767"),
+        ("mixtral", {"num_local_experts": 40_000}, "num_local_experts is 40000"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 8 experts"),
+        ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_tok and experts_per_token disagree"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4 do not go with 256 experts"),
+        ("deepseek_v3", {"n_group": 256}, "n_group 256 and topk_group 4 do not go"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group 9 do not go"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window is 0, expected 1 or more",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers is .True"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096'"),
         ("mistral", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7"),
@@ -282,6 +594,9 @@ def test_a_malformed_field_is_named(family: str, change: dict[str, Any], named: 
         parse_config(RAW[family] | change, "config.json")
 
 
-def test_a_model_cut_short_keeps_its_first_layers() -> None:
-    cut = parse(GEMMA3).cut(3)
-    assert (cut.n_layers, cut.windows) == (3, (512,) * 3)
+def test_a_thinned_model_has_layers_from_all_over() -> None:
+    gemma = parse(GEMMA3, num_hidden_layers=12)
+    assert gemma.thinned(12) == gemma
+    assert gemma.thinned(1).windows == (512,)  # layer 6
+    assert gemma.thinned(6).windows == (512, 512, None, 512, 512, None)  # 1, 3, 5, 7, 9, 11
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoints import make_decoder, make_gpt2, make_llama
+from checkpoints import make_decoder, make_gpt2
 from stage_chain import CPU
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
+from shardnet.model.config import ModelConfig
 from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import (
     embedding_weight_bytes,
@@ -50,13 +51,37 @@ def test_weights_add_up(family: str, tied: bool, dtype: DType, tmp_path: Path) -
         + head_weight_bytes(config, dtype)
     )
     read = sum(read_bytes_per_step(config, part, dtype) for part in parts)
-    assert read == whole - embedding_weight_bytes(config, dtype)
+    assert read == whole - embedding_weight_bytes(config, dtype) - 4 * unvisited(config, dtype)
+    if config.experts is not None:
+        assert 0 < unvisited(config, dtype) < layer_weight_bytes(config, dtype)
 
 
+def test_of_unlike_layers_the_largest_is_planned_with(tmp_path: Path) -> None:
+    """The first layer has no experts, and the others have more weights than it."""
+    folder = make_decoder(tmp_path, "deepseek_v3", with_tokenizer=False, first_k_dense_replace=1)
+    config, dtype = Checkpoint.open(folder).config, DType.FLOAT32
+    layers = [stage_weight_bytes(config, LayerRange(n, n + 1), dtype) for n in (1, 2)]
+    assert layer_weight_bytes(config, dtype) == layers[0] == layers[1]
+    dense = stage_weight_bytes(config, LayerRange(0, 1), dtype)
+    assert dense - embedding_weight_bytes(config, dtype) < layers[0]
+
+
+def unvisited(config: ModelConfig, dtype: DType) -> int:
+    """Bytes of a layer's experts that one row does not visit: gate, up and down each."""
+    if config.experts is None:
+        return 0
+    n_left = config.experts.n_experts - config.experts.top_k
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    biases = 2 * inner + hidden if config.family == "gpt_oss" else 0
+    return n_left * (3 * hidden * inner + biases) * dtype.size_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
-def test_a_block_costs_what_the_cache_says(dtype: DType, tmp_path: Path) -> None:
-    config = Checkpoint.open(make_llama(tmp_path)).config
-    cache = KvCache(3, config.n_kv_heads, config.head_size, torch_dtype(dtype), CPU, 4)
+def test_a_block_costs_what_the_cache_says(family: str, dtype: DType, tmp_path: Path) -> None:
+    config = Checkpoint.open(make_decoder(tmp_path, family, with_tokenizer=False)).config
+    sizes = (config.n_kv_heads, config.key_size, torch_dtype(dtype), CPU, 4)
+    cache = KvCache(3, *sizes, value_size=config.value_size)
     cache.ensure(SlotId(0), 1)
     held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
     assert kv_block_bytes(config, LayerRange(1, 4), dtype) == cache.block_bytes == held

@@ -54,6 +54,23 @@ def test_growing_and_trimming_keep_what_is_held() -> None:
     check(10)
 
 
+def test_keys_without_values_grow_and_are_copied() -> None:
+    cache = KvCache(N_LAYERS, 1, 5, torch.float32, CPU, 8, value_size=0)
+    cache.ensure(SLOT, 3)
+    written = torch.randn(N_LAYERS, 1, 3, 5)
+    for layer in range(N_LAYERS):
+        cache.layer(SLOT, layer)[0][:, :3] = written[layer]
+    cache.ensure(SLOT, BLOCK_POSITIONS + 1)
+    other = SlotId(4)
+    cache.copy(SLOT, other, 3)
+    for slot in (SLOT, other):
+        for layer in range(N_LAYERS):
+            keys, values = cache.layer(slot, layer)
+            assert torch.equal(keys[:, :3], written[layer])
+            assert values.shape == (*keys.shape[:2], 0)
+    assert held_bytes(cache, SLOT) == 2 * cache.block_bytes == 2 * held_bytes(cache, other)
+
+
 def test_ensure_never_shrinks_and_trim_never_grows() -> None:
     cache = make_cache()
     cache.ensure(SLOT, 600)

@@ -6,7 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from shardnet.model.config import Activation
-from shardnet.model.layers import HeadNorm, Norm, activate
+from shardnet.model.layers import HeadNorm, Norm, activate, row_sigmoid
 
 
 @pytest.mark.parametrize("kind", list(Activation), ids=lambda k: k.value)
@@ -35,3 +35,14 @@ def test_head_norms_of_queries_and_keys_stand_side_by_side() -> None:
     joined = HeadNorm.join(queries, keys, 3, 2)(heads)
     torch.testing.assert_close(joined[:, :3], queries(heads[:, :3]))
     torch.testing.assert_close(joined[:, 3:], keys(heads[:, 3:]))
+
+
+@pytest.mark.parametrize("width", [1, 8, 33, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_sigmoid_has_the_same_bits_in_company(width: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(32, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = row_sigmoid(rows)
+    torch.testing.assert_close(whole, torch.sigmoid(rows))
+    for n_rows in (1, 2, 5, 31):
+        assert torch.equal(row_sigmoid(rows[:n_rows]), whole[:n_rows])
+        assert torch.equal(row_sigmoid(rows[-n_rows:]), whole[-n_rows:])

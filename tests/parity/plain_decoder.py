@@ -1,4 +1,4 @@
-"""A second oracle: the dense families in plain formulas, in float64, one sequence at a time.
+"""A second oracle: the families in plain formulas, in float64, one sequence at a time.
 
 Written from the papers and the published configs, with nothing of shardnet's or transformers' code.
 Each `twist` is a mistake that is easy to make; a test shows that its model would notice.
@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 NORMS_AFTER = {"gemma2", "gemma3_text", "olmo2"}
-HEAD_NORMS = {"qwen3", "gemma3_text", "olmo2"}
+HEAD_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2"}
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 
 
 class PlainDecoder:
@@ -85,10 +86,156 @@ class PlainDecoder:
     def mlp(self, rows: Tensor, layer: int) -> Tensor:
         """down(act(gate) * up)."""
         mlp = f"model.layers.{layer}.mlp"
+        if self.family == "gpt_oss":
+            return torch.stack([self.visit(row, mlp) for row in rows])
+        router = mlp if self.family != "mixtral" else f"model.layers.{layer}.block_sparse_moe"
+        if f"{router}.gate.weight" in self.weights:
+            return torch.stack([self.visit(row, router) for row in rows])
         if self.family == "phi3":
             gate, up = (rows @ self.weights[f"{mlp}.gate_up_proj.weight"].T).chunk(2, -1)
         else:
             gate, up = (self.linear(rows, f"{mlp}.{name}_proj") for name in ("gate", "up"))
+        return self.gated(gate, up) @ self.weights[f"{mlp}.down_proj.weight"].T
+
+    def visit(self, row: Tensor, prefix: str) -> Tensor:
+        """Ask the experts with the largest shares, add their answers up by these shares."""
+        gate = "router" if self.family == "gpt_oss" else "gate"
+        scores = self.weights[f"{prefix}.{gate}.weight"] @ row
+        if self.family == "gpt_oss" and self.twist != "router without bias":
+            scores = scores + self.weights[f"{prefix}.router.bias"]
+        if self.family.startswith("deepseek"):
+            return self.visit_groups(row, scores, prefix)
+        shares = scores.exp() / scores.exp().sum()
+        ranked = sorted(range(len(shares)), key=lambda expert: (-float(shares[expert]), expert))
+        if self.twist == "worst experts":
+            ranked.reverse()
+        top_k = self.raw["num_experts_per_tok"] - (self.twist == "an expert fewer")
+        chosen = ranked[:top_k]
+        normalized = self.raw.get("norm_topk_prob", True)
+        whole = float(shares[chosen].sum())
+        if normalized == (self.twist == "normalized the other way"):
+            whole = 1.0
+        answer = torch.zeros_like(row)
+        for place, expert in enumerate(chosen):
+            asked = ranked[place + 1] if self.twist == "experts off by one" else expert
+            share = 1 / top_k if self.twist == "equal shares" else shares[expert] / whole
+            answer += share * self.expert(row, f"{prefix}.experts.{asked}")
+        return answer + self.shared(row, prefix)
+
+    def visit_groups(self, row: Tensor, scores: Tensor, prefix: str) -> Tensor:
+        """DeepSeek's: experts of the best groups, times a factor, beside the shared ones."""
+        shares, wanted = scores.softmax(0), scores.softmax(0)
+        if self.family == "deepseek_v3":
+            shares = 1 / (1 + torch.exp(-scores))
+            bias = self.weights[f"{prefix}.gate.e_score_correction_bias"]
+            wanted = shares if self.twist == "no bias of the choice" else shares + bias
+            if self.twist == "bias of the weights":
+                shares = wanted
+        best = 2 if self.family == "deepseek_v3" else 1
+        if self.twist == "groups by another number":
+            best = 3 - best
+        groups = list(enumerate(wanted.view(self.raw["n_group"], -1).tolist()))
+        groups.sort(key=lambda group: -sum(sorted(group[1])[-best:]))
+        n_left = len(groups) if self.twist == "no groups" else self.raw["topk_group"]
+        size = len(groups[0][1])
+        left = [number * size + n for number, _ in groups[:n_left] for n in range(size)]
+        chosen = sorted(left, key=lambda expert: -float(wanted[expert]))
+        chosen = chosen[: self.raw["num_experts_per_tok"]]
+        whole = shares[chosen].sum() if self.raw["norm_topk_prob"] else 1.0
+        if self.twist == "normalized the other way":
+            whole = 1.0 if self.raw["norm_topk_prob"] else shares[chosen].sum()
+        scale = 1.0 if self.twist == "answers unscaled" else self.raw["routed_scaling_factor"]
+        answer = torch.zeros_like(row)
+        for expert in chosen:
+            answer += (
+                scale * shares[expert] / whole * self.expert(row, f"{prefix}.experts.{expert}")
+            )
+        if self.twist == "no shared expert":
+            return answer
+        shared = self.expert(row, f"{prefix}.shared_experts")
+        return answer + (scale * shared if self.twist == "shared answers scaled" else shared)
+
+    def latent_heads(self, rows: Tensor, attn: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values of all heads from latents, the last columns still unrotated."""
+        rank, nope = self.raw["kv_lora_rank"], self.raw["qk_nope_head_dim"]
+        if self.raw["q_lora_rank"] is None:
+            queries = self.linear(rows, f"{attn}.q_proj")
+        else:
+            few = self.norm(self.linear(rows, f"{attn}.q_a_proj"), f"{attn}.q_a_layernorm")
+            queries = self.linear(few, f"{attn}.q_b_proj")
+        cached = self.linear(rows, f"{attn}.kv_a_proj_with_mqa")
+        latents, turning = cached[:, :rank], cached[:, rank:]
+        if self.twist != "latents without norm":
+            latents = self.norm(latents, f"{attn}.kv_a_layernorm")
+        both = self.linear(latents, f"{attn}.kv_b_proj").unflatten(-1, (self.n_heads, -1))
+        own, values = both[..., :nope], both[..., nope:]
+        turning = turning[:, None].expand(-1, self.n_heads, -1)
+        return queries.unflatten(-1, (self.n_heads, -1)), torch.cat((own, turning), -1), values
+
+    def rotate_pairs(self, heads: Tensor) -> Tensor:
+        """Turn the last columns, 2 i and 2 i + 1 together, by position x theta ** (-2 i / R)."""
+        size = self.raw["qk_rope_head_dim"]
+        own, turning = heads[..., :-size], heads[..., -size:]
+        powers = torch.arange(size // 2, dtype=torch.float64) / (size // 2)
+        theta = self.raw["rope_parameters"]["rope_theta"]
+        angles = torch.arange(len(heads))[:, None] * theta**-powers
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        if self.twist == "halves rotated":
+            first, second = turning.chunk(2, -1)
+        return torch.cat((own, first * cos - second * sin, second * cos + first * sin), -1)
+
+    def latent_attention(self, rows: Tensor, attn: str) -> Tensor:
+        """Every head by itself, every row by itself."""
+        queries, keys, values = self.latent_heads(rows, attn)
+        queries, keys = self.rotate_pairs(queries), self.rotate_pairs(keys)
+        scale = queries.shape[-1] ** -0.5
+        if self.twist == "scaled by own columns":
+            scale = self.raw["qk_nope_head_dim"] ** -0.5
+        scores = torch.einsum("thd,shd->hts", queries, keys) * scale
+        hidden = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        attended = torch.einsum("hts,shv->thv", shares, values)
+        return self.linear(attended.flatten(1), f"{attn}.o_proj")
+
+    def shared(self, row: Tensor, prefix: str) -> Tensor:
+        """The expert that every row visits, times a gate's sigmoid; 0 where there is none."""
+        if self.family != "qwen2_moe" or self.twist == "no shared expert":
+            return torch.zeros_like(row)
+        gate = 1 / (1 + torch.exp(-self.weights[f"{prefix}.shared_expert_gate.weight"] @ row))
+        if self.twist == "shared expert ungated":
+            gate = torch.ones(1)
+        return gate * self.expert(row, f"{prefix}.shared_expert")
+
+    def expert(self, row: Tensor, prefix: str) -> Tensor:
+        """One expert: down(act(gate) * up)."""
+        if self.family == "gpt_oss":
+            return self.clamped_expert(row, *prefix.rsplit(".", 1))
+        names = EXPERT_NAMES.get(self.family, ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (self.weights[f"{prefix}.{name}.weight"] for name in names)
+        return down @ self.gated(gate @ row, up @ row)
+
+    def clamped_expert(self, row: Tensor, prefix: str, number: str) -> Tensor:
+        """One of the stacked experts: every other column is the gate's."""
+        gate_up, gate_up_bias, down, down_bias = (
+            self.weights[f"{prefix}.{name}"][int(number)]
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        both = row @ gate_up + (0 if self.twist == "no biases" else gate_up_bias)
+        gate, up = both[0::2], both[1::2]
+        if self.twist == "gate and up in halves":
+            gate, up = both.chunk(2)
+        limit, alpha = self.raw["swiglu_limit"], self.raw["swiglu_alpha"]
+        if self.twist != "gates unclamped":
+            gate = gate.clamp(-limit if self.twist == "gates clamped below" else None, limit)
+        if self.twist != "up unclamped":
+            up = up.clamp(-limit, limit)
+        alpha = 1 if self.twist == "alpha of 1" else alpha
+        up = up if self.twist == "up without 1" else up + 1
+        return (gate / (1 + torch.exp(-alpha * gate)) * up) @ down + down_bias
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """act(gate) * up."""
         if self.twist == "gate and up swapped":
             gate, up = up, gate
         if self.is_gemma:
@@ -96,11 +243,13 @@ class PlainDecoder:
             active = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubic))
         else:
             active = gate / (1 + torch.exp(-gate))
-        return (active * up) @ self.weights[f"{mlp}.down_proj.weight"].T
+        return active * up
 
     def attention(self, rows: Tensor, layer: int) -> Tensor:
         """Every head by itself, every row by itself."""
         attn = f"model.layers.{layer}.self_attn"
+        if self.family.startswith("deepseek"):
+            return self.latent_attention(rows, attn)
         queries, keys, values = self.heads(rows, attn)
         if self.family in HEAD_NORMS and self.twist == "rotated before head norms":
             queries, keys = self.rotate(queries, layer), self.rotate(keys, layer)
@@ -123,8 +272,16 @@ class PlainDecoder:
                 scores = keys[seen, head // group] @ queries[row, head] * scale
                 if cap and self.twist != "no score cap":
                     scores = cap * torch.tanh(scores / cap)
-                out[row, head] = scores.softmax(0) @ values[seen, head // group]
-        return out.flatten(1) @ self.weights[f"{attn}.o_proj.weight"].T
+                out[row, head] = self.shares(scores, attn, head) @ values[seen, head // group]
+        return self.linear(out.flatten(1), f"{attn}.o_proj")
+
+    def shares(self, scores: Tensor, attn: str, head: int) -> Tensor:
+        """How much a head looks at each position; with a sink they add up to less than 1."""
+        if self.family != "gpt_oss" or self.twist == "no sinks":
+            return scores.softmax(0)
+        sinks = self.weights[f"{attn}.sinks"]
+        sink = sinks[-1 - head if self.twist == "sinks swapped" else head]
+        return scores.exp() / (scores.exp().sum() + sink.exp())
 
     def heads(self, rows: Tensor, attn: str) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values: [T, heads, D] each."""
@@ -159,12 +316,17 @@ class PlainDecoder:
     def is_local(self, layer: int) -> bool:
         """Whether the layer has a window, by what is published of each family."""
         match self.family:
-            case "gemma2":
+            case "gemma2" | "gpt_oss":
                 local = layer % 2 == 0
             case "gemma3_text":
                 local = layer % 6 != 5
             case "qwen2" | "qwen3":
                 local = self.raw["use_sliding_window"] and layer >= self.raw["max_window_layers"]
+            case "qwen2_moe":
+                is_used = self.raw["use_sliding_window"]
+                local = is_used and layer % 2 == 0 and layer < self.raw["max_window_layers"]
+            case "qwen3_moe":
+                local = self.raw["use_sliding_window"]
             case _:
                 local = True
         return local != (self.twist == "windows swapped")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_gpt2, make_llama
+from checkpoints import make_decoder, make_gpt2, make_llama
 from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
 
 from shardnet.model.kernels import KernelChoice, probe
@@ -15,11 +16,22 @@ from shardnet.types import DType, LayerRange
 
 N_LAYERS = 4
 MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
+WITH_EXPERTS: dict[str, Callable[..., Path]] = {
+    family: partial(make_decoder, family=family)
+    for family in ("qwen2_moe", "gpt_oss", "deepseek_v3")
+}
+"""What makes rows depend on each other easily: routers, experts, sigmoids, sums."""
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=[*MAKERS, *WITH_EXPERTS])
+def any_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make = (MAKERS | WITH_EXPERTS)[request.param]
+    return make(tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
@@ -43,11 +55,11 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
 
 
-def test_a_row_keeps_its_bits_in_company(folder: Path, choice: KernelChoice) -> None:
+def test_a_row_keeps_its_bits_in_company(any_folder: Path, choice: KernelChoice) -> None:
     """Decode rows of several sequences in one micro-batch, against each sequence alone."""
     n_sequences = min(choice.exact_rows, 9)
     prompts = [random_prompt(3 + 5 * i, 300, seed=i) for i in range(n_sequences)]
-    chain = StageChain.load(folder, [LayerRange(0, N_LAYERS)], choice)
+    chain = StageChain.load(any_folder, [LayerRange(0, N_LAYERS)], choice)
     together = chain.generate(prompts, 8)
     for stage in chain.stages:
         for slot in range(n_sequences):

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2
-from oracle import check_generation, reference_logits
+from oracle import check_generation, load_reference, reference_logits
 from stage_chain import CPU, StageChain, even_split, random_prompt
-from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
@@ -81,6 +80,41 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "olmo2-odd": ODD | {"attention_bias": True},
+    "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
+    "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
+    "deepseek_v2-groups": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "q_lora_rank": 14,
+        "routed_scaling_factor": 16.0,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5},
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 5,
+        "attention_bias": True,
+        "first_k_dense_replace": 2,
+        "hidden_size": 42,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3-straight": {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 3,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
+    "gpt_oss-odd": ODD
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
+    "qwen2_moe": {"norm_topk_prob": True, "num_hidden_layers": 3},
+    "qwen2_moe-windows": ODD
+    | SOME_WINDOWS
+    | {"num_hidden_layers": 5, "mlp_only_layers": [0], "qkv_bias": False},
+    "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
+    "qwen3_moe-odd": ODD
+    | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
 
@@ -93,7 +127,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
     """Prefill in chunks and decoding, against full forwards."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder)
     n_layers = Checkpoint.open(folder).config.n_layers
     prompts = [random_prompt(length, 300, seed=length) for length in (1, 19, 300)]
     chain = StageChain.load(folder, [LayerRange(0, n_layers)])
@@ -126,7 +160,7 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
         sizes["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
     make_decoder(tmp_path, family, rope_parameters=rope, **sizes)
     assert Checkpoint.open(tmp_path).config.default_context == 64
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    reference = load_reference(tmp_path)
     chain = StageChain.load(tmp_path, even_split(4, 2), context=context)
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 
@@ -147,7 +181,7 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
     folder = make(tmp_path, dtype=torch.bfloat16)
     prompt = random_prompt(290, 300)
     exact, rounded = (
-        reference_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), prompt)
+        reference_logits(load_reference(folder, dtype), prompt)
         for dtype in (torch.float32, torch.bfloat16)
     )
     logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
@@ -160,6 +194,6 @@ def test_a_float16_checkpoint_is_computed_in_float32(
 ) -> None:
     folder = make(tmp_path, dtype=torch.float16)
     assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = load_reference(folder)
     chain = StageChain.load(folder, even_split(4, 3), probe(CPU, DType.FLOAT16, None))
     check_generation(chain, reference, [random_prompt(40, 300)], 8)

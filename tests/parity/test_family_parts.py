@@ -19,6 +19,22 @@ N_ROWS = 50
 WINDOW = {"sliding_window": 12, "num_hidden_layers": 3}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 12}
+ROUTING = [
+    "worst experts",
+    "an expert fewer",
+    "normalized the other way",
+    "experts off by one",
+    "equal shares",
+]
+LATENTS = ["latents without norm", "halves rotated", "scaled by own columns"]
+GROUPS = [
+    "groups by another number",
+    "no groups",
+    "normalized the other way",
+    "answers unscaled",
+    "shared answers scaled",
+    "no shared expert",
+]
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mistral": (WINDOW | {"head_dim": None}, ["windows wider by one", "windows swapped"]),
     "qwen2": (
@@ -76,6 +92,63 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "residuals as they are",
             "logits as they are",
         ],
+    ),
+    "mixtral": (
+        {"num_hidden_layers": 2, "num_local_experts": 5},
+        [*ROUTING, "gate and up swapped"],
+    ),
+    "deepseek_v2": (
+        {
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 1,
+            "routed_scaling_factor": 3.0,
+        },
+        [*LATENTS, *GROUPS],
+    ),
+    "deepseek_v3": (
+        {"num_hidden_layers": 3, "first_k_dense_replace": 1},
+        [*LATENTS, *GROUPS, "no bias of the choice", "bias of the weights"],
+    ),
+    "gpt_oss": (
+        WINDOW
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "swiglu_limit": 0.8,
+            "swiglu_alpha": 3.0,
+        },
+        [
+            *(set(ROUTING) - {"normalized the other way"}),
+            "no sinks",
+            "sinks swapped",
+            "gates unclamped",
+            "gates clamped below",
+            "up unclamped",
+            "up without 1",
+            "gate and up in halves",
+            "alpha of 1",
+            "no biases",
+            "router without bias",
+            "windows swapped",
+            "windows wider by one",
+        ],
+    ),
+    "qwen2_moe": (
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 2, "mlp_only_layers": [1]},
+        [
+            *ROUTING,
+            "no shared expert",
+            "shared expert ungated",
+            "windows swapped",
+            "windows wider by one",
+            "no biases",
+        ],
+    ),
+    "qwen3_moe": (
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
+        [*ROUTING, "rotated before head norms", "no head norms", "gate and up swapped"],
     ),
     "olmo2": (
         {"num_hidden_layers": 2},

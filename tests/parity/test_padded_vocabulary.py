@@ -24,7 +24,7 @@ from shardnet.runtime.compute import StageCompute
 from shardnet.runtime.engine import TokenGenerated
 from shardnet.runtime.loading import StageOrder, load
 from shardnet.runtime.outputs import PromptScored
-from shardnet.types import DType, OutputParams, SamplingParams
+from shardnet.types import DType, OutputParams, RoutingShape, SamplingParams
 
 ADDED_ID = 310
 HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]
@@ -42,6 +42,7 @@ class Stages:
     vocab_size: int = VOCAB_SIZE
     context: int = 512
     window: int | None = None
+    routing: RoutingShape | None = None
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
+from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import layer_weight_bytes
 from shardnet.model.kernels import probe
 from shardnet.model.sample_model import (
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
+    SampleModel,
     StepTimes,
     sample_bytes,
     sample_config,
@@ -51,6 +53,14 @@ GPT2: dict[str, Any] = {
     "n_head": 4,
     "n_positions": 128,
     "vocab_size": 300,
+}
+QWEN3_MOE: dict[str, Any] = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],
+    "attention_bias": False,
 }
 GIB = 2**30
 
@@ -135,6 +145,23 @@ def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:
         measure_stage(config(), DType.FLOAT32, device="cpu", threads=2, memory_bytes=GIB, tick=tick)
     assert seen == [2]
     assert torch.get_num_threads() == before
+
+
+def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same few would stay in the cache, and the layer would look fast."""
+    visited: dict[int, set[int]] = {}
+
+    def tell(step: Step, layer: int, experts: torch.Tensor) -> None:
+        visited.setdefault(layer, set()).update(experts.flatten().tolist())
+
+    monkeypatch.setattr(Step, "tell_experts", tell)
+    cpu = torch.device("cpu")
+    sample = sample_config(config(QWEN3_MOE), DType.FLOAT32, GIB)
+    assert sample is not None
+    model = SampleModel(sample, probe(cpu, DType.FLOAT32, None), cpu, no_tick)
+    for _ in range(80):
+        model.step(1)
+    assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
 
 
 def test_no_memory_is_refused_before_it_is_taken() -> None:

@@ -142,10 +142,11 @@ def test_the_room_for_outputs_is_shared() -> None:
         (OutputParams(logit_rows=ALL_ROWS), 4 * 1000 * 50),
         (OutputParams(logit_rows=7, hidden_rows=200), 4 * (1000 * 7 + 16 * 50)),
         (OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True), 4 * 16),
+        (OutputParams(routing=True, logit_rows=1), 2 * 12 * 50 + 4 * 1000),
     ],
 )
 def test_how_much_is_asked_for(params: OutputParams, n_bytes: int) -> None:
-    assert output_bytes(params, 50, vocab_size=1000, width=16) == n_bytes
+    assert output_bytes(params, 50, vocab_size=1000, width=16, routing=12) == n_bytes
 
 
 @pytest.mark.parametrize(

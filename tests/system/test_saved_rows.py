@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_llama
+from checkpoints import make_decoder, make_llama
 from nodes import Crew, Machine
+from oracle import load_reference
 from parrot import Parrots
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +68,48 @@ def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) ->
             assert entry["logprob"] == pytest.approx(float(row[entry["token_id"]]), abs=TOLERANCE)
             assert len(entry["top"]) == 2
             assert entry["top"][0][2] == pytest.approx(float(row.max()), abs=TOLERANCE)
+
+
+def routed(model: Any, ids: list[int]) -> Any:
+    """The experts that transformers' routers choose: [T, layers, K]."""
+    chosen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda m, a, out: chosen.append(out[2])) for gate in gates]
+    forward(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).numpy()
+
+
+def test_the_routing_of_a_list(machine: Machine, tmp_path: Path) -> None:
+    """Two node processes, prompts of different lengths, tokens drawn."""
+    folder = make_decoder(tmp_path / "model", "mixtral", num_hidden_layers=3)
+    model = load_reference(folder)
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, PROMPTS)))
+    result = machine.run(
+        *("generate", "--prompts-file", str(tmp_path / "prompts"), "--model", str(folder)),
+        *("--local", "2", "--dtype", "float32", "--max-tokens", "4", "--ignore-eos", "--json"),
+        *("--record-routing", str(tmp_path / "r.npz"), *SAMPLED),
+    )
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    saved = arrays(tmp_path / "r.npz")
+    assert saved["routing"].dtype == np.int16
+    assert saved["offsets"].tolist() == [0, 9, 13, 19]
+    assert saved["positions"].tolist() == [*range(9), *range(4), *range(6)]
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        start, end = saved["offsets"][number : number + 2]
+        expected = routed(model, [*prompt, *answer["token_ids"][:-1]])
+        assert saved["routing"][start:end].tolist() == expected.tolist()
+
+
+def test_a_model_without_experts_has_no_routing(
+    trio: Crew, parrots: Parrots, tmp_path: Path
+) -> None:
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "1", "--json"]
+    arguments = ["--record-routing", str(tmp_path / "r.npz")]
+    error = trio.generate("abc", parrots.alphabet, *where, *arguments).error
+    assert "is a llama model without experts: there is no routing to record" in error
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_prompt_is_scored_without_any_token(trio: Crew, parrots: Parrots, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from shardnet.wire.messages import (
     Role,
     RowLogprobs,
     Sampling,
+    StageExperts,
     StageTiming,
     TopLogprob,
     error_frame,
@@ -116,6 +117,7 @@ EXAMPLES: dict[str, Frame] = {
         Extras(
             timings=[StageTiming(0, 1500, 20), StageTiming(1, 1600, 35)],
             logprobs=[RowLogprobs(1, 31999, -0.5, [TopLogprob(31999, -0.5)])],
+            routing=[StageExperts(9, 0, 2, 2, struct.pack("<4h", 6, 1, -1, -1))],
         ),
         epoch=3,
         step=7,

@@ -1,0 +1,66 @@
+"""gpt-oss's layer: attention sinks, windows in every other layer, experts with clamped gates.
+
+Knows the forward pass of GptOssForCausalLM (transformers, modeling_gpt_oss.py), with Hugging Face's
+parameter names. Must not know files, wire or scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shardnet.model.blocks import SelfAttention
+from shardnet.model.config import ModelConfig
+from shardnet.model.experts import SoftmaxRouter, SparseMlp
+from shardnet.model.kernels import Linear
+from shardnet.model.layers import row_sigmoid
+from shardnet.model.mixtral import SparseLayer
+from shardnet.model.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedMlp:
+    """An expert: gate and up, both clamped, the gate times its own sigmoid, up plus 1."""
+
+    limit: float
+    alpha: float
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Run every row: [T, E] in and out."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
+
+
+def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> SparseLayer:
+    """Take the parameters of the absolute `layer`.
+
+    The columns of `gate_up_proj` are those of gate and up in turn.
+    """
+    experts = config.experts
+    assert experts is not None
+    assert experts.swiglu_limit is not None
+    prefix = f"model.layers.{layer}"
+    plain = SelfAttention.load(config, weights, layer)
+    sinks = weights.parameter(f"{prefix}.self_attn.sinks").view(config.n_kv_heads, -1, 1)
+    stacked = f"{prefix}.mlp.experts"
+    gates = weights.stacked(f"{stacked}.gate_up_proj", f"{stacked}.gate_up_proj_bias", turns=2)
+    downs = weights.stacked(f"{stacked}.down_proj", f"{stacked}.down_proj_bias")
+    sparse = SparseMlp(
+        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
+        experts=[
+            ClampedMlp(
+                limit=experts.swiglu_limit,
+                alpha=experts.swiglu_alpha,
+                gate_up_proj=gate_up,
+                down_proj=down,
+            )
+            for gate_up, down in zip(gates, downs, strict=True)
+        ],
+    )
+    self_attn = replace(plain, kind=replace(plain.kind, sinks=sinks))
+    return SparseLayer.of(config, weights, layer, self_attn, sparse)
