@@ -42,13 +42,14 @@ def write_gguf(
     pack: Pack | None = None,
     extra: Mapping[str, Array] | None = None,
     split_max_tensors: int = 0,
+    tokenizer: Mapping[str, Any] | None = None,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint folder `source` as the GGUF `path`. Return `path`.
 
     With `split_max_tensors` it is written in parts, whose names follow from `path`. `extra` are
     more tensors. `metadata` is put over what follows from config.json, the names without the
-    architecture, dots as double underscores; None leaves a key out.
+    architecture, dots as double underscores; None leaves a key out. `tokenizer` has whole keys.
     """
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
@@ -57,8 +58,9 @@ def write_gguf(
     for key, value in own.items():
         if value is not None:
             _add(writer, f"{arch}.{key}", value)
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    ids = {f"tokenizer.ggml.{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "eos")}
+    for key, value in (tokenizer or ids).items():
+        _add(writer, key, value)
     tensors = converted(source) | dict(extra or {})
     for name, values in tensors.items():
         stored, kind = (pack or _as_it_is)(name, values)

@@ -180,15 +180,23 @@ def names_checkpoint(path: Path) -> bool:
     return os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return the first file of the GGUF that the checkpoint at `path` is, None for other formats.
+
+    Raises CheckpointError as `gguf_files`.
+    """
+    if path.is_dir() and (has_huggingface_tensors(path) or has_consolidated_files(path)):
+        return None
+    files = gguf_files(path)
+    return files[0] if files else None
+
+
 def _read_contents(path: Path) -> Contents:
     """Read the headers in whichever format the checkpoint has."""
-    if path.is_file():
+    if gguf_file(path) is not None:
         return open_gguf(path)
-    if not has_huggingface_tensors(path):
-        if has_consolidated_files(path):
-            return open_consolidated(path)
-        if gguf_files(path):
-            return open_gguf(path)
+    if has_consolidated_files(path) and not has_huggingface_tensors(path):
+        return open_consolidated(path)
     return open_huggingface(path)
 
 

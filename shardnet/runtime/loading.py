@@ -225,7 +225,8 @@ def load(
     sampler = None
     if model.last:
         tokenizer = Tokenizer.load_optional(path)
-        sampler = Sampler(config.vocab_size, tokenizer.n_tokens if tokenizer else None)
+        holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
+        sampler = Sampler(config.vocab_size, holes)
     return LoadedStage(
         order=order,
         stamp=stamped,
