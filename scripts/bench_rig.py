@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,8 +66,8 @@ class NoText:
 async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncIterator[Engine]:
     """Give the engine of a ring over `n_stages` nodes, this process being the first."""
     access = Access(key_file="", insecure=True)
-    with closing(Checkpoint.open(checkpoint)) as opened:
-        context = min(MAX_CONTEXT, opened.config.max_positions)
+    opened = Checkpoint.open(checkpoint)
+    context = min(MAX_CONTEXT, opened.config.max_positions)
     settings = NodeSettings(
         node=make_node_id(),
         name="bench",
@@ -178,19 +178,19 @@ class Alone:
         room_blocks: int = 40,
     ) -> None:
         torch.set_num_threads(threads)
-        with closing(Checkpoint.open(checkpoint)) as opened:
-            config = opened.config
-            self.choice: KernelChoice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)  # type: ignore[arg-type]
-            self.vocab_size = config.vocab_size
-            self.model: StageModel = load_stage(
-                opened,
-                layers or LayerRange(0, config.n_layers),
-                choice=self.choice,
-                device=torch.device("cpu"),
-                room_blocks=room_blocks,
-                context=min(MAX_CONTEXT, config.max_positions),
-                progress=lambda done, total: None,
-            )
+        opened = Checkpoint.open(checkpoint)
+        config = opened.config
+        self.choice: KernelChoice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)  # type: ignore[arg-type]
+        self.vocab_size = config.vocab_size
+        self.model: StageModel = load_stage(
+            opened,
+            layers or LayerRange(0, config.n_layers),
+            choice=self.choice,
+            device=torch.device("cpu"),
+            room_blocks=room_blocks,
+            context=min(MAX_CONTEXT, config.max_positions),
+            progress=lambda done, total: None,
+        )
 
     def prefill_s(self, prompt: Sequence[int], chunk_rows: int, *, start: int = 0) -> float:
         """Seconds to prefill `prompt` from position `start` on, in slot 0."""

@@ -8,7 +8,6 @@ whose speed drifts: plain streaming reads (the limit), one process that calls th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -114,14 +113,14 @@ def main() -> None:
 async def _measure(settings: Settings) -> dict[str, object]:
     torch.set_num_threads(settings.threads)
     limit_gb_s = max(read_bandwidth() for _ in range(3)) / 1e9
-    with contextlib.closing(Checkpoint.open(settings.checkpoint)) as checkpoint:
-        config = checkpoint.config
-        choice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)
-        whole = LayerRange(0, config.n_layers)
-        step_bytes = read_bytes_per_step(config, whole, choice.dtype)
-        started = time.perf_counter()
-        model = _load(checkpoint, whole, choice, settings)
-        alone_load_s = time.perf_counter() - started
+    checkpoint = Checkpoint.open(settings.checkpoint)
+    config = checkpoint.config
+    choice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)
+    whole = LayerRange(0, config.n_layers)
+    step_bytes = read_bytes_per_step(config, whole, choice.dtype)
+    started = time.perf_counter()
+    model = _load(checkpoint, whole, choice, settings)
+    alone_load_s = time.perf_counter() - started
     alone = Executor("bench", set_up=lambda: torch.set_num_threads(settings.threads))
     access = settings.access
     async with local_processes(settings.stages, settings.threads, access) as addresses:
