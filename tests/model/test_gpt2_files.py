@@ -82,7 +82,7 @@ def pair_of(folder_of: Callable[[str], Path]) -> Callable[[str], tuple[Tokenizer
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=trained.TEXTS)
 @example(text="e\u0301 é ①")
 @example(text="it's  WE'LL 1234\n\n x<|endoftext|>y")
