@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
+from .bench import bench
 from .cache import cache_app
 from .chat import chat
 from .config import config_path, read_config
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (node, nodes, status, plan, generate, chat, pull, unload, doctor):
+for command in (node, nodes, status, plan, generate, chat, bench, pull, unload, doctor):
     app.command()(command)
 app.add_typer(key_app)
 app.add_typer(cache_app)

@@ -113,7 +113,7 @@ def main() -> None:
 
 async def _measure(settings: Settings) -> dict[str, object]:
     torch.set_num_threads(settings.threads)
-    limit_gb_s = max(_read_bandwidth() for _ in range(3)) / 1e9
+    limit_gb_s = max(read_bandwidth() for _ in range(3)) / 1e9
     with contextlib.closing(Checkpoint.open(settings.checkpoint)) as checkpoint:
         config = checkpoint.config
         choice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)
@@ -172,7 +172,7 @@ async def _ring_turn(client: Client, message: Generate) -> Timing:
     return result.timing
 
 
-def _read_bandwidth() -> float:
+def read_bandwidth() -> float:
     """Bytes per second of one plain streaming read of memory, with the threads of one stage."""
     memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
     started = time.perf_counter()

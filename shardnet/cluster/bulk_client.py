@@ -12,8 +12,8 @@ from itertools import count
 from typing import TypeVar
 
 from shardnet.errors import PeerSilentError, RemoteProtocolError
-from shardnet.model.checkpoint import FileHead
 from shardnet.model.replica import Part
+from shardnet.model.stored import FileHead
 from shardnet.transport.link import Link
 from shardnet.wire.bulk import (
     BulkMessage,
@@ -61,19 +61,25 @@ class BulkClient:
         self._send(message)
         answer, _ = await self._receive(message.request, Skeleton)
         return [
-            FileHead(name=f.name, size_bytes=f.size_bytes, head_bytes=f.head_bytes)
-            for f in answer.files
+            FileHead(
+                name=file.name,
+                size_bytes=file.size_bytes,
+                ranges=tuple((part.offset, part.n_bytes) for part in file.heads),
+            )
+            for file in answer.files
         ]
 
-    async def head(self, head: FileHead) -> AsyncGenerator[memoryview, None]:
-        """Ask for the first bytes of a file, and give them piece by piece."""
+    async def head(self, head: FileHead) -> AsyncGenerator[tuple[int, memoryview], None]:
+        """Ask for the bytes of a file that are no tensors; give them piece by piece, each with its
+        place in the file."""
         message = FetchHead(request=next(self._numbers), model_id=self._model_id, file=head.name)
         self._send(message)
-        left = head.head_bytes
-        while left:
-            piece = await self.piece(message.request, left)
-            left -= len(piece)
-            yield piece
+        for offset, n_bytes in head.ranges:
+            at = 0
+            while at < n_bytes:
+                piece = await self.piece(message.request, n_bytes - at)
+                yield offset + at, piece
+                at += len(piece)
 
     async def digests(self, parts: Sequence[Part]) -> list[str | None]:
         """Ask for the SHA-256 of parts, at most MAX_DIGESTS; None for what is not there."""

@@ -22,6 +22,7 @@ from shardnet.wire.bulk import (
     FetchHead,
     FetchPart,
     FetchSkeleton,
+    HeadRange,
     Piece,
     Refused,
     Skeleton,
@@ -91,16 +92,21 @@ class BulkServer:
             case FetchSkeleton(request=request):
                 heads = await self._reader.run(model.checkpoint.skeleton)
                 files = [
-                    SkeletonFile(name=h.name, size_bytes=h.size_bytes, head_bytes=h.head_bytes)
-                    for h in heads
+                    SkeletonFile(
+                        name=head.name,
+                        size_bytes=head.size_bytes,
+                        heads=[HeadRange(*r) for r in head.ranges],
+                    )
+                    for head in heads
                 ]
                 link.send(bulk_frame(Skeleton(request=request, files=files)))
             case FetchHead(request=request, file=file):
                 heads = await self._reader.run(model.checkpoint.skeleton)
-                sizes = {head.name: head.head_bytes for head in heads}
-                if file not in sizes:
+                ranges = {head.name: head.ranges for head in heads}
+                if file not in ranges:
                     raise CheckpointError(f"the model has no file {file!r}")
-                await self._send(link, request, model, file, 0, sizes[file])
+                for offset, n_bytes in ranges[file]:
+                    await self._send(link, request, model, file, offset, n_bytes)
             case FetchPart(request=request, tensor=tensor, part=number):
                 part = model.part(tensor, number)
                 await self._send(link, request, model, part.file, part.offset, part.size_bytes)

@@ -228,11 +228,9 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
     elif lead.tokenizer is None:
-        raise UsageError(
-            f"{lead.plan.facts.path} has no tokenizer.json: give the prompt as --token-ids"
-        )
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: give the prompt as --token-ids")
     elif message.messages is not None:
-        template = ChatTemplate.find(Path(lead.plan.facts.path))
+        template = ChatTemplate.find(Path(lead.plan.facts.path), lead.tokenizer.template)
         text = template.render([msgspec.to_builtins(said) for said in message.messages])
         token_ids = lead.tokenizer.encode(
             text, bos="off"
@@ -241,7 +239,7 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
         raise UsageError("the prompt is empty: give some text, or ids with --token-ids")
     else:
         token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
-    check_token_ids(token_ids, vocab_size)
+    check_token_ids(token_ids, vocab_size, lead.tokenizer)
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
@@ -250,7 +248,7 @@ def _prompt_ids(message: Generate, lead: Lead) -> list[int]:
 
 def _text_stream(message: Generate, lead: Lead) -> TextStream:
     if lead.tokenizer is None and message.stop:
-        raise UsageError(f"{lead.plan.facts.path} has no tokenizer.json: --stop needs one")
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: --stop needs one")
     return TextStream(
         lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
     )

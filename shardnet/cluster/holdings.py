@@ -40,7 +40,7 @@ class Holdings:
     def by_id(self, model_id: str) -> ModelFacts | None:
         """Find a model by its id: a checkpoint folder that was looked at before, else a replica."""
         for facts in [*self._facts.values()]:
-            if facts.model_id == model_id and facts.is_complete and os.path.isdir(facts.path):
+            if facts.model_id == model_id and facts.is_complete and os.path.exists(facts.path):
                 now = self.look_at(facts.path)
                 if now.model_id == model_id:
                     return now
@@ -79,7 +79,7 @@ class OpenModel:
         self._book = book
         self._use = use
         self.checkpoint = Checkpoint.open(folder)
-        self.files = TensorFiles(folder)
+        self.files = TensorFiles(self.checkpoint.folder)
 
     def part(self, tensor: str, number: int) -> Part:
         """Find a part that is here. Raises CheckpointError when it is not."""
@@ -101,7 +101,6 @@ class OpenModel:
     def close(self) -> None:
         """Close the files and end the use."""
         self.files.close()
-        self.checkpoint.close()
         if self._use is not None:
             self._use.close()
 

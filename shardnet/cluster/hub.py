@@ -18,7 +18,7 @@ from typing import Any
 from shardnet import __version__
 from shardnet.cluster.web_file import GO_ON, Report, sha256_of
 from shardnet.errors import CheckpointError, HubError
-from shardnet.model.checkpoint import ID_FILES
+from shardnet.model.contents import ID_FILES
 from shardnet.model.hub_cache import (
     INDEX_FILE,
     SINGLE_FILE,

@@ -22,9 +22,10 @@ from shardnet.cluster.hub import HubFile, fetch_small, look_up, named_errors
 from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.web_file import SILENCE_S, TRIES, Report
 from shardnet.errors import CheckpointError, HubError
-from shardnet.model.checkpoint import MAX_HEADER_BYTES, Checkpoint, FileHead
+from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.hub_cache import HubName, cache_root
 from shardnet.model.replica import Part, Replica, begin_replica, check_heads, lay_out, range_tensors
+from shardnet.model.stored import MAX_HEADER_BYTES, FileHead
 from shardnet.types import LayerRange
 
 _LENGTH_BYTES: Final = 8
@@ -95,15 +96,15 @@ def _replica(
         if file.name not in heads:
             heads[file.name] = source.header(file)
     laid = [
-        FileHead(name=f.name, size_bytes=f.size_bytes, head_bytes=len(heads[f.name])) for f in files
+        FileHead(name=f.name, size_bytes=f.size_bytes, ranges=((0, len(heads[f.name])),))
+        for f in files
     ]
     check_heads(laid, "the Hub")
     with cache.staging() as staged:
         with contextlib.closing(lay_out(staged, laid)) as opened:
             for file_name, head in heads.items():
                 opened.write(file_name, 0, memoryview(head))
-        with contextlib.closing(Checkpoint.open(staged)) as checkpoint:
-            model_id = checkpoint.model_id
+        model_id = Checkpoint.open(staged).model_id
         folder = cache.find(model_id)
         if folder is None:
             begin_replica(staged, model_id, "the Hub")

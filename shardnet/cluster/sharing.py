@@ -316,11 +316,9 @@ class Sharing:
             files = await self._disk.run(partial(lay_out, staged, heads))
             try:
                 for head in heads:
-                    at = 0
                     async with aclosing(client.head(head)) as pieces:
-                        async for piece in pieces:
+                        async for at, piece in pieces:
                             await self._disk.run(partial(files.write, head.name, at, piece))
-                            at += len(piece)
             finally:
                 self._disk.submit(files.close)
             await self._disk.run(partial(begin_replica, staged, model_id, client.name))

@@ -99,7 +99,7 @@ class Survey:
     ) -> MeasureStage:
         return MeasureStage(
             request=0,
-            config=await self._reader.run(lambda: config_text(facts.path)),
+            config=config_text(facts),
             dtype=dtype.value,
             threads=choice.threads,
             model=choice.model,

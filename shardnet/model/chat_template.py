@@ -46,11 +46,12 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     @classmethod
-    def find(cls, folder: Path) -> ChatTemplate:
+    def find(cls, folder: Path, own: ChatTemplate | None = None) -> ChatTemplate:
         """Find the template of a checkpoint folder.
 
         The first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or of
-        several the one named "default") and chat_template.json. Raises UsageError where there is
+        several the one named "default"), chat_template.json, and `own`, which the tokenizer's file
+        holds. Raises UsageError where there is
         none, CheckpointError for a file that cannot be read or says something else.
         """
         config = _read_json(folder / "tokenizer_config.json")
@@ -65,6 +66,8 @@ class ChatTemplate:
             if said.get("chat_template") is not None:
                 where = f"{folder / name}: chat_template"
                 return cls(source=_named(said["chat_template"], where), where=where, tokens=tokens)
+        if own is not None:
+            return own
         raise UsageError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json): it is not a chat model; give the prompt without --chat"

@@ -17,7 +17,8 @@ def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[
     """Give each row the logprob of its token and of the `n_top` best.
 
     `logits` is float32 [R, V], before any filter; sums are taken in float64. A token without a
-    column has minus infinity. Equal logits rank by id, the smaller first.
+    column has minus infinity, and no token of that logprob is among the best. Equal logits rank by
+    id, the smaller first.
     """
     logprobs = torch.log_softmax(logits.to(torch.float64), dim=-1)
     n_columns = logits.shape[1]
@@ -29,7 +30,11 @@ def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[
         TokenLogprobs(
             token_id=token_id,
             logprob=own[row] if token_id < n_columns else -torch.inf,
-            top=tuple(zip(ids[row], values[row], strict=True)),
+            top=tuple(
+                (best_id, value)
+                for best_id, value in zip(ids[row], values[row], strict=True)
+                if value > -torch.inf
+            ),
         )
         for row, token_id in enumerate(token_ids)
     ]

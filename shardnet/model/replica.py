@@ -16,16 +16,11 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.checkpoint import (
-    ID_FILES,
-    INDEX_FILE,
-    MAX_HEADER_BYTES,
-    Checkpoint,
-    FileHead,
-    TensorInfo,
-)
-from shardnet.model.layout import canonical_name, stage_tensors
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.contents import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
+from shardnet.model.layout import stage_tensors
 from shardnet.model.replica_journal import JOURNAL_FILE, Stamp, n_parts
+from shardnet.model.stored import MAX_HEADER_BYTES, ByteRange, FileHead, StoredTensor
 from shardnet.types import WEIGHT_PART_BYTES, LayerRange
 
 MAX_FILE_BYTES: Final = 1 << 44
@@ -51,7 +46,7 @@ class Part:
         return f"part {self.number} of tensor {self.tensor}"
 
 
-def parts_of(info: TensorInfo) -> list[Part]:
+def parts_of(info: StoredTensor) -> list[Part]:
     """Cut a tensor into the parts in which it travels and is kept."""
     return [
         Part(
@@ -67,17 +62,18 @@ def parts_of(info: TensorInfo) -> list[Part]:
 
 def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> Part:
     """Find one part. Raises CheckpointError when the model has no such tensor or part."""
-    info = checkpoint.tensors.get(tensor)
+    info = checkpoint.stored.get(tensor)
     if info is None or number >= n_parts(info.size_bytes):
         raise CheckpointError(f"{checkpoint.path}: there is no part {number} of tensor {tensor}")
     return parts_of(info)[number]
 
 
 def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
-    """Name the tensors that the stage with `layers` reads, as the checkpoint calls them."""
-    config = checkpoint.config
-    wanted = stage_tensors(config, layers).all
-    return [name for name in checkpoint.tensors if canonical_name(config, name) in wanted]
+    """Name the stored tensors that the stage with `layers` is made of."""
+    wanted = stage_tensors(checkpoint.config, layers).all
+    made = (checkpoint.tensors[name] for name in wanted if name in checkpoint.tensors)
+    sources = {source.name for tensor in made for source in tensor.sources}
+    return [name for name in checkpoint.stored if name in sources]
 
 
 class TensorFiles:
@@ -165,7 +161,7 @@ class Replica:
 
     def parts(self, tensors: Iterable[str]) -> list[Part]:
         """List the parts of these tensors."""
-        return [part for name in tensors for part in parts_of(self.checkpoint.tensors[name])]
+        return [part for name in tensors for part in parts_of(self.checkpoint.stored[name])]
 
     def digest(self, part: Part) -> str | None:
         """Return the SHA-256 of a part that is held, None for one that is not."""
@@ -198,10 +194,10 @@ class Replica:
 
         That is after a crash, and when somebody else has written to a file.
         """
-        files = {self.checkpoint.tensors[name].file for name in tensors}
+        files = {self.checkpoint.stored[name].file for name in tensors}
         open_files = {f for f in files if self._journal.seals.get(f) != self._files.stamp(f)}
-        held = self._journal.digests.keys() & self.checkpoint.tensors.keys()
-        infos = [self.checkpoint.tensors[name] for name in sorted(held)]
+        held = self._journal.digests.keys() & self.checkpoint.stored.keys()
+        infos = [self.checkpoint.stored[name] for name in sorted(held)]
         return [
             part
             for info in infos
@@ -225,7 +221,6 @@ class Replica:
     def close(self) -> None:
         """Close the files."""
         self._files.close()
-        self.checkpoint.close()
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -238,25 +233,37 @@ class Replica:
 def check_heads(heads: Sequence[FileHead], peer: str) -> None:
     """Raise CheckpointError, which names the `peer`, unless these can be the files of a model.
 
-    A name must be that of a known file or `*.safetensors`, without any folder.
+    A name must be that of a known file or of a tensor file, without any folder.
     """
     for head in heads:
-        whole = head.name in ID_FILES or head.name == INDEX_FILE
+        whole = head.name in ID_FILES or head.name in INDEX_FILES
         plain = whole or (
-            head.name.endswith(".safetensors")
+            head.name.endswith(TENSOR_SUFFIXES)
             and not head.name.startswith(".")
             and not set(head.name) & set("/\\:\0")
             and head.name.isprintable()
         )
-        fits = head.head_bytes <= min(head.size_bytes, MAX_HEADER_BYTES + 8)
+        fits = _are_apart(head.ranges, head.size_bytes) and head.head_bytes <= MAX_HEADER_BYTES + 8
         if not plain or not fits or head.size_bytes > MAX_FILE_BYTES:
-            raise CheckpointError(f"{peer} offers a file that no model has: {head!r}")
+            raise CheckpointError(
+                f"{peer} offers a file that no model has: {head.name!r} of {head.size_bytes} bytes"
+            )
         if whole and head.head_bytes != head.size_bytes:
             raise CheckpointError(f"{peer} offers only a part of {head.name}")
     if sum(head.head_bytes for head in heads) > MAX_HEADS_BYTES:
         raise CheckpointError(f"{peer} offers more than {MAX_HEADS_BYTES} bytes beside tensors")
     if len({head.name for head in heads}) != len(heads):
         raise CheckpointError(f"{peer} offers a file twice")
+
+
+def _are_apart(ranges: Sequence[ByteRange], size_bytes: int) -> bool:
+    """Whether the ranges of a file lie in it, in order and without overlap."""
+    end = 0
+    for offset, n_bytes in ranges:
+        if offset < end:
+            return False
+        end = offset + n_bytes
+    return end <= size_bytes
 
 
 def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:

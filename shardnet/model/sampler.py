@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardnet.errors import NumericalError
+from shardnet.errors import CheckpointError, NumericalError
 from shardnet.model.logprobs import rows_logprobs
 from shardnet.model.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.philox import gumbel_noise
@@ -53,15 +53,31 @@ class SampleResult:
 class Sampler:
     """Draws the next token of each row of a micro-batch."""
 
-    def __init__(self, vocab_size: int, n_tokens: int | None = None) -> None:
-        """Take the width of the LM head and how many ids the tokenizer has.
+    def __init__(self, vocab_size: int, without_token: Sequence[int] = ()) -> None:
+        """Take the width of the LM head, and the ids in it that no token stands behind.
 
-        Columns from `n_tokens` on pad the vocabulary: no token stands behind them, they are left
-        out before anything is computed. None: no padding.
+        Most of these pad the vocabulary at its end. They are left out before anything is computed.
+        Raises CheckpointError when no id is left.
         """
         self._vocab_size = vocab_size
-        self._n_tokens = vocab_size if n_tokens is None else min(n_tokens, vocab_size)
-        assert self._n_tokens > 0
+        holes = set(without_token)
+        self._n_tokens = vocab_size
+        while self._n_tokens - 1 in holes:
+            self._n_tokens -= 1
+        if not self._n_tokens:
+            raise CheckpointError(
+                f"the tokenizer has no token for any of the model's {vocab_size} ids; take both "
+                "from one checkpoint"
+            )
+        self._holes = sorted(id_ for id_ in holes if id_ < self._n_tokens)
+
+    def _columns(self, logits: Tensor) -> Tensor:
+        """Leave out what is no token: [R, V] to [R, n_tokens], with minus infinity in between."""
+        columns = logits[:, : self._n_tokens]
+        if self._holes:
+            columns = columns.clone()
+            columns[:, self._holes] = -torch.inf
+        return columns
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> SampleResult:
         """Choose one token per row.
@@ -75,7 +91,7 @@ class Sampler:
         assert logits.shape == (len(rows), self._vocab_size)
         if not rows:
             return SampleResult(token_ids=[], logprobs=[])
-        logits = logits[:, : self._n_tokens]  # [R, n_tokens], a view
+        logits = self._columns(logits)  # [R, n_tokens]
         best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
         maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
         _refuse_rows_without_maximum(maxima, range(len(rows)))
@@ -93,7 +109,7 @@ class Sampler:
 
         `logits` is float32 [R, V]. Raises NumericalError as `sample` does.
         """
-        logits = logits[:, : self._n_tokens]
+        logits = self._columns(logits)
         _refuse_rows_without_maximum(logits.amax(1), range(len(logits)))
         return rows_logprobs(logits, token_ids, n_top)
 

@@ -281,8 +281,6 @@ def load_stage(
             f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
             "give the node fewer layers"
         ) from error
-    finally:
-        checkpoint.release()
     for file, size_bytes in checkpoint.bytes_read.items():
         if size_bytes > before[file]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)

@@ -1,23 +1,28 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids that begin and end a text.
 
-Knows tokenizer.json (through the `tokenizers` library) and the few keys of the files beside it that
-name bos and eos. Must not know prompts, sequences or streams: model/text.py turns single tokens
-into text as they come.
+Knows the `tokenizers` library, and the few keys of the files beside a tokenizer that name bos and
+eos. Must not know the forms that tokenizers are stored in (model/tokenizer_files.py), nor prompts,
+sequences or streams: model/text.py turns single tokens into text as they come.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
 import tokenizers
+from tokenizers import processors
 
 from shardnet.errors import CheckpointError, UsageError
+from shardnet.model.byte_level import byte_of_character
+from shardnet.model.chat_template import ChatTemplate
+from shardnet.model.read_tokenizer import ReadTokenizer
+from shardnet.model.token_files import read_object
+from shardnet.model.tokenizer_files import NAMES, read_tokenizer, tokenizer_place
 
 Bos = Literal["auto", "on", "off"]
 
@@ -29,7 +34,12 @@ class Tokenizer:
     """Text to token ids and back. Safe to use from several threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, bos_id: int | None, eos_ids: tuple[int, ...]
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None,
+        eos_ids: tuple[int, ...],
+        template: ChatTemplate | None = None,
     ) -> None:
         self._backend = backend
         self._lock = threading.Lock()  # encode_special_tokens is a setting of the whole backend
@@ -41,47 +51,61 @@ class Tokenizer:
         """The ids that end a text, see `read_eos_ids`; may be empty."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         """Ids that `decode` leaves out unless told to keep them."""
-        self.n_tokens = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.template = template
+        """The chat template that the tokenizer's own file holds, or None."""
+        self._ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self.n_tokens = max(self._ids, default=-1) + 1
         """One more than the largest id that has a token; a model's vocabulary may be padded."""
         self.is_byte_level = decoder is not None and decoder.decode(["Ġ"]) == " "
         """Whether the characters of a piece stand for bytes, as in GPT-2."""
         self._has_byte_pieces = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder.
+    def load(cls, path: Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint, a folder or a GGUF file.
 
-        Raises CheckpointError when tokenizer.json is missing or damaged, or a file beside it names
-        bos or eos in a way that cannot be read.
+        Raises CheckpointError when there is none, or a file is damaged, or one beside it names bos
+        or eos in a way that cannot be read.
         """
-        tokenizer = cls.load_optional(folder)
+        tokenizer = cls.load_optional(path)
         if tokenizer is None:
             raise CheckpointError(
-                f"{folder} has no tokenizer.json, so text cannot be read or written; "
-                "add the file (transformers' save_pretrained writes it) or use --token-ids"
+                f"{path} has no tokenizer ({NAMES}), so text cannot be read or written; "
+                "add the files or use --token-ids"
             )
         return tokenizer
 
     @classmethod
-    def load_optional(cls, folder: Path) -> Tokenizer | None:
-        """Load the tokenizer of a checkpoint folder, None when it has no tokenizer.json.
+    def load_optional(cls, path: Path) -> Tokenizer | None:
+        """Load the tokenizer of a checkpoint, None when it has none.
 
-        Raises CheckpointError as `load`, but for the missing file.
+        Raises CheckpointError as `load`, but for a missing tokenizer.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        folder = tokenizer_place(path)  # a GGUF file has nothing beside it
+        read = read_tokenizer(folder)
+        if read is None:
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(
-            backend,
-            bos_id=_read_bos_id(folder, backend.token_to_id),
-            eos_ids=_read_eos_ids(folder, backend.token_to_id),
+        id_of = read.backend.token_to_id
+        if not read.backend.get_vocab_size():
+            raise CheckpointError(f"{folder}: the tokenizer has no tokens; fetch its files again")
+        bos_id = _read_bos_id(folder, id_of)
+        return cls.of(
+            replace(
+                read,
+                bos_id=read.bos_id if bos_id is None else bos_id,
+                eos_ids=_read_eos_ids(folder, id_of) or read.eos_ids,
+                adds_bos=_adds_bos(folder, read.adds_bos),
+            )
         )
+
+    @classmethod
+    def of(cls, read: ReadTokenizer) -> Tokenizer:
+        """Make the tokenizer of what its file says, and nothing else."""
+        if read.adds_bos and read.bos_id is not None:
+            read.backend.post_processor = processors.TemplateProcessing(
+                single="bos $A", special_tokens=[("bos", read.bos_id)]
+            )
+        return cls(read.backend, bos_id=read.bos_id, eos_ids=read.eos_ids, template=read.template)
 
     def encode(self, text: str, *, bos: Bos = "auto", parse_special: bool = True) -> list[int]:
         """Turn text into token ids.
@@ -145,7 +169,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self.is_byte_level:
-            table = _byte_of_character()
+            table = byte_of_character()
             if all(character in table for character in piece):
                 return bytes(table[character] for character in piece)
             return piece.encode()
@@ -162,7 +186,11 @@ class Tokenizer:
 
     def has_token(self, token_id: int) -> bool:
         """Whether a token stands behind this id."""
-        return self._backend.id_to_token(token_id) is not None
+        return token_id in self._ids
+
+    def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
+        """List the ids below `n_rows` that no token stands behind."""
+        return tuple(id_ for id_ in range(n_rows) if id_ not in self._ids)
 
     def is_byte_piece(self, token_id: int) -> bool:
         """Whether the token is a fallback byte such as `<0xE2>`, decoded together with its run."""
@@ -172,38 +200,35 @@ class Tokenizer:
         return piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Read the ids that end a text from a checkpoint folder that may have no tokenizer.
+def read_eos_ids(path: Path) -> tuple[int, ...]:
+    """Read the ids that end a text from a checkpoint that may have no tokenizer.
 
     From generation_config.json, one or a list; else from config.json. Empty when neither names
     any. Raises CheckpointError when a file cannot be read. `Tokenizer.eos_ids` also asks
     tokenizer_config.json.
     """
-    return _read_eos_ids(folder, lambda token: None)
+    return _read_eos_ids(tokenizer_place(path), lambda token: None)
 
 
-def check_token_ids(token_ids: Sequence[int], n_tokens: int) -> None:
-    """Refuse a prompt that is empty or holds an id outside `[0, n_tokens)`.
+def check_token_ids(
+    token_ids: Sequence[int], n_rows: int, tokenizer: Tokenizer | None = None
+) -> None:
+    """Refuse a prompt that is empty or holds an id outside `[0, n_rows)`, the model's rows.
 
-    Raises UsageError that names the id, its place and the limit.
+    A tokenizer may know more tokens than its model. Raises UsageError that names the id, its token,
+    its place and the limit.
     """
     if not token_ids:
         raise UsageError("the prompt is empty and the tokenizer adds no bos; give it some text")
     for place, token_id in enumerate(token_ids):
-        if not 0 <= token_id < n_tokens:
-            raise UsageError(
-                f"token id {token_id} at place {place} of the prompt is outside the vocabulary; "
-                f"ids go from 0 to {n_tokens - 1}"
-            )
-
-
-@cache
-def _byte_of_character() -> dict[str, int]:
-    """Map GPT-2's printable stand-ins to bytes (encoder.py of openai/gpt-2, bytes_to_unicode)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
+        if 0 <= token_id < n_rows:
+            continue
+        known = tokenizer is not None and tokenizer.has_token(token_id)
+        named = f" ({tokenizer.token_text(token_id)!r})" if tokenizer and known else ""
+        raise UsageError(
+            f"token id {token_id}{named} at place {place} of the prompt is outside the model's "
+            f"vocabulary; ids go from 0 to {n_rows - 1}"
+        )
 
 
 def _read_eos_ids(folder: Path, id_of: Callable[[str], int | None]) -> tuple[int, ...]:
@@ -226,8 +251,19 @@ def _read_bos_id(folder: Path, id_of: Callable[[str], int | None]) -> int | None
     return None
 
 
+def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
+    """Whether bos is to stand before a text; None: the backend decides, as in tokenizer.json."""
+    if by_default is None:
+        return None
+    path = folder / "tokenizer_config.json"
+    said = read_object(path).get("add_bos_token")
+    if not isinstance(said, bool | None):
+        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {said!r}")
+    return by_default if said is None else said
+
+
 def _ids_under(path: Path, key: str) -> tuple[int, ...]:
-    value = _read_object(path).get(key)
+    value = read_object(path).get(key)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
@@ -239,7 +275,7 @@ def _ids_under(path: Path, key: str) -> tuple[int, ...]:
 def _named_token(folder: Path, key: str, id_of: Callable[[str], int | None]) -> int | None:
     """Look up a token that tokenizer_config.json names: a string, or an object with `content`."""
     path = folder / "tokenizer_config.json"
-    value = _read_object(path).get(key)
+    value = read_object(path).get(key)
     if isinstance(value, dict):
         value = value.get("content")
     if value is None:
@@ -247,16 +283,3 @@ def _named_token(folder: Path, key: str, id_of: Callable[[str], int | None]) -> 
     if not isinstance(value, str):
         raise CheckpointError(f"{path}: {key} must be a token's text, not {value!r}")
     return id_of(value)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a missing file is an empty one."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CheckpointError
-from shardnet.model.checkpoint import Checkpoint, TensorInfo
+from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
     KernelChoice,
@@ -28,7 +28,8 @@ from shardnet.model.kernels import (
     rows_are_exact,
 )
 from shardnet.model.layers import Norm
-from shardnet.model.layout import StageTensors, canonical_name, left_over
+from shardnet.model.layout import StageTensors, left_over
+from shardnet.model.making import ModelTensor
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.types import DType
@@ -37,9 +38,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
-
-_MAPPED_BYTES = 4 * 2**20
-"""So much of the files stays mapped: mapping them anew for each small expert is slow."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 
@@ -102,22 +100,19 @@ class StageWeights:
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
         config = checkpoint.config
-        self._names = {canonical_name(config, name): name for name in checkpoint.tensors}
         for name in self._shapes:
             self._check(name)
         unknown = left_over(config, checkpoint.tensors)
         if unknown:
-            info = checkpoint.tensors[unknown[0]]
             raise CheckpointError(
-                f"{checkpoint.path / info.file}: tensor {info.name} ({len(unknown)} such) has no "
+                f"{self._where(checkpoint.tensors[unknown[0]])} ({len(unknown)} such) has no "
                 f"place in a {config.family} model; use a checkpoint of the plain architecture"
             )
         self.exact_rows = choice.exact_rows
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
         self._tested: set[tuple[int, int, DType, type[Linear]]] = set()
         self._done_bytes = 0
-        self._released_bytes = 0
-        self._total_bytes = sum(self._info(name).size_bytes for name in self._shapes)
+        self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
@@ -227,14 +222,16 @@ class StageWeights:
         return linears
 
     def _own(self, name: str) -> Tensor:
-        return self._read(name).to(self._device, torch_dtype(self._choice.dtype), copy=True)
+        is_stored = self._checkpoint.tensors[name].dtype is not None
+        dtype = torch_dtype(self._choice.dtype)
+        return self._read(name).to(self._device, dtype, copy=is_stored)
 
     def _read(self, name: str) -> Tensor:
-        """Map a tensor. A tied table that the stage needs twice is read and counted once."""
+        """Make a tensor. A tied table that the stage needs twice is read and counted once."""
         if name in self._kept:
             return self._kept.pop(name)
-        tensor = self._checkpoint.read(self._names[name])
-        self._done_bytes += self._info(name).size_bytes
+        tensor = self._checkpoint.read(name, torch_dtype(self._choice.dtype))
+        self._done_bytes += self._checkpoint.tensors[name].size_bytes
         if name in self._shared:
             self._kept[name] = tensor
         return tensor
@@ -242,36 +239,34 @@ class StageWeights:
     def _skip(self, name: str) -> None:
         """Count a tensor that need not be read."""
         if self._kept.pop(name, None) is None:
-            self._done_bytes += self._info(name).size_bytes
+            self._done_bytes += self._checkpoint.tensors[name].size_bytes
 
     def _finish(self) -> None:
-        """Unmap the file's pages, once they are many, and say how far we are."""
-        if self._done_bytes - self._released_bytes >= _MAPPED_BYTES:
-            self._checkpoint.release()
-            self._released_bytes = self._done_bytes
+        """Say how far we are."""
         self._progress(self._done_bytes, self._total_bytes)
 
     def _check(self, name: str) -> None:
         """Hold the header of the tensor `name` against the model's config."""
-        if name not in self._names:
+        tensor = self._checkpoint.tensors.get(name)
+        if tensor is None:
             raise CheckpointError(
                 f"{self._checkpoint.path}: tensor {name} is missing; fetch the checkpoint again"
             )
-        info, expected = self._info(name), self._shapes[name]
-        where = f"{self._checkpoint.path / info.file}: tensor {info.name}"
-        if info.shape != expected:
+        where, expected = self._where(tensor), self._shapes[name]
+        if tensor.shape != expected:
             raise CheckpointError(
-                f"{where} has shape {list(info.shape)}, config.json asks for {list(expected)}; "
+                f"{where} has shape {list(tensor.shape)}, the config asks for {list(expected)}; "
                 "config and tensors are of different models: fetch the checkpoint again"
             )
-        if info.dtype not in _FLOATS:
+        if tensor.dtype is not None and tensor.dtype not in _FLOATS:
             raise CheckpointError(
-                f"{where} is stored as {info.dtype}; supported: {', '.join(sorted(_FLOATS))}; "
-                "use a checkpoint that is not quantized"
+                f"{where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_FLOATS))}; "
+                "use a checkpoint that is not quantized, or one whose config says how it is"
             )
 
-    def _info(self, name: str) -> TensorInfo:
-        return self._checkpoint.tensors[self._names[name]]
+    def _where(self, tensor: ModelTensor) -> str:
+        source = tensor.sources[0]
+        return f"{self._checkpoint.folder / source.file}: tensor {source.name}"
 
 
 def split_stacked(weight: Tensor, bias: Tensor, turns: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,28 +150,28 @@ def load_draft_model(
     Runs on a loading thread. `vocab_size` is the ring's: guesses are its token ids. Raises
     CheckpointError for a model of another vocabulary, CapacityError when it does not fit.
     """
-    with closing(Checkpoint.open(path)) as checkpoint:
-        config = checkpoint.config
-        if config.vocab_size != vocab_size:
-            raise CheckpointError(
-                f"--speculate {path}: the model has {config.vocab_size} token ids and the one it "
-                f"guesses for has {vocab_size}; name a smaller model of the same family"
-            )
-        layers = LayerRange(0, config.n_layers)
-        kind = torch.device(device)
-        choice = probe(kind, config.checkpoint_dtype or DType.FLOAT32, config.checkpoint_dtype)
-        context = min(context, config.max_positions)
-        room_blocks = min(
-            kv_room_blocks(config, layers, choice.dtype, context, memory_bytes),
-            MAX_GUESSERS * blocks_for(context),
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    if config.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"--speculate {path}: the model has {config.vocab_size} token ids and the one it "
+            f"guesses for has {vocab_size}; name a smaller model of the same family"
         )
-        model = load_stage(
-            checkpoint,
-            layers,
-            choice=choice,
-            device=kind,
-            room_blocks=room_blocks,
-            context=context,
-            progress=lambda done, total: None,
-        )
+    layers = LayerRange(0, config.n_layers)
+    kind = torch.device(device)
+    choice = probe(kind, config.checkpoint_dtype or DType.FLOAT32, config.checkpoint_dtype)
+    context = min(context, config.max_positions)
+    room_blocks = min(
+        kv_room_blocks(config, layers, choice.dtype, context, memory_bytes),
+        MAX_GUESSERS * blocks_for(context),
+    )
+    model = load_stage(
+        checkpoint,
+        layers,
+        choice=choice,
+        device=kind,
+        room_blocks=room_blocks,
+        context=context,
+        progress=lambda done, total: None,
+    )
     return DraftModel(model, Executor("shardnet-draft", set_up=lambda: use_threads(threads)))

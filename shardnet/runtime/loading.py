@@ -12,16 +12,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.checkpoint import Checkpoint, names_checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
 from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
@@ -70,13 +70,15 @@ class StageOrder:
 class ModelFacts:
     """What a node knows of a checkpoint without loading it.
 
-    `stamp` changes when a file of the folder does. `is_complete`: it holds every tensor, and is no
+    `path` is its folder, or its file. `config_text` is its config in the words of config.json.
+    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
     replica. `sample` is that of its weights then, else "".
     """
 
     model_id: str
     path: Path
     config: ModelConfig
+    config_text: str
     stamp: Stamp
     is_complete: bool
     sample: str
@@ -101,30 +103,31 @@ class LoadedStage:
 
 
 def find_folder(model: str) -> Path | None:
-    """Return the folder that `model` names on this machine: the bundled model, an absolute path, or
-    a model of the Hub that was pulled.
+    """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
+    an absolute path, or a model of the Hub that was pulled.
 
-    None when there is no such folder here.
+    None when there is none here.
     """
     if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
         name = HubName.parse(model)
         return pulled_folder(name) if name is not None else None
     path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
-    return path if os.path.isdir(path) else None  # also where one may not look
+    return path if names_checkpoint(path) else None
 
 
 def identify(path: Path) -> ModelFacts:
     """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
     stamped = stamp(path)
-    with closing(Checkpoint.open(path)) as checkpoint:
-        return ModelFacts(
-            model_id=checkpoint.model_id,
-            path=path,
-            config=checkpoint.config,
-            stamp=stamped,
-            is_complete=checkpoint.journal is None,
-            sample=checkpoint.sample if checkpoint.journal is None else "",
-        )
+    checkpoint = Checkpoint.open(path)
+    return ModelFacts(
+        model_id=checkpoint.model_id,
+        path=path,
+        config=checkpoint.config,
+        config_text=checkpoint.config_text,
+        stamp=stamped,
+        is_complete=checkpoint.journal is None,
+        sample=checkpoint.sample if checkpoint.journal is None else "",
+    )
 
 
 def identify_at(model: str) -> ModelFacts:
@@ -138,18 +141,16 @@ def identify_at(model: str) -> ModelFacts:
     return identify(folder)
 
 
-def config_text(path: Path) -> str:
-    """Return the text of a checkpoint's config.json, for a node that has no checkpoint.
+def config_text(facts: ModelFacts) -> str:
+    """Return the text of a checkpoint's config, for a node that has no checkpoint.
 
-    Raises CheckpointError when it cannot be read, or is larger than 1 MiB.
+    Raises CheckpointError when it is larger than 1 MiB.
     """
-    file = path / "config.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}; fetch it again") from error
+    text = facts.config_text
     if len(text) > MAX_CONFIG_TEXT:
-        raise CheckpointError(f"{file} is {len(text)} characters long, at most 1 MiB can be sent")
+        raise CheckpointError(
+            f"{facts.path}: its config is {len(text)} characters long, at most 1 MiB can be sent"
+        )
     return text
 
 
@@ -161,11 +162,12 @@ def stamp(path: Path) -> Stamp:
 
     Raises CheckpointError when the folder cannot be looked at.
     """
-    journal = Journal.find(path)
+    journal = Journal.find(path) if path.is_dir() else None
     if journal is not None:
         return (("replica", journal.n_dropped, 0),)
     try:
-        files = sorted(file for file in path.iterdir() if file.is_file())
+        files = gguf_files(path) if path.is_file() else [*path.iterdir()]
+        files = sorted(file for file in files if file.is_file())
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
@@ -197,38 +199,34 @@ def load(
     started = time.perf_counter()
     path = order.folder
     stamped = stamp(path)
-    with closing(Checkpoint.open(path)) as checkpoint:
-        if checkpoint.model_id != order.model_id:
-            raise CheckpointError(
-                f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
-                f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
-            )
-        config = checkpoint.config
-        device = torch.device(order.device)
-        choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
-        room_blocks = kv_room_blocks(
-            config,
-            order.layers,
-            choice.dtype,
-            order.context,
-            memory_bytes,
-            order.quantization,
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.model_id != order.model_id:
+        raise CheckpointError(
+            f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
+            f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
         )
-        model = load_stage(
-            checkpoint,
-            order.layers,
-            choice=choice,
-            device=device,
-            room_blocks=room_blocks,
-            context=order.context,
-            progress=progress,
-            packs=_pack_cache(order, stamped, packs),
-        )
+    config = checkpoint.config
+    device = torch.device(order.device)
+    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
+    room_blocks = kv_room_blocks(
+        config, order.layers, choice.dtype, order.context, memory_bytes, order.quantization
+    )
+    model = load_stage(
+        checkpoint,
+        order.layers,
+        choice=choice,
+        device=device,
+        room_blocks=room_blocks,
+        context=order.context,
+        progress=progress,
+        packs=_pack_cache(order, stamped, packs),
+    )
     give_memory_back()  # rounding leaves some behind
     sampler = None
     if model.last:
         tokenizer = Tokenizer.load_optional(path)
-        sampler = Sampler(config.vocab_size, tokenizer.n_tokens if tokenizer else None)
+        holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
+        sampler = Sampler(config.vocab_size, holes)
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -247,7 +245,7 @@ def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackC
         return None
     from shardnet.model.pack_cache import PackCache
 
-    identity = json.dumps([order.model_id, str(order.folder), stamped])
+    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
     packs = PackCache(folder, identity, order.model, order.quantization)
     packs.touch()
     return packs

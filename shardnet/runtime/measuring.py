@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config import ModelConfig
+from shardnet.model.contents import TENSOR_SUFFIXES
 from shardnet.model.families import parse_config
 from shardnet.model.quantization import Quantization
 from shardnet.types import PREFILL_CHUNK_ROWS, DType
@@ -129,13 +130,14 @@ def measure_stage(
 
 
 def measure_disk(path: Path) -> float | None:
-    """Read a part of the largest tensor file in `path` and return the bytes per second.
+    """Read a part of the largest tensor file at `path` and return the bytes per second.
 
     Pages that the system keeps of that part are dropped first where it lets us (Linux), so that it
     is the disk that answers. None where there is no tensor file or it cannot be read.
     """
     try:
-        files = [file for file in path.iterdir() if file.suffix == ".safetensors"]
+        found = path.iterdir() if path.is_dir() else [path]
+        files = [file for file in found if file.suffix in TENSOR_SUFFIXES]
         if not files:
             return None
         return _read_rate(max(files, key=lambda file: file.stat().st_size))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +86,8 @@ def measure_logit_error(
 
     from shardnet.model.kernels import probe
 
-    with closing(Checkpoint.open(facts.path)) as checkpoint, torch.inference_mode():
+    checkpoint = Checkpoint.open(facts.path)
+    with torch.inference_mode():
         if checkpoint.model_id != facts.model_id:
             raise CheckpointError(f"{facts.path} has changed since it was planned with: ask again")
         choice = probe(torch.device("cpu"), dtype, checkpoint.config.checkpoint_dtype)
@@ -180,7 +180,7 @@ class _BytesRead:
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self._progress = progress
-        self._total_bytes = sum(info.size_bytes for info in checkpoint.tensors.values())
+        self._total_bytes = sum(tensor.size_bytes for tensor in checkpoint.tensors.values())
         self._before_bytes = 0
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:

@@ -29,6 +29,8 @@ from shardnet.wire.schema import (
 MAX_FILES: Final = 4096
 MAX_DIGESTS: Final = 256
 
+MAX_RANGES: Final = 1 << 16
+
 FileName = Annotated[str, Meta(max_length=255)]
 TensorName = Annotated[str, Meta(max_length=1024)]
 
@@ -40,12 +42,19 @@ class FetchSkeleton(Tagged, frozen=True, kw_only=True):
     model_id: Digest
 
 
+class HeadRange(Row, frozen=True, array_like=True):
+    """Bytes of a file that are no tensors."""
+
+    offset: Count
+    n_bytes: Count
+
+
 class SkeletonFile(Strict, frozen=True, kw_only=True):
-    """A file of a model, and how many of its first bytes are no tensors."""
+    """A file of a model, and which of its bytes are no tensors: in order, without overlap."""
 
     name: FileName
     size_bytes: Count
-    head_bytes: Count
+    heads: Annotated[list[HeadRange], Meta(max_length=MAX_RANGES)]
 
 
 class Skeleton(Tagged, frozen=True, kw_only=True):
@@ -56,7 +65,7 @@ class Skeleton(Tagged, frozen=True, kw_only=True):
 
 
 class FetchHead(Tagged, frozen=True, kw_only=True):
-    """Ask for the first bytes of a file, those that are no tensors. Answered by Piece frames."""
+    """Ask for the bytes of a file that are no tensors, in order. Answered by Piece frames."""
 
     request: RequestId
     model_id: Digest

@@ -44,9 +44,9 @@ class Sources:
         self.dialled: list[str] = []
 
     def add(self, name: str, folder: Path, cache: Path) -> None:
-        """Let a real source with a checkpoint folder, or a replica of a cache, answer."""
+        """Let a real source with a checkpoint, or a replica of a cache, answer."""
         holdings = Holdings(ModelCache(cache))
-        if folder.is_dir():
+        if folder.exists():
             holdings.look_at(folder)
         self.serves[name] = BulkServer(holdings, self.disk, SendRate(None), time.monotonic).serve
 
@@ -96,7 +96,9 @@ def empty_replica(source: Path, folder: Path) -> Path:
     heads = checkpoint.skeleton()
     files = lay_out(folder, heads)
     for head in heads:
-        files.write(head.name, 0, memoryview((source / head.name).read_bytes()[: head.head_bytes]))
+        whole = memoryview((checkpoint.folder / head.name).read_bytes())
+        for at, n_bytes in head.ranges:
+            files.write(head.name, at, whole[at : at + n_bytes])
     files.close()
     begin_replica(folder, checkpoint.model_id, "a test")
     return folder
@@ -105,8 +107,8 @@ def empty_replica(source: Path, folder: Path) -> Path:
 def same_bytes(folder: Path, source: Path, tensors: Iterable[str]) -> bool:
     """Whether these tensors have the same bytes in both folders."""
     checkpoint = Checkpoint.open(source)
-    ours, theirs = TensorFiles(folder), TensorFiles(source)
-    parts = [part for name in tensors for part in parts_of(checkpoint.tensors[name])]
+    ours, theirs = TensorFiles(folder), TensorFiles(checkpoint.folder)
+    parts = [part for name in tensors for part in parts_of(checkpoint.stored[name])]
     equal = all(ours.digest(part) == theirs.digest(part) for part in parts)
     ours.close()
     theirs.close()

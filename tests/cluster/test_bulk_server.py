@@ -13,8 +13,9 @@ from checkpoints import make_llama
 
 from shardnet.cluster.bulk_client import BulkClient, SourceRefused
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.checkpoint import Checkpoint, FileHead
+from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.replica import Part
+from shardnet.model.stored import FileHead
 from shardnet.wire.bulk import FetchHead, FetchPart, Piece, Refused, bulk_frame, read_bulk
 
 
@@ -56,7 +57,7 @@ def test_a_skeleton_is_the_model_without_its_tensors(source: Path, tmp_path: Pat
         }
         for name, head in heads.items():
             content = (source / name).read_bytes()
-            got = b"".join([bytes(piece) async for piece in client.head(head)])
+            got = b"".join([bytes(piece) async for _, piece in client.head(head)])
             assert len(content) == head.size_bytes
             assert got == content[: head.head_bytes]
         assert heads["config.json"].head_bytes == heads["config.json"].size_bytes
@@ -74,7 +75,7 @@ def test_other_files_are_refused_and_the_link_goes_on(
 ) -> None:
     async def scenario(sources: Sources, client: BulkClient) -> None:
         with pytest.raises(SourceRefused, match="has no file"):
-            await anext(client.head(FileHead(name=name, size_bytes=1, head_bytes=1)))
+            await anext(client.head(FileHead(name=name, size_bytes=1, ranges=((0, 1),))))
         assert await client.skeleton()
 
     run(source, tmp_path, scenario)

@@ -78,7 +78,7 @@ def layers(source: Path, start: int, end: int) -> list[str]:
 
 def n_bytes(source: Path, tensors: Sequence[str]) -> int:
     checkpoint = Checkpoint.open(source)
-    return sum(checkpoint.tensors[name].size_bytes for name in tensors)
+    return sum(checkpoint.stored[name].size_bytes for name in tensors)
 
 
 async def fetch(
@@ -252,7 +252,7 @@ def test_when_all_are_gone_each_is_named_with_why(source: Path, folder: Path) ->
 
 def change(folder: Path, tensor: str) -> None:
     """Change bytes in the middle of a tensor, so that no header and no size tells."""
-    info = Checkpoint.open(folder).tensors[tensor]
+    info = Checkpoint.open(folder).stored[tensor]
     files = TensorFiles(folder, writable=True)
     files.write(info.file, info.offset + info.size_bytes // 2, memoryview(b"changed!"))
     files.close()
@@ -324,7 +324,7 @@ def test_digests_of_two_checkpoints_are_not_mixed(
 
     async def scenario(sources: Sources) -> None:
         answer, n_told = digests_only(source), [0]
-        source_tensors = list(Checkpoint.open(source).tensors)
+        source_tensors = list(Checkpoint.open(source).stored)
 
         def script(message: BulkMessage) -> list[tuple[BulkMessage, bytes]] | None:
             n_told[0] += isinstance(message, FetchDigests)

@@ -39,7 +39,13 @@ def facts(dtype: str = "bfloat16") -> ModelFacts:
     }
     config = parse_config(raw, "config.json")
     return ModelFacts(
-        model_id="ab" * 32, path=Path("/m"), config=config, stamp=(), is_complete=True, sample=""
+        model_id="ab" * 32,
+        path=Path("/m"),
+        config=config,
+        config_text="{}",
+        stamp=(),
+        is_complete=True,
+        sample="",
     )
 
 

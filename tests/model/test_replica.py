@@ -15,7 +15,7 @@ from checkpoints import make_gpt2, make_llama
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model import replica as replica_module
 from shardnet.model import replica_journal
-from shardnet.model.checkpoint import Checkpoint, FileHead
+from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.replica import (
     Part,
     Replica,
@@ -29,6 +29,7 @@ from shardnet.model.replica import (
     range_tensors,
 )
 from shardnet.model.replica_journal import JOURNAL_FILE, Journal
+from shardnet.model.stored import FileHead
 from shardnet.runtime.loading import stamp
 from shardnet.types import LayerRange
 
@@ -59,7 +60,9 @@ def skeleton_of(source: Path, folder: Path) -> Path:
     folder.mkdir()
     files = lay_out(folder, heads)
     for head in heads:
-        files.write(head.name, 0, memoryview((source / head.name).read_bytes()[: head.head_bytes]))
+        whole = (source / head.name).read_bytes()
+        for at, n_bytes in head.ranges:
+            files.write(head.name, at, memoryview(whole[at : at + n_bytes]))
     files.close()
     begin_replica(folder, checkpoint.model_id, "a peer")
     return folder
@@ -73,7 +76,7 @@ def fill(folder: Path, source: Path, tensors: Iterable[str], *, seal: bool = Tru
         replica.write(part, 0, memoryview(data))
         replica.hold(part, hashlib.sha256(data).hexdigest())
     if seal:
-        replica.seal({replica.checkpoint.tensors[name].file for name in tensors})
+        replica.seal({replica.checkpoint.stored[name].file for name in tensors})
     replica.close()
     files.close()
 
@@ -86,20 +89,18 @@ def test_a_replica_is_the_same_model_and_reads_what_it_holds(
     whole = Checkpoint.open(source)
     folder = skeleton_of(source, tmp_path / "replica")
     tensors = range_tensors(whole, LayerRange(1, 2))
-    assert 0 < len(tensors) < len(whole.tensors)
+    assert 0 < len(tensors) < len(whole.stored)
     fill(folder, source, tensors)
     part = Checkpoint.open(folder)
     assert part.model_id == whole.model_id
     assert part.missing(tensors) == []
-    assert part.missing(whole.tensors) == [n for n in whole.tensors if n not in tensors]
+    assert part.missing(whole.stored) == [n for n in whole.stored if n not in tensors]
     for tensor in whole.tensors:
         if tensor in tensors:
             assert torch.equal(part.read(tensor), whole.read(tensor))
         else:
             with pytest.raises(CheckpointError, match=f"{tensor} has not been fetched"):
                 part.read(tensor)
-    part.close()
-    whole.close()
 
 
 def test_files_are_sparse(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_range_is_named_as_the_checkpoint_names_it(tmp_path: Path) -> None:
 
 
 def test_parts_cover_every_byte_of_a_tensor_once(single: Path) -> None:
-    for info in Checkpoint.open(single).tensors.values():
+    for info in Checkpoint.open(single).stored.values():
         at = info.offset
         for number, part in enumerate(parts_of(info)):
             assert (part.number, part.offset) == (number, at)
@@ -207,7 +208,7 @@ class TestSoundness:
         files.write(part.file, part.offset + 5, memoryview(b"damage"))
         files.close()
         n_looked_at, wrong = self.recheck(folder, ["model.norm.weight"])
-        assert n_looked_at == len(parts_of(Checkpoint.open(folder).tensors["lm_head.weight"])) + 1
+        assert n_looked_at == len(parts_of(Checkpoint.open(folder).stored["lm_head.weight"])) + 1
         assert wrong == [part]
         assert self.recheck(folder, ["lm_head.weight"]) == (0, [])
 
@@ -229,7 +230,7 @@ class TestSoundness:
 
 
 def head(name: str, size: int = 10, head_bytes: int = 10) -> FileHead:
-    return FileHead(name=name, size_bytes=size, head_bytes=head_bytes)
+    return FileHead(name=name, size_bytes=size, ranges=((0, head_bytes),))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,8 @@ def head(name: str, size: int = 10, head_bytes: int = 10) -> FileHead:
         [head("config.json"), head("config.json")],
         [head("config.json", size=20)],
         [head("model.safetensors", size=5)],
+        [FileHead(name="m.bin", size_bytes=9, ranges=((0, 5), (4, 2)))],
+        [FileHead(name="m.bin", size_bytes=9, ranges=((5, 2), (0, 2)))],
         [head("model.safetensors", size=1 << 50)],
         [head(f"{n}.safetensors", size=1 << 30, head_bytes=10**8) for n in range(11)],
         [head("tokenizer.json", size=1 << 40, head_bytes=1 << 40)],

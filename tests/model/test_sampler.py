@@ -18,8 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shardnet.errors import NumericalError, ShardnetError
+from shardnet.errors import CheckpointError, NumericalError, ShardnetError
 from shardnet.model.logprobs import rows_logprobs
+from shardnet.model.penalties import RowContext
 from shardnet.model.sampler import CUT, Sampler, SampleRow, surviving_tokens
 from shardnet.types import SamplingParams
 
@@ -269,7 +270,7 @@ def test_sampling_leaves_the_logits_as_they_were() -> None:
     logits = random_row(1).reshape(1, -1)
     before = logits.clone()
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, n_logprobs=4)
-    Sampler(500, 400).sample(logits, [SampleRow(params=params, position=0)])
+    Sampler(500, range(400, 500)).sample(logits, [SampleRow(params=params, position=0)])
     assert torch.equal(logits, before)
 
 
@@ -283,7 +284,7 @@ def test_columns_without_a_token_are_masked(temperature: float) -> None:
     logits[0, 63] = math.nan
     params = SamplingParams(temperature=temperature, n_logprobs=5)
     rows = [SampleRow(params=params, position=3)]
-    result = Sampler(64, 60).sample(logits, rows)
+    result = Sampler(64, range(60, 64)).sample(logits, rows)
     assert result.token_ids[0] < 60
     logprobs = result.logprobs[0]
     assert logprobs is not None
@@ -291,10 +292,66 @@ def test_columns_without_a_token_are_masked(temperature: float) -> None:
     assert [token_id for token_id, _ in logprobs.top] == [0, 1, 2, 3, 4]
 
 
-def test_a_tokenizer_larger_than_the_head_masks_nothing() -> None:
-    assert Sampler(8, 12).sample(
-        torch.arange(8.0).reshape(1, 8), [SampleRow(params=SamplingParams(), position=0)]
-    ).token_ids == [7]
+HOLES = [0, 3, 7, 60, 61, 62, 63]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n_logprobs=64),
+        SamplingParams(temperature=1.0, n_logprobs=64),
+        SamplingParams(temperature=2.0, top_k=5, top_p=0.9, min_p=0.01, n_logprobs=64),
+        SamplingParams(repetition_penalty=0.5, n_logprobs=64),
+        SamplingParams(temperature=0.7, frequency_penalty=-2, presence_penalty=-2, n_logprobs=64),
+        SamplingParams(logit_bias=((3, 100.0), (62, 100.0)), n_logprobs=64),
+        SamplingParams(min_tokens=8, temperature=1.0, n_logprobs=64),
+    ],
+)
+def test_ids_without_a_token_are_never_drawn(params: SamplingParams) -> None:
+    """In the middle and at the end, whatever is done to the logits after."""
+    logits = random_row(2, 64).reshape(1, -1)
+    logits[0, HOLES] = 50.0
+    logits[0, 7] = math.nan
+    before = logits.clone()
+    context = RowContext(tokens=np.array([3, 3, 7, 62, 5], np.int32), stop_ids=(3, 9))
+    sampler = Sampler(64, HOLES)
+    drawn = set()
+    for position in range(200):
+        row = SampleRow(params=params, position=position, context=context)
+        result = sampler.sample(logits, [row])
+        drawn.update(result.token_ids)
+        (logprobs,) = result.logprobs
+        assert logprobs is not None
+    assert not drawn & set(HOLES)
+    assert len(drawn) > 1 or params.temperature == 0
+    assert sorted(token_id for token_id, _ in logprobs.top) == sorted({*range(64)} - {*HOLES})
+    assert sum(math.exp(logprob) for _, logprob in logprobs.top) == pytest.approx(1.0)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+
+
+def test_holes_change_nothing_for_the_tokens_that_are_left() -> None:
+    """A column of minus infinity in the middle draws as a vocabulary in which it never won."""
+    logits = random_row(4, 64).reshape(1, -1)
+    rows = [
+        SampleRow(params=SamplingParams(temperature=1.0, seed=s), position=s) for s in range(50)
+    ]
+    free = [Sampler(64).sample(logits, [row]).token_ids[0] for row in rows]
+    masked = [Sampler(64, HOLES).sample(logits, [row]).token_ids[0] for row in rows]
+    assert [a for a in free if a not in HOLES] == [
+        b for a, b in zip(free, masked, strict=True) if a not in HOLES
+    ]
+
+
+def test_a_vocabulary_without_any_token_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no token for any of the model's 8 ids"):
+        Sampler(8, range(8))
+
+
+def test_prompt_logprobs_of_ids_without_a_token() -> None:
+    own, hole = Sampler(8, [2, 7]).logprobs(torch.zeros(2, 8), [6, 2], 8)
+    assert own.logprob == pytest.approx(-math.log(6))
+    assert hole.logprob == -INFINITY
+    assert [token_id for token_id, _ in hole.top] == [0, 1, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -343,7 +400,7 @@ def test_equal_logits_rank_by_id() -> None:
 
 
 def test_a_token_without_a_column_is_impossible() -> None:
-    (logprobs,) = Sampler(8, 5).logprobs(torch.zeros(1, 8), [6], 1)
+    (logprobs,) = Sampler(8, [5, 6, 7]).logprobs(torch.zeros(1, 8), [6], 1)
     assert logprobs.logprob == -INFINITY
     assert logprobs.top == ((0, pytest.approx(-math.log(5))),)
 

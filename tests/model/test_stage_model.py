@@ -104,8 +104,8 @@ class TestLoading:
         made: list[weakref.ref[torch.Tensor]] = []
         read = Checkpoint.read
 
-        def watched(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-            tensor = read(checkpoint, name)
+        def watched(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+            tensor = read(checkpoint, name, dtype)
             made.append(weakref.ref(tensor))
             return tensor
 

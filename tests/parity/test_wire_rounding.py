@@ -62,8 +62,7 @@ class Ring:
         stages = StageChain.load(folder, ranges, choice).stages
         own = WireDType.own(choice.dtype)
         self.computes = [
-            TorchCompute(stage, Sampler(VOCAB, None) if stage.last else None, own)
-            for stage in stages
+            TorchCompute(stage, Sampler(VOCAB) if stage.last else None, own) for stage in stages
         ]
 
     def use_wire(self, dtype: WireDType) -> None:
@@ -108,9 +107,7 @@ def sampled(logits: Tensor, positions: range) -> list[Samples]:
     """What the tail says of these logits, one step a row."""
     answers = []
     for row, position in zip(logits, positions, strict=True):
-        result = Sampler(VOCAB, None).sample(
-            row[None], [SampleRow(params=GREEDY, position=position)]
-        )
+        result = Sampler(VOCAB).sample(row[None], [SampleRow(params=GREEDY, position=position)])
         answers.append(
             Samples(
                 token_ids=result.token_ids,

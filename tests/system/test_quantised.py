@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from nodes import Crew, Machine
 from parrot import Parrots, make_parrot
@@ -44,6 +45,48 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
         assert machine.run("cache", "ls").stdout == ""
     finally:
         machine.close()
+
+
+def test_bench_measures_a_ring(trio: Crew, parrots: Parrots) -> None:
+    where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
+    few = ["--prompt", "20", "--tokens", "5", "--rounds", "1"]
+    told = trio.machine.run("bench", *where, *few, "--parallel", "3", "--json").json
+    [speed] = told["speeds"]
+    assert (speed["sequences"], speed["n_prompt"], speed["n_tokens"]) == (3, 20, 5)
+    assert min(speed["ttft_s"], speed["prefill_tok_s"], speed["decode_tok_s"]) > 0
+    assert len(told["stages"]) == 2
+    shown = trio.machine.run("bench", *where, *few)
+    assert [line.split()[:2] for line in shown.stdout.splitlines()] == [
+        *(["1", "sequences:"], ["4", "sequences:"])
+    ]
+
+
+def test_bench_scores_a_text(trio: Crew, parrots: Parrots, tmp_path: Path) -> None:
+    """The parrot is sure of the letters' order, and of nothing else."""
+    where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 1)]
+
+    def ask(text: str, *more: str) -> dict[str, Any]:
+        file = tmp_path / "text"
+        file.write_text(text)
+        told = trio.machine.run("bench", *where, "--perplexity", str(file), "--json", *more).json
+        quality: dict[str, Any] = told["perplexity"]
+        assert quality["n_bytes"] == len(text)
+        return quality
+
+    def score(text: str, *more: str) -> float:
+        return float(ask(text, *more)["perplexity"])
+
+    def count(text: str, *more: str) -> int:
+        return int(ask(text, *more)["n_tokens"])
+
+    in_order, out_of_order = "abcdefghijklmnopqrstuvw", "qpzmalxkwosjdncbfhgiryu"
+    assert score(in_order) < 1.2
+    assert score(in_order, "--quant", "int8") < 1.2
+    assert score(out_of_order) > 100
+    assert [count(in_order * 10, "--piece", n) for n in ("230", "115")] == [229, 228]
+    missing = trio.machine.run("bench", *where, "--perplexity", str(tmp_path / "none"))
+    assert missing.code == 2
+    assert "none" in missing.stderr
 
 
 def test_a_name_that_is_none_is_wrong_usage(trio: Crew) -> None:

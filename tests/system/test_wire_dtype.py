@@ -38,7 +38,7 @@ def test_local_nodes_make_what_a_model_that_rounds_says(machine: Machine) -> Non
     for logits_of, is_equal in ((logits, True), (exact, False)):
         params = SamplingParams(n_logprobs=2)
         rows = [SampleRow(params=params, position=len(prompt) - 1 + n) for n in range(N_TOKENS)]
-        said = Sampler(4096, None).sample(logits_of[-N_TOKENS:], rows).logprobs
+        said = Sampler(4096).sample(logits_of[-N_TOKENS:], rows).logprobs
         logprobs = [one.logprob for one in said if one is not None]
         assert ([entry["logprob"] for entry in answer["logprobs"]] == logprobs) is is_equal
 

@@ -14,7 +14,7 @@ from wire_strategies import feed, hello, pair
 
 from shardnet import errors
 from shardnet.cluster.cluster_key import ClusterKey
-from shardnet.model.checkpoint import ID_FILES, INDEX_FILE
+from shardnet.model.contents import ID_FILES, INDEX_FILES
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire import bulk, control, measured, messages, narrow, reports, schema
@@ -131,5 +131,5 @@ def test_the_files_of_a_models_id() -> None:
     section = DOCUMENT.split("## 16. A model's id")[1]
     in_order = [name for name in re.findall(r"`([\w.]+)`", section) if name in ID_FILES]
     assert tuple(in_order) == ID_FILES
-    assert f"`{INDEX_FILE}`" in section
+    assert all(f"`{name}`" in section for name in INDEX_FILES)
     assert f"cut every {WEIGHT_PART_BYTES} bytes" in DOCUMENT.replace("\n", " ")

@@ -1,0 +1,150 @@
+"""Benchmark the matrix products of one model shape: bf16, int8, int4, alone and in a stage.
+
+Everything is measured in one run, the formats taking turns: plain streaming reads (the limit), all
+products of a step one after the other, and whole decode steps of a stage in random weights. A
+format's share of the limit is the time to read its bytes once, divided by what a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench_ring import random_1b, read_bandwidth
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.config import ModelConfig
+from shardnet.model.footprint import read_bytes_per_step
+from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
+from shardnet.model.layout import is_rounded, stage_tensors
+from shardnet.model.native import native_kernels
+from shardnet.model.quantization import Quantization
+from shardnet.model.sample_model import SampleModel
+from shardnet.types import LayerRange
+
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A way to hold weights, and its products of one step."""
+
+    name: str
+    products: list[Linear]
+    read_bytes: int
+
+
+def main() -> None:
+    """Measure and print; with --json one object on standard output."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench kernels")
+    parser.add_argument("--checkpoint", type=Path, help="default: the TinyLlama-1.1B shape")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
+    parser.add_argument("--quant", nargs="*", default=["none", "int8", "int4"])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    config = Checkpoint.open(arguments.checkpoint or random_1b()).config
+    report = _measure(config, arguments)
+    print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
+
+
+@torch.inference_mode()
+def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, object]:
+    kinds = [Quantization.named(name) for name in arguments.quant]
+    choices = [probe(CPU, "auto", config.checkpoint_dtype, kind) for kind in kinds]
+    formats = [_format(config, choice) for choice in choices]
+    limits, times = [], {}
+    for _ in range(arguments.rounds):
+        limits.append(read_bandwidth())
+        for kind in formats:
+            for rows in arguments.rows:
+                seconds = _products_s(kind.products, rows)
+                times.setdefault((kind.name, rows), []).append(seconds)
+    limit = max(limits)
+    native = native_kernels()
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "threads": arguments.threads,
+        "isa": native.isa.name.lower() if native else "torch",
+        "limit_gb_s": limit / 1e9,
+        "formats": {
+            kind.name: {
+                "read_mib": kind.read_bytes / 2**20,
+                "share_of_limit": kind.read_bytes / limit / min(times[kind.name, 1])
+                if 1 in arguments.rows
+                else None,
+                "ms_by_rows": {
+                    rows: statistics.median(times[kind.name, rows]) * 1e3 for rows in arguments.rows
+                },
+                "stage_layer_ms": _layer_ms(config, choice, arguments.rounds),
+            }
+            for kind, choice in zip(formats, choices, strict=True)
+        },
+    }
+
+
+def _format(config: ModelConfig, choice: KernelChoice) -> Format:
+    """Make every product of a step in random weights, each with memory of its own."""
+    tensors = stage_tensors(config, LayerRange(0, config.n_layers))
+    kind = choice.quantization
+    products = []
+    for part, rounded_to in (
+        *((layer, kind) for layer in tensors.layers.values()),
+        (tensors.head, kind.of_head if kind else None),
+    ):
+        for name, shape in part.items():
+            if is_rounded(name, shape):
+                weight = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
+                products.append(make_linear(choice, [weight], [], CPU, rounded_to))
+    whole = LayerRange(0, config.n_layers)
+    return Format(
+        name=kind.value if kind else choice.dtype.value,
+        products=products,
+        read_bytes=read_bytes_per_step(config, whole, choice.dtype, kind),
+    )
+
+
+def _products_s(products: list[Linear], n_rows: int) -> float:
+    rows = {n: torch.randn(n_rows, n, dtype=torch.bfloat16) for n in {p.shape[1] for p in products}}
+    return _timed(lambda: [product(rows[product.shape[1]]) for product in products])
+
+
+def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
+    """Milliseconds of one layer of a decode step: products, attention over 256 keys, norms."""
+    sample = config.cut(min(config.n_layers, 6))
+    model = SampleModel(sample, choice, CPU, lambda: None)
+    model.step(1)
+    return min(model.step(1).layers_s for _ in range(4 * rounds)) / sample.n_layers * 1e3
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _as_text(report: dict) -> str:  # type: ignore[type-arg]
+    lines = [f"limit {report['limit_gb_s']:.1f} GB/s, threads {report['threads']}, {report['isa']}"]
+    for name, figures in report["formats"].items():
+        share = figures["share_of_limit"]
+        lines.append(
+            f"{name}: {figures['read_mib']:.0f} MiB a row"
+            + (f", {share:.2f} of the limit" if share else "")
+            + f", a layer of a stage {figures['stage_layer_ms']:.2f} ms"
+        )
+        lines += [f"  {rows:4} rows {ms:9.1f} ms" for rows, ms in figures["ms_by_rows"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

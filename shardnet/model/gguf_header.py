@@ -1,0 +1,274 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.
+
+Knows the byte layout (github.com/ggml-org/ggml, docs/gguf.md), version 2 and 3, little-endian.
+Counts and lengths are checked against caps and against the file before memory is taken. Must not
+know what a key means, nor how values of a tensor are packed. Imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from shardnet.errors import CheckpointError
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Cap on all that comes before the tensors' bytes."""
+MAX_ELEMENTS: Final = 1 << 23
+"""Cap on the elements of all arrays of a header together."""
+MAX_DIMENSIONS: Final = 4
+MAX_SIZE: Final = 1 << 44
+"""Cap on a dimension and on an offset, far above any file."""
+
+Scalar = int | float | bool | str
+Value = Scalar | list[Scalar]
+"""What a key says. Text that is no UTF-8 keeps its bytes as lone surrogates (surrogateescape)."""
+
+_SCALARS: Final = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensor:
+    """One tensor as the header lists it.
+
+    `shape` has the rows first, as in torch; the file has it the other way round. `type_number` is
+    ggml's. `offset` counts from the beginning of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """What stands before the tensors' bytes, which begin at `head_bytes`."""
+
+    metadata: Mapping[str, Value]
+    tensors: tuple[GgufTensor, ...]
+    head_bytes: int
+    size_bytes: int
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Name the files of the GGUF checkpoint at `path`, in order; none where that is no GGUF.
+
+    `path` is a `.gguf` file or a folder that holds exactly one, or the parts of exactly one
+    (`-00001-of-0000N`). The first has the metadata. Any part stands for all of them.
+
+    Raises CheckpointError when a part is missing or the folder has several GGUFs.
+    """
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        wholes = {_first_part(file) for file in found}
+        if len(wholes) > 1:
+            raise CheckpointError(
+                f"{path} holds {len(wholes)} GGUF models: name one of them with --model, as "
+                f"{min(wholes)}"
+            )
+        return gguf_files(found[0]) if found else []
+    if path.suffix != ".gguf":
+        return []
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{part}: this part is missing; fetch all {count} parts")
+    return parts
+
+
+def _first_part(file: Path) -> Path:
+    match = _SHARD.fullmatch(file.name)
+    return file.with_name(f"{match[1]}-00001-of-{match[3]}.gguf") if match else file
+
+
+def gguf_metadata(path: Path) -> dict[str, Value] | None:
+    """Read the metadata of the GGUF checkpoint at `path` (see `gguf_files`); None if it is none.
+
+    Raises CheckpointError for a damaged file.
+    """
+    files = gguf_files(path)
+    return dict(read_gguf_header(files[0]).metadata) if files else None
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read the header of one file.
+
+    Raises CheckpointError, which names the file and the key or tensor, when it is truncated or
+    claims what cannot be.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            return _read(_Cursor(file, path, size_bytes))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; fetch it again") from error
+
+
+class _Cursor:
+    """Reads the header from its beginning, never beyond the cap or the file's end."""
+
+    def __init__(self, file: BinaryIO, path: Path, size_bytes: int) -> None:
+        self._file = file
+        self._path = path
+        self.size_bytes = size_bytes
+        self.at = 0
+        self.what = "its first bytes"
+        """What is being read, for messages."""
+        self.n_elements = 0
+
+    def damaged(self, why: str) -> CheckpointError:
+        """Make the error that names the file and what is being read."""
+        return CheckpointError(f"{self._path}: {self.what}: {why}; fetch the file again")
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be read."""
+        return min(self.size_bytes, MAX_HEADER_BYTES) - self.at
+
+    def take(self, n_bytes: int) -> bytes:
+        """Read exactly so many bytes."""
+        if n_bytes > self.left:
+            raise self.damaged(
+                f"truncated, or a length of {n_bytes} that is none ({self.left} bytes are left of "
+                f"{self.size_bytes}, and a header has at most {MAX_HEADER_BYTES})"
+            )
+        data = self._file.read(n_bytes)
+        if len(data) < n_bytes:
+            raise self.damaged("the file has become shorter; is it replaced?")
+        self.at += n_bytes
+        return data
+
+    def number(self, kind: str) -> int:
+        """Read one number, given as struct's letter."""
+        size = struct.calcsize("<" + kind)
+        value: int = struct.unpack("<" + kind, self.take(size))[0]
+        return value
+
+    def count(self, at_least: int, cap: int) -> int:
+        """Read how many of something follow, each of `at_least` bytes or more."""
+        value = self.number("Q")
+        if value > cap or value * at_least > self.left:
+            raise self.damaged(f"a count of {value} that is none ({self.left} bytes are left)")
+        return value
+
+    def text(self) -> str:
+        """Read a string."""
+        return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
+
+
+def _read(cursor: _Cursor) -> GgufHeader:
+    if cursor.take(4) != b"GGUF":
+        raise cursor.damaged("this is no GGUF file")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        big = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
+        raise cursor.damaged(
+            f"GGUF version {version}, {'a big-endian file; ' if big else ''}supported: 2 and 3 in "
+            "little-endian"
+        )
+    cursor.what = "the number of tensors"
+    n_tensors = cursor.count(24, MAX_ELEMENTS)
+    cursor.what = "the number of metadata keys"
+    n_keys = cursor.count(13, MAX_ELEMENTS)
+    metadata: dict[str, Value] = {}
+    for _ in range(n_keys):
+        key = cursor.text()
+        if key in metadata:
+            raise cursor.damaged(f"the key {key!r} is there twice")
+        cursor.what = f"key {key!r}"
+        metadata[key] = _value(cursor)
+    infos = [_tensor(cursor, number) for number in range(n_tensors)]
+    cursor.what = "the list of tensors"
+    if len({info.name for info in infos}) < n_tensors:
+        raise cursor.damaged("a tensor is there twice")
+    cursor.what = "general.alignment"
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+        raise cursor.damaged(f"{alignment!r} is no number of bytes")
+    start = -(-cursor.at // alignment) * alignment
+    if start > cursor.size_bytes:
+        if infos:
+            raise cursor.damaged(f"truncated: {cursor.size_bytes} bytes, tensors begin at {start}")
+        start = cursor.size_bytes
+    return GgufHeader(
+        metadata=metadata,
+        tensors=tuple(
+            GgufTensor(
+                name=info.name,
+                shape=info.shape,
+                type_number=info.type_number,
+                offset=info.offset + start,
+            )
+            for info in infos
+        ),
+        head_bytes=start,
+        size_bytes=cursor.size_bytes,
+    )
+
+
+def _value(cursor: _Cursor) -> Value:
+    kind = cursor.number("I")
+    if kind != _ARRAY:
+        return _scalar(cursor, kind)
+    kind = cursor.number("I")
+    if kind == _STRING:
+        return [cursor.text() for _ in range(_length(cursor, 8))]
+    if kind not in _SCALARS:
+        raise cursor.damaged(f"an array of type {kind}, which is not known")
+    letter = _SCALARS[kind]
+    size = struct.calcsize("<" + letter)
+    n_elements = _length(cursor, size)
+    return list(struct.unpack(f"<{n_elements}{letter}", cursor.take(n_elements * size)))
+
+
+def _scalar(cursor: _Cursor, kind: int) -> Scalar:
+    if kind == _STRING:
+        return cursor.text()
+    if kind not in _SCALARS:
+        raise cursor.damaged(f"a value of type {kind}, which is not known")
+    return cursor.number(_SCALARS[kind])
+
+
+def _length(cursor: _Cursor, element_bytes: int) -> int:
+    n_elements = cursor.count(element_bytes, MAX_ELEMENTS - cursor.n_elements)
+    cursor.n_elements += n_elements
+    return n_elements
+
+
+def _tensor(cursor: _Cursor, number: int) -> GgufTensor:
+    """Read one entry; its offset counts from where the tensors' bytes begin."""
+    cursor.what = f"the entry of tensor {number}"
+    name = cursor.text()
+    cursor.what = f"tensor {name!r}"
+    n_dimensions = cursor.number("I")
+    if not 1 <= n_dimensions <= MAX_DIMENSIONS:
+        raise cursor.damaged(f"{n_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+    shape = tuple(cursor.number("Q") for _ in range(n_dimensions))[::-1]
+    type_number, offset = cursor.number("I"), cursor.number("Q")
+    if max(*shape, offset, math.prod(shape)) > MAX_SIZE or min(shape) < 1:
+        raise cursor.damaged(f"shape {list(shape)} at offset {offset} cannot be")
+    return GgufTensor(name=name, shape=shape, type_number=type_number, offset=offset)

@@ -1,0 +1,110 @@
+"""How texts are cut into words before a byte-level BPE: one rule per kind of tokenizer.
+
+Knows the patterns that tokenizers were trained with, as their tokenizer.json files or tiktoken name
+them, and the names that GGUF files give them. Must not know tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+_SHORT_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CAPITALS_FIRST = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+_CAPITALS_LAST = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordSplit:
+    """Patterns that cut a text, one after another; each match is a word, and what lies between.
+
+    `gpt2_words` cuts what is left as GPT-2 does. `composes`: characters are composed (NFC) first.
+    `whole_words`: a word that is a token is not looked into, as in tiktoken. `adds_bos`: whether
+    GGUF files of this kind that do not say so mean a bos before the text.
+    """
+
+    patterns: tuple[str, ...] = ()
+    gpt2_words: bool = False
+    composes: bool = False
+    whole_words: bool = False
+    adds_bos: bool = False
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """Make what a text goes through before it is cut."""
+        return normalizers.NFC() if self.composes else None
+
+    def pre_tokenizer(self, *, prefix_space: bool = False) -> pre_tokenizers.PreTokenizer:
+        """Make what cuts a text, and writes each byte of a word as a character.
+
+        Raises ValueError for a pattern that is none.
+        """
+        try:
+            cuts = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in self.patterns]
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(str(error)) from error
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=self.gpt2_words)
+        return pre_tokenizers.Sequence([*cuts, bytes_])
+
+
+GPT2 = WordSplit(gpt2_words=True)
+DIGITS = WordSplit(patterns=(r"\p{N}",), gpt2_words=True)
+CL100K = WordSplit(patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _SPACES)),))
+LLAMA3 = WordSplit(patterns=CL100K.patterns, whole_words=True, adds_bos=True)
+QWEN2 = WordSplit(
+    patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}", _SIGNS, _SPACES)),), composes=True
+)
+TEKKEN = WordSplit(
+    patterns=("|".join((_CAPITALS_FIRST, _CAPITALS_LAST, r"\p{N}", _PATHS, _SPACES)),),
+    whole_words=True,
+    adds_bos=True,
+)
+O200K = WordSplit(
+    patterns=(
+        "|".join(
+            (
+                f"{_CAPITALS_FIRST}{_SHORT_ENDINGS}?",
+                f"{_CAPITALS_LAST}{_SHORT_ENDINGS}?",
+                r"\p{N}{1,3}",
+                _PATHS,
+                _SPACES,
+            )
+        ),
+    ),
+    whole_words=True,
+)
+DEEPSEEK3 = WordSplit(
+    patterns=(
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+    )
+)
+
+GGUF_NAMES = {
+    "gpt-2": GPT2,
+    "phi-2": GPT2,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "dbrx": CL100K,
+    "smaug-bpe": CL100K,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+    "tekken": TEKKEN,
+    "gpt-4o": O200K,
+    "refact": DIGITS,
+    "starcoder": DIGITS,
+    "command-r": DIGITS,
+    "smollm": DIGITS,
+    "deepseek-v3": DEEPSEEK3,
+}
+"""tokenizer.ggml.pre, as llama.cpp writes it (its src/llama-vocab.cpp)."""

@@ -1,0 +1,184 @@
+"""GGUF files made from tiny Hugging Face checkpoints, as llama.cpp's converter makes them.
+
+Written with `gguf`'s own writer. What the converter does to the values is done here anew, in numpy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Array = NDArray[Any]
+Pack = Callable[[str, Array], tuple[Array, gguf.GGMLQuantizationType | None]]
+"""From a tensor's GGUF name and values to what is stored, and its type (None: as numpy has it)."""
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "granite": "granite",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+}
+"""From `model_type` to `general.architecture`."""
+
+
+def write_gguf(
+    source: Path,
+    path: Path,
+    *,
+    pack: Pack | None = None,
+    extra: Mapping[str, Array] | None = None,
+    split_max_tensors: int = 0,
+    tokenizer: Mapping[str, Any] | None = None,
+    **metadata: Any,
+) -> Path:
+    """Write the checkpoint folder `source` as the GGUF `path`. Return `path`.
+
+    With `split_max_tensors` it is written in parts, whose names follow from `path`. `extra` are
+    more tensors. `metadata` is put over what follows from config.json, the names without the
+    architecture, dots as double underscores; None leaves a key out. `tokenizer` has whole keys.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
+    own = _metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in own.items():
+        if value is not None:
+            _add(writer, f"{arch}.{key}", value)
+    ids = {f"tokenizer.ggml.{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "eos")}
+    for key, value in (tokenizer or ids).items():
+        _add(writer, key, value)
+    tensors = converted(source) | dict(extra or {})
+    for name, values in tensors.items():
+        stored, kind = (pack or _as_it_is)(name, values)
+        writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pack_as(kind: gguf.GGMLQuantizationType) -> Pack:
+    """Store matrices as `kind`, for which the package can quantize, and the rest in float32."""
+
+    def pack(name: str, values: Array) -> tuple[Array, gguf.GGMLQuantizationType | None]:
+        return (quantize(values, kind), kind) if values.ndim == 2 else (values, None)
+
+    return pack
+
+
+def converted(source: Path) -> dict[str, Array]:
+    """The tensors of a checkpoint folder under GGUF's names, as the converter changes them."""
+    config = json.loads((source / "config.json").read_text())
+    family, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
+    n_layers = config.get("num_hidden_layers") or config["n_layer"]
+    number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
+    names = gguf.get_tensor_name_map(number, n_layers)
+    made = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        made[stored] = _converted(family, config, name, values)
+    return made
+
+
+def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
+    if family in ("llama", "mistral", "granite") and ".q_proj." in name:
+        return interleaved(values, config["num_attention_heads"])
+    if family in ("llama", "mistral", "granite") and ".k_proj." in name:
+        return interleaved(values, config["num_key_value_heads"])
+    if family.startswith("gemma") and name.endswith("norm.weight"):
+        return values + 1
+    if family == "gpt2" and ".h." in name and values.ndim == 2:
+        return values.T
+    return values
+
+
+def interleaved(values: Array, n_heads: int) -> Array:
+    """Rows of queries or keys with the two that rotate together side by side, as Meta has them."""
+    size = values.shape[0] // n_heads
+    made = np.empty_like(values)
+    for head in range(n_heads):
+        for pair in range(size // 2):
+            made[head * size + 2 * pair] = values[head * size + pair]
+            made[head * size + 2 * pair + 1] = values[head * size + size // 2 + pair]
+    return made
+
+
+def _as_it_is(name: str, values: Array) -> tuple[Array, None]:
+    return values, None
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+    if config["model_type"] == "gpt2":
+        return {
+            "block_count": config["n_layer"],
+            "context_length": config["n_positions"],
+            "embedding_length": config["n_embd"],
+            "feed_forward_length": config["n_inner"] or 4 * config["n_embd"],
+            "attention.head_count": config["n_head"],
+            "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        }
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config["rope_parameters"]
+    of_all = rope.get("full_attention", rope)
+    made = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": int(size * of_all.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(of_all["rope_theta"]),
+        "vocab_size": config["vocab_size"],
+    }
+    match config["model_type"]:
+        case "granite":
+            made |= {
+                "attention.scale": config["attention_multiplier"],
+                "embedding_scale": config["embedding_multiplier"],
+                "residual_scale": config["residual_multiplier"],
+                "logit_scale": config["logits_scaling"],
+            }
+        case "gemma2":
+            made |= {
+                "attn_logit_softcapping": config["attn_logit_softcapping"],
+                "final_logit_softcapping": config["final_logit_softcapping"],
+                "attention.sliding_window": config["sliding_window"],
+            }
+        case "gemma3_text" | "phi3":
+            made |= {"attention.sliding_window": config["sliding_window"]}
+    return made

@@ -1,0 +1,133 @@
+"""Every architecture of GGUF: the same tokens and logits as transformers says of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
+from gguf_files import write_gguf
+from oracle import check_generation
+from stage_chain import StageChain, even_split, random_prompt
+from transformers import AutoModelForCausalLM
+
+from shardnet.model.checkpoint import Checkpoint
+
+ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 20}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def llama3_factors(size: int) -> dict[str, Any]:
+    """What the converter computes of LLAMA3 for heads of `size` columns."""
+    wavelengths = 2 * np.pi * 10000.0 ** (np.arange(0, size, 2) / size)
+    smooth = (64 / wavelengths - 1.0) / (4.0 - 1.0)
+    factors = 1 / ((1 - smooth) / 8.0 + smooth)
+    factors = np.where(wavelengths < 64 / 4.0, 1.0, factors)
+    factors = np.where(wavelengths > 64 / 1.0, 8.0, factors)
+    return {"rope_freqs.weight": factors.astype(np.float32)}
+
+
+def factors_of(name: str, values: list[float]) -> dict[str, Any]:
+    return {f"rope_factors_{name}.weight": np.array(values, dtype=np.float32)}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"attention_bias": True, "mlp_bias": True}, {}),
+    "llama-llama3-tied": (
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_hidden_layers": 3},
+        {"extra": llama3_factors(8)},
+    ),
+    "llama-linear": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0},
+    ),
+    "mistral": ({"sliding_window": None, "head_dim": 10}, {}),
+    "granite": (
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "qwen2": ({"tie_word_embeddings": True}, {}),
+    "qwen2-yarn": (
+        {"rope_parameters": YARN},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 128,
+        },
+    ),
+    "qwen3": (ODD, {}),
+    "olmo2": ({}, {}),
+    "phi3": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+            "sliding_window": 20,
+        },
+        {},
+    ),
+    "phi3-longrope": (
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+            "sliding_window": None,
+        },
+        {
+            "extra": factors_of("short", LONGROPE["short_factor"])
+            | factors_of("long", LONGROPE["long_factor"]),
+            "rope__scaling__original_context_length": 64,
+            "rope__scaling__attn_factor": float(np.sqrt(1 + np.log(512 / 64) / np.log(64))),
+        },
+    ),
+    "gemma2": (GEMMA | {"num_hidden_layers": 5}, {}),
+    "gemma3_text": (GEMMA | {"num_hidden_layers": 7}, {}),
+    "gpt2": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: Path) -> None:
+    config, metadata = CASES[case]
+    family = case.split("-")[0]
+    source = tmp_path / "source"
+    if family == "gpt2":
+        make_gpt2(source, with_tokenizer=False, **config)
+    else:
+        make_decoder(source, family, with_tokenizer=False, **config)
+    path = write_gguf(source, tmp_path / "model.gguf", **metadata)
+    config_read = Checkpoint.open(path).config
+    chain = StageChain.load(path, even_split(config_read.n_layers, 2))
+    prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
+    reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    check_generation(chain, reference, prompts, 8)
