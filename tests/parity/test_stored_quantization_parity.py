@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_llama
-from oracle import check_generation
-from quantized_checkpoints import GROUP, Made, awq, fp8, gptq, quantized
+from checkpoints import VOCAB_SIZE, make_decoder, make_llama
+from oracle import FLOAT32_TOLERANCE, check_generation, load_reference, reference_logits
+from quantized_checkpoints import GROUP, Made, awq, fp8, gptq, mxfp4, quantized
+from safetensors.torch import load_file, save_file
 from stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
@@ -93,3 +96,29 @@ def test_memory_counts_what_is_resident_and_moving_what_is_stored(tmp_path: Path
     assert sizes[0] == sizes[1]
     name = "model.layers.0.mlp.up_proj.weight"
     assert checkpoint.tensors[name].size_bytes < whole.tensors[name].size_bytes / 4
+
+
+def test_mxfp4_experts_run_as_what_they_mean(tmp_path: Path) -> None:
+    """gpt-oss as it is published, and with the same experts in float32."""
+    plain = make_decoder(
+        tmp_path / "plain", "gpt_oss", num_hidden_layers=2, hidden_size=64, intermediate_size=32
+    )
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    rng = np.random.default_rng(5)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        n_experts, n_in, n_out = tensors[name].shape
+        parts, tensors[name] = mxfp4(rng, n_experts, n_out, n_in)
+        del stored[name]
+        stored |= {name + suffix: part for suffix, part in parts.items()}
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    packed = shutil.copytree(plain, tmp_path / "packed")
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (packed / "config.json").write_text(json.dumps(config))
+    prompt = random_prompt(40, 300)
+    logits = StageChain.load(packed, even_split(2, 2)).prefill(0, prompt)
+    assert torch.equal(logits, StageChain.load(plain, even_split(2, 1)).prefill(0, prompt))
+    expected = reference_logits(load_reference(plain), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
