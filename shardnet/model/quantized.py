@@ -21,7 +21,7 @@ from shardnet.model.native import native_kernels
 from shardnet.model.quantization import PANEL, SCALE_BYTES, Quantization
 
 _QUAD: Final = 4
-_ROUNDED_AT_A_TIME: Final = 1 << 19
+_ROUNDED_AT_A_TIME: Final = 1 << 17
 """Weights that are rounded at one time: what this takes stays in the caches."""
 _SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
 """Scales that are tried for a group of int4, as parts of the one with which nothing is cut off."""
