@@ -55,8 +55,8 @@ class ModelShape:
     intermediate results and `activation_position_bytes` how much of it each position of the context
     adds.
     `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
-    to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of a layer, None
-    where that is all of it: experts it does not visit.
+    to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
+    a layer, None where that is all of it: experts it does not visit.
     """
 
     n_layers: int

@@ -171,14 +171,11 @@ class KvCache:
         return held.keys[layer], held.values[layer]
 
     def kept(self, rows: Tensor) -> Tensor:
-        """Make of rows [..., D] what lies in the cache: [..., W]; the rows where nothing is rounded.
-
-        Each is rounded by itself.
-        """
+        """Make of rows [..., D] what lies in the cache, [..., W]: each row is rounded by itself."""
         return round_rows(rows) if self._is_rounded else rows
 
     def restored(self, kept: Tensor, width: int) -> Tensor:
-        """Make of [..., W] rows [..., D], D being `width`: where nothing is rounded, the same."""
+        """Make of what lies there, [..., W], rows of `width` columns: [..., D]."""
         return restore_rows(kept, width, self._dtype) if self._is_rounded else kept
 
     def first(self, slot: SlotId, layer: int) -> int:

@@ -252,10 +252,11 @@ def load_stage(
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192). `packs` keeps rounded weights, `kv_dtype` is how keys and values are. `progress` is called with (bytes done, bytes in all)
-    after every part; what it raises ends the loading, and nothing of it remains. Raises
-    CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
-    have, CapacityError where memory runs out or the model has fewer positions than `context`.
+    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `progress`
+    is called with (bytes done, bytes in all) after every part; what it raises ends the loading, and
+    nothing of it remains. Raises CheckpointError for tensors that do not fit the config, UsageError
+    for layers the model does not have, CapacityError where memory runs out or the model has fewer
+    positions than `context`.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:

@@ -34,10 +34,10 @@ from shardnet.wire.schema import (
     Count,
     Digest,
     Explanation,
+    KvDTypeName,
     Moment,
     Name,
     PathText,
-    KvDTypeName,
     Phase,
     PingPayload,
     Priority,
@@ -202,8 +202,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
-    first. `quant` is what the weights of products are rounded to, `kv_dtype` how keys and values lie
-    in the KV cache.
+    first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
+    keys and values.
     """
 
     request: RequestId

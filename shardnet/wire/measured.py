@@ -32,8 +32,9 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
     `config` is the text of config.json, `dtype`, `quant` and `kv_dtype` are the ring's, `threads` 0
-    leaves the number to the node. `model` is where the checkpoint may be, for the speed of the disk. With
-    `again` a figure that the node has kept does not do. LoadProgress precedes the answer.
+    leaves the number to the node. `model` is where the checkpoint may be, for the speed of the
+    disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
+    answer.
     """
 
     request: RequestId
