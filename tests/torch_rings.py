@@ -125,7 +125,9 @@ def run(
             context=stages.context,
             window=stages.window,
             max_slots=8,
-            limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2),
+            limits=StepLimits(
+                chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows
+            ),
         )
         ring = running_ring(
             stages.computes, scheduler, vocab_size=stages.vocab_size, routing=stages.routing

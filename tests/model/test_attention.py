@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -162,3 +163,27 @@ def test_a_soft_cap_by_hand() -> None:
     attended = attention(queries, keys, keys, 0, step, kind)
     first = math.exp(math.tanh(2)) / (math.exp(math.tanh(2)) + 1)
     torch.testing.assert_close(attended[1], torch.tensor([first, 1 - first]))
+
+
+def test_rounded_keys_and_values_are_brought_back_one_slot_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What planning counts: keys and values of one slot, and nothing of the one before."""
+    kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=4, kv_dtype=KvDType.INT8)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    restored = kv.restored
+
+    def watched(kept: Tensor, width: int) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(rows := restored(kept, width)))
+        return rows
+
+    monkeypatch.setattr(kv, "restored", watched)
+    sizes = [(0, 40), (0, 3), (0, 1), (0, 50)]
+    step = plan_step(batch_of(*sizes), kv, 400, torch.float32)
+    queries = torch.randn(94, 4, 8)
+    keys, values = torch.randn(2, 94, 2, 8)
+    attention(queries, keys, values, 0, step)
+    assert alive == [0, 1] * 4
+    assert not any(ref() is not None for ref in made)

@@ -14,7 +14,9 @@ from shardnet.types import DType, KvDType
 MOST = 2.0**120
 widths = st.sampled_from([1, 2, 7, 10, 31, 32, 33, 35, 64, 80, 97, 128])
 numbers = st.one_of(
-    st.floats(-MOST, MOST, width=32), st.floats(-3, 3, width=32), st.floats(-(2.0**-122), 2.0**-122, width=32)
+    st.floats(-MOST, MOST, width=32),
+    st.floats(-3, 3, width=32),
+    st.floats(-(2.0**-122), 2.0**-122, width=32),
 )
 
 
