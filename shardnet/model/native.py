@@ -55,6 +55,7 @@ class _Product(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
+        ("pairs", ctypes.c_int32),
         ("isa", ctypes.c_int32),
         ("n_threads", ctypes.c_int32),
     )
@@ -62,26 +63,41 @@ class _Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeKernels:
-    """The library, and the instruction set it uses here."""
+    """The library, and the instruction set it uses here.
+
+    `has_pairs`: it has instructions that multiply pairs of bfloat16, `has_tiles` others that
+    multiply whole tiles, which the library does not use and oneDNN does.
+    """
 
     isa: Isa
+    has_pairs: bool
+    has_tiles: bool
     _multiply: ctypes._NamedFuncPointer
     _parallel: int
 
     def multiply(
-        self, rows: Tensor, weights: Tensor, bias: Tensor | None, n_out: int, group: int, bits: int
+        self,
+        rows: Tensor,
+        weights: Tensor,
+        bias: Tensor | None,
+        n_out: int,
+        bits: int,
+        group: int = 0,
     ) -> Tensor:
         """Multiply [T, K] rows with packed `weights`; add the float32 [N] `bias`. Returns [T, N].
 
-        `rows` are bfloat16 or float32, on the CPU, and so is what is returned.
+        `rows` are bfloat16 or float32, on the CPU, and so is what is returned. `bits` are 8 or 4,
+        with weights in groups of `group` inputs, or 16 for bfloat16 weights.
         """
         rows = rows.contiguous()
         n_rows, n_in = rows.shape
-        n_groups = -(-n_in // group)
+        n_groups = -(-n_in // group) if group else 0
+        row_bytes = n_groups * group if group else 4 * (n_in + n_in % 2)
         out = rows.new_empty(n_rows, n_out)
-        rounded = torch.empty(n_rows, n_groups * group, dtype=torch.int8)
+        rounded = torch.empty(n_rows, row_bytes, dtype=torch.int8)
         scales = torch.empty(n_rows, n_groups, dtype=torch.float32)
         sums = torch.empty(n_rows, n_groups, dtype=torch.int32)
+        is_bf16 = rows.dtype is torch.bfloat16
         self._multiply(
             ctypes.byref(
                 _Product(
@@ -99,7 +115,8 @@ class NativeKernels:
                     n_groups,
                     group,
                     bits,
-                    rows.dtype is torch.bfloat16,
+                    is_bf16,
+                    is_bf16 and self.has_pairs,
                     self.isa,
                     torch.get_num_threads(),
                 )
@@ -129,7 +146,13 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     function = library.shardnet_multiply
     function.argtypes = (ctypes.POINTER(_Product),)
     function.restype = None
-    return NativeKernels(isa=isa, _multiply=function, _parallel=_parallel_function())
+    return NativeKernels(
+        isa=isa,
+        has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
+        has_tiles=bool(library.shardnet_has_bf16_tiles()),
+        _multiply=function,
+        _parallel=_parallel_function(),
+    )
 
 
 def _open() -> ctypes.CDLL | None:

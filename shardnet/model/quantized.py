@@ -134,7 +134,7 @@ class QuantizedLinear:
             return self._multiply(rows)
         kind = self._quantization
         return self._native.multiply(
-            rows, self._packed, self._bias, self._shape[0], kind.group, kind.bits
+            rows, self._packed, self._bias, self._shape[0], kind.bits, kind.group
         )
 
     def _multiply(self, rows: Tensor) -> Tensor:
