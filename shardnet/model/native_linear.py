@@ -27,9 +27,8 @@ class NativeLinear:
         if weight.dtype is not torch.bfloat16:
             raise ValueError(f"weights are {weight.dtype}, not bfloat16")
         self._shape = (weight.shape[0], weight.shape[1])
-        self._weight = _pack(weight)
-        self._bias = bias.float() if bias is not None else None  # [N]
-        self._native = native
+        wide_bias = bias.float() if bias is not None else None  # [N]
+        self._product = native.product(_pack(weight), wide_bias, self._shape, bits=16)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,7 +37,7 @@ class NativeLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        return self._native.multiply(rows, self._weight, self._bias, self._shape[0], bits=16)
+        return self._product(rows)
 
 
 def _pack(weight: Tensor) -> Tensor:
