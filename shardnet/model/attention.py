@@ -175,25 +175,27 @@ def attention(
     for span, base, slot in zip(step.spans, firsts, slots, strict=True):
         position = span.position - base
         first = 0 if kind.window is None else max(0, position - kind.window + 1)
-        rows = slice(first, position + span.end - span.start)
+        n_seen = position + span.end - span.start - first
         if span.masks is None:
-            parts += _attend_rows(grouped, span, _seen(kv, slot, rows, widths), kind)
+            parts += _attend_rows(grouped, span, _seen(kv, slot, first, n_seen, widths), kind)
             continue
         chunk, mask = queries[span.start : span.end], span.masks[kind.window]
-        attended = _attend_chunk(chunk, *_seen(kv, slot, rows, widths), mask, kind)
+        attended = _attend_chunk(chunk, *_seen(kv, slot, first, n_seen, widths), mask, kind)
         parts.append(attended.view(-1, *grouped[0].shape[1:]))
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
     return whole.reshape(n_rows, n_heads * head_size)
 
 
 def _seen(
-    kv: KvCache, slot: tuple[Tensor, Tensor], rows: slice, widths: tuple[int, int]
+    kv: KvCache, slot: tuple[Tensor, Tensor], first: int, n_rows: int, widths: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [KV heads, P, D] of these rows of a slot: the slot's own memory
+    """Return the keys and values [KV heads, P, D] of some rows of a slot: the slot's own memory
     where nothing is rounded, else what lives as long as these rows are attended over.
     """
-    keys = kv.restored(slot[0][:, rows], widths[0])
-    return keys, kv.restored(slot[1][:, rows], widths[1]) if widths[1] else keys
+    keys = kv.restored(slot[0].narrow(1, first, n_rows), widths[0])
+    if widths[1] == 0:
+        return keys, keys
+    return keys, kv.restored(slot[1].narrow(1, first, n_rows), widths[1])
 
 
 def _store(
@@ -226,6 +228,8 @@ def _attend_rows(
 ) -> list[Tensor]:
     """Attend the rows of a span one by one over what they all see; its last key is the last's."""
     keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
+    if span.end - span.start == 1:
+        return [_attend_row(grouped[span.start], keys, values, kind)]
     parts = []
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
