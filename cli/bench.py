@@ -25,6 +25,7 @@ from .options import (
     Insecure,
     Json,
     KeyFile,
+    KvDTypeOption,
     Layers,
     Local,
     Model,
@@ -87,6 +88,7 @@ def bench(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    kv_dtype: KvDTypeOption = "auto",
     optimise: Optimise = "",
     threads: Threads = 0,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
@@ -128,6 +130,7 @@ def bench(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        kv_dtype=kv_dtype,
         threads=threads,
         optimise=optimise,
     )
@@ -260,6 +263,7 @@ class _Bench:
                     "model": plan.model,
                     "dtype": plan.dtype,
                     "quant": plan.quant or "none",
+                    "kv_dtype": plan.kv_dtype,
                     "stages": [{"name": s.name, "layers": list(s.layers)} for s in plan.stages],
                     **figures,
                 }

@@ -26,6 +26,7 @@ from .options import (
     DTypeName,
     Insecure,
     KeyFile,
+    KvDTypeOption,
     Layers,
     Local,
     Model,
@@ -78,6 +79,7 @@ def chat(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    kv_dtype: KvDTypeOption = "auto",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -124,6 +126,7 @@ def chat(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        kv_dtype=kv_dtype,
         threads=threads,
         optimise="",
     )

@@ -30,6 +30,7 @@ from .options import (
     Insecure,
     Json,
     KeyFile,
+    KvDTypeOption,
     Layers,
     Local,
     Model,
@@ -88,6 +89,7 @@ def generate(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    kv_dtype: KvDTypeOption = "auto",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -239,6 +241,7 @@ def generate(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        kv_dtype=kv_dtype,
         threads=threads,
         optimise=optimise,
     )

@@ -116,6 +116,15 @@ QuantName = Annotated[
         envvar="SHARDNET_QUANT",
     ),
 ]
+KvDTypeOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        metavar="auto|int8",
+        help="Round keys and values: about half the memory of a long context.",
+        envvar="SHARDNET_KV_DTYPE",
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -212,6 +221,7 @@ def model_choice(
     dtype: str,
     wire_dtype: str,
     quant: str,
+    kv_dtype: str,
     threads: int,
     optimise: str,
 ) -> ModelChoice:
@@ -230,6 +240,8 @@ def model_choice(
         )
     if quant not in ("none", "int8", "int4"):
         raise typer.BadParameter(f"'{quant}': choose none, int8 or int4", param_hint="--quant")
+    if kv_dtype not in ("auto", "int8"):
+        raise typer.BadParameter(f"'{kv_dtype}': choose auto or int8", param_hint="--kv-dtype")
     try:
         ranges = parse_layers(layers) if layers else ()
     except UsageError as error:
@@ -244,6 +256,7 @@ def model_choice(
         threads=threads,
         optimise=optimise,  # type: ignore[arg-type]  # checked above
         quant="" if quant == "none" else quant,  # type: ignore[arg-type]  # checked above
+        kv_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
     )
 
 

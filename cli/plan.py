@@ -24,6 +24,7 @@ from .options import (
     Insecure,
     Json,
     KeyFile,
+    KvDTypeOption,
     Layers,
     Local,
     Model,
@@ -53,6 +54,7 @@ def plan(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    kv_dtype: KvDTypeOption = "auto",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -75,6 +77,7 @@ def plan(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        kv_dtype=kv_dtype,
         threads=threads,
         optimise=optimise,
     )

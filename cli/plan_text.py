@@ -28,6 +28,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "model_id": plan.model_id,
         "dtype": plan.dtype,
         "quant": plan.quant or "none",
+        "kv_dtype": plan.kv_dtype,
         "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,
@@ -82,8 +83,11 @@ def plan_text(plan: PlanReply) -> str:
 
 
 def number_words(plan: PlanReply) -> str:
-    """Say what a plan computes in: `bfloat16`, or `bfloat16 with int4 weights`."""
-    return f"{plan.dtype} with {plan.quant} weights" if plan.quant else plan.dtype
+    """Say what a plan computes in: `bfloat16`, or `bfloat16 with int4 weights and int8 KV`."""
+    rounded = [f"{plan.quant} weights"] if plan.quant else []
+    if plan.kv_dtype != "auto":
+        rounded.append(f"{plan.kv_dtype} KV")
+    return f"{plan.dtype} with {' and '.join(rounded)}" if rounded else plan.dtype
 
 
 def run_json(run: LastRun) -> dict[str, Any]:
@@ -93,6 +97,7 @@ def run_json(run: LastRun) -> dict[str, Any]:
         "model": plan.model,
         "dtype": plan.dtype,
         "quant": plan.quant or "none",
+        "kv_dtype": plan.kv_dtype,
         "wire_dtype": plan.wire_dtype,
         "context": plan.context,
         "optimise": plan.optimise,

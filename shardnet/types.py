@@ -103,6 +103,42 @@ def int8_groups(width: int) -> int:
     return -(-width // INT8_GROUP_COLUMNS)
 
 
+KV_GROUP_COLUMNS = 32
+"""At most so many columns of a key or value share one scale in an int8 KV cache."""
+_KV_SCALE_BYTES = 2
+
+
+class KvDType(enum.Enum):
+    """How the KV cache holds keys and values. The value is the name used in flags and JSON.
+
+    AUTO holds them as the model computes. INT8 is 8 bits a column and a bfloat16 scale per group of
+    columns (docs/adr/0024).
+    """
+
+    AUTO = "auto"
+    INT8 = "int8"
+
+    def row_bytes(self, width: int, dtype: DType) -> int:
+        """Bytes of one key or value of `width` columns, of a model that computes in `dtype`."""
+        if self is KvDType.AUTO:
+            return width * dtype.size_bytes
+        n_groups, group = kv_groups(width)
+        return n_groups * (group + _KV_SCALE_BYTES)
+
+
+def kv_groups(width: int) -> tuple[int, int]:
+    """Cut a key or value for int8: the groups of columns, and how many columns each of them has.
+
+    All have equally many, and an even number, so that scales lie at even places: the last one may
+    end beyond `width`.
+    """
+    if width == 0:
+        return 0, 0
+    n_groups = -(-width // KV_GROUP_COLUMNS)
+    group = -(-width // n_groups)
+    return n_groups, group + group % 2
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class LayerRange:
     """A half-open range of absolute layer numbers, `[start, end)`."""

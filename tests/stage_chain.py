@@ -18,6 +18,7 @@ from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
     Epoch,
+    KvDType,
     LayerRange,
     MicroBatch,
     RowGroup,
@@ -54,6 +55,7 @@ class StageChain:
         ranges: Sequence[LayerRange],
         choice: KernelChoice | None = None,
         context: int | None = None,
+        kv_dtype: KvDType = KvDType.AUTO,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
@@ -68,6 +70,7 @@ class StageChain:
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
                     context=context,
+                    kv_dtype=kv_dtype,
                 )
                 for layers in ranges
             ]

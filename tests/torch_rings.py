@@ -28,6 +28,7 @@ from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.runtime.torch_compute import TorchCompute
 from shardnet.types import (
     Epoch,
+    KvDType,
     LayerRange,
     MicroBatch,
     RowGroup,
@@ -50,11 +51,13 @@ class TorchStages:
         ranges: Sequence[LayerRange],
         choice: KernelChoice | None = None,
         context: int = CONTEXT,
+        kv_dtype: KvDType = KvDType.AUTO,
     ) -> None:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
-        stages = StageChain.load(folder, ranges, choice, context).stages
+        stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
+        self.exact_rows = min(stage.exact_rows for stage in stages)
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
         self.computes = [
@@ -122,7 +125,9 @@ def run(
             context=stages.context,
             window=stages.window,
             max_slots=8,
-            limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2),
+            limits=StepLimits(
+                chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows
+            ),
         )
         ring = running_ring(
             stages.computes, scheduler, vocab_size=stages.vocab_size, routing=stages.routing

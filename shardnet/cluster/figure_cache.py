@@ -17,7 +17,7 @@ from shardnet.cluster.cache_dir import write_whole
 from shardnet.model.config import ModelConfig
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.measuring import StageFigures
-from shardnet.types import DType
+from shardnet.types import DType, KvDType
 
 FOLDER = "figures"
 
@@ -49,6 +49,7 @@ class FigureKey:
     shape: tuple[tuple[str, str], ...]
     dtype: str
     quant: str
+    kv_dtype: str
     device: str
     threads: int
     cores: int
@@ -61,6 +62,7 @@ class FigureKey:
         config: ModelConfig,
         dtype: DType,
         quantization: Quantization | None = None,
+        kv_dtype: KvDType = KvDType.AUTO,
         *,
         device: str,
         threads: int,
@@ -74,6 +76,7 @@ class FigureKey:
             shape=shape,
             dtype=dtype.value,
             quant=_kind(quantization),
+            kv_dtype=kv_dtype.value,
             device=device,
             threads=threads,
             cores=cores,

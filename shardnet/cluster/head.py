@@ -230,7 +230,7 @@ class Head:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
 
         A client that names no nodes takes any ring with its model; settings it leaves open match,
-        but for wire dtype and quantisation: without them nothing is rounded.
+        but for wire dtype, quantisation and KV dtype: without them nothing is rounded.
         """
         lead = self._lead
         if lead is None or lead.ring.broken is not None or lead.plan.choice.model != choice.model:
@@ -241,7 +241,7 @@ class Head:
             and (not choice.layers or choice.layers == had.layers)
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
-            and choice.quant == had.quant
+            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
@@ -284,6 +284,7 @@ def _spec(plan: Plan) -> RingSpec:
         layers=tuple(stage.layers for stage in plan.placement.stages),
         dtype=plan.dtype,
         quant=plan.choice.quant,
+        kv_dtype=plan.choice.kv_dtype,
         wire_dtype=plan.wire_dtype,
         context=plan.context,
         threads=plan.choice.threads,

@@ -24,7 +24,7 @@ from shardnet.runtime.measuring import (
     measure_stage,
     read_config,
 )
-from shardnet.types import DType
+from shardnet.types import DType, KvDType
 from shardnet.wire.measured import MeasureStage, StageMeasured, StageSeconds
 
 
@@ -50,6 +50,7 @@ class OwnFigures:
         for a dtype it does not know, CapacityError when there is no memory to measure in.
         """
         config, dtype, quantization, key = self._subject(message, asker)
+        kv_dtype = KvDType(message.kv_dtype)
         figure = None if message.again else self._cache.get(key)
         disk = await self._disk(message)
         if figure is None:
@@ -61,6 +62,7 @@ class OwnFigures:
                     config,
                     dtype,
                     quantization,
+                    kv_dtype,
                     device=device,
                     threads=key.threads,
                     memory_bytes=memory_bytes,
@@ -90,6 +92,7 @@ class OwnFigures:
             config,
             dtype,
             quantization,
+            KvDType(message.kv_dtype),
             device=self._orders.device.description,
             threads=threads,
             cores=available_cores(),

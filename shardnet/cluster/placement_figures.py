@@ -36,11 +36,14 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lighter:
-    """What a layer and the LM head weigh with weights rounded as `quant` says, in bytes."""
+    """What a model weighs with `flags`, which round weights, keys and values, or both."""
 
-    quant: str
+    flags: tuple[str, ...]
     layer_bytes: int
     head_bytes: int
+    kv_block_bytes: int
+    activation_bytes: int
+    activation_position_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,8 @@ class ModelShape:
     intermediate results and `activation_position_bytes` how much of it each position of the context
     adds.
     `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
-    to round its weights, if they are not. `layer_read_bytes` is what one row reads of a layer, None
-    where that is all of it: experts it does not visit.
+    to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
+    a layer, None where that is all of it: experts it does not visit.
     """
 
     n_layers: int
@@ -90,9 +93,15 @@ class ModelShape:
         return replace(self, context=context, activation_bytes=self.activation_bytes - saved_bytes)
 
     def rounded(self, lighter: Lighter) -> ModelShape:
-        """Return the shape with rounded weights."""
+        """Return the shape with more of it rounded."""
         return replace(
-            self, layer_bytes=lighter.layer_bytes, head_bytes=lighter.head_bytes, lighter=()
+            self,
+            layer_bytes=lighter.layer_bytes,
+            head_bytes=lighter.head_bytes,
+            kv_block_bytes=lighter.kv_block_bytes,
+            activation_bytes=lighter.activation_bytes,
+            activation_position_bytes=lighter.activation_position_bytes,
+            lighter=(),
         )
 
     def weight_bytes(self, layers: LayerRange) -> int:

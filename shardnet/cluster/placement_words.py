@@ -140,16 +140,25 @@ def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) ->
     ways = []
     if context := context_that_fits(shape, memory, fits):
         ways.append(f"use --context {context}")
-    for lighter in shape.lighter:
-        if fits(rounded := shape.rounded(lighter), memory):
-            needed = size(rounded.memory_bytes(rounded.whole))
-            ways.append(f"use --quant {lighter.quant} (needs {needed})")
+    ways += _roundings(shape, memory, fits)
     if extra := node_that_helps(shape, memory, fits):
         ways.append(f"add a node of {size(extra)}")
     if raised := memory_that_helps(shape, memory, roomiest, fits):
         flag = size(raised).replace(" ", "")
         ways.append(f"give {candidates[roomiest].name} --memory {flag}")
     return f". Ways out: {' or '.join(ways)}" if ways else ". Name fewer nodes, or larger ones"
+
+
+def _roundings(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
+    """Name the flags that make the model fit; two at once only where no single one does."""
+    ways: list[str] = []
+    for lighter in shape.lighter:
+        if len(lighter.flags) > 1 and ways:
+            break
+        if fits(rounded := shape.rounded(lighter), memory):
+            needed = size(rounded.memory_bytes(rounded.whole))
+            ways.append(f"use {' '.join(lighter.flags)} (needs {needed})")
+    return ways
 
 
 def size(size_bytes: int) -> str:

@@ -6,8 +6,8 @@ Must not load anything or start a ring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
@@ -36,6 +36,7 @@ from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
     DType,
+    KvDType,
     LayerRange,
     NodeId,
     WireDType,
@@ -51,6 +52,28 @@ from shardnet.wire.narrow import NarrowWire
 
 NARROW_WIRES = ("bfloat16", "float16", "int8")
 """What may be asked for with --wire-dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """What of a model is rounded: the weights of its products, its keys and values."""
+
+    weights: Quantization | None = None
+    kv_dtype: KvDType = KvDType.AUTO
+
+    def more(self) -> Iterator[tuple[tuple[str, ...], Rounding]]:
+        """Every way to round what is not, with its flags: those of one flag, then those of two."""
+        kinds = [] if self.weights else list(Quantization)
+        weights = [((f"--quant {kind.value}",), replace(self, weights=kind)) for kind in kinds]
+        yield from weights
+        if self.kv_dtype is KvDType.AUTO:
+            flag, rounded = f"--kv-dtype {KvDType.INT8.value}", replace(self, kv_dtype=KvDType.INT8)
+            yield (flag,), rounded
+            for flags, one in weights:
+                yield (*flags, flag), replace(one, kv_dtype=KvDType.INT8)
+
+
+NOT_ROUNDED = Rounding()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +137,7 @@ class Plan:
             links=self.measured.ways,
             wire=wire,
             quant=self.choice.quant,
+            kv_dtype=self.choice.kv_dtype,
         )
 
 
@@ -135,8 +159,8 @@ def make_plan(
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
-    quantization = Quantization.named(choice.quant)
-    shape = model_shape(facts.config, dtype, context, wire_dtype, quantization)
+    rounding = Rounding(weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype))
+    shape = model_shape(facts.config, dtype, context, wire_dtype, rounding)
     candidates = [
         Candidate(
             node=NodeId(n.node),
@@ -214,42 +238,51 @@ def model_shape(
     dtype: DType,
     context: int,
     wire_dtype: WireDType | None = None,
-    quantization: Quantization | None = None,
+    rounding: Rounding = NOT_ROUNDED,
 ) -> ModelShape:
     """Say what the model weighs in `dtype` with one sequence of `context` positions.
 
-    `wire_dtype` is how rows travel, None as the model computes; `quantization` what weights are
-    rounded to, None as they are. With None the shape also says what it would weigh with each.
+    `wire_dtype` is how rows travel, None as the model computes. The shape also says what it would
+    weigh if more of it were rounded than `rounding` says.
     """
-    wire_dtype = wire_dtype or WireDType.own(dtype)
-    one_layer = LayerRange(config.n_layers - 1, config.n_layers)
+    weights = _weighed(config, dtype, context, rounding, ())
+    return ModelShape(
+        n_layers=config.n_layers,
+        layer_bytes=weights.layer_bytes,
+        embedding_bytes=embedding_weight_bytes(config, dtype),
+        head_bytes=weights.head_bytes,
+        hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
+        context=context,
+        kv_block_bytes=weights.kv_block_bytes,
+        activation_bytes=weights.activation_bytes,
+        activation_position_bytes=weights.activation_position_bytes,
+        layer_read_bytes=layer_read_bytes(config, dtype, rounding.weights),
+        lighter=tuple(
+            _weighed(config, dtype, context, more, flags) for flags, more in rounding.more()
+        ),
+    )
+
+
+def _weighed(
+    config: ModelConfig, dtype: DType, context: int, rounding: Rounding, flags: tuple[str, ...]
+) -> Lighter:
+    """Say what rounding leaves of the parts that it can make smaller."""
+    one_layer, kv_dtype = LayerRange(config.n_layers - 1, config.n_layers), rounding.kv_dtype
 
     def activation_bytes(positions: int) -> int:
-        return activation_peak_bytes(config, one_layer, PREFILL_CHUNK_ROWS, dtype, positions)
+        rows = PREFILL_CHUNK_ROWS
+        return activation_peak_bytes(config, one_layer, rows, dtype, positions, kv_dtype)
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
-    return ModelShape(
-        n_layers=config.n_layers,
-        layer_bytes=layer_weight_bytes(config, dtype, quantization),
-        embedding_bytes=embedding_weight_bytes(config, dtype),
-        head_bytes=head_weight_bytes(config, dtype, quantization),
-        hop_bytes=wire_dtype.row_bytes(config.hidden_size),
-        context=context,
-        kv_block_bytes=kv_block_bytes(config, one_layer, dtype),
+    return Lighter(
+        flags=flags,
+        layer_bytes=layer_weight_bytes(config, dtype, rounding.weights),
+        head_bytes=head_weight_bytes(config, dtype, rounding.weights),
+        kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
-        layer_read_bytes=layer_read_bytes(config, dtype, quantization),
-        lighter=tuple(
-            Lighter(
-                quant=kind.value,
-                layer_bytes=layer_weight_bytes(config, dtype, kind),
-                head_bytes=head_weight_bytes(config, dtype, kind),
-            )
-            for kind in Quantization
-            if quantization is None
-        ),
     )
 
 

@@ -21,7 +21,7 @@ from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.control import LoadStage, StageReady
-from shardnet.wire.schema import Phase, Quant
+from shardnet.wire.schema import KvDTypeName, Phase, Quant
 
 MAX_SLOTS = 64
 """Sequences that run at once; more wait."""
@@ -50,6 +50,7 @@ class RingSpec:
     layers: tuple[LayerRange, ...]
     dtype: DType
     quant: Quant
+    kv_dtype: KvDTypeName
     wire_dtype: WireDType
     context: int
     threads: int
@@ -167,6 +168,7 @@ class Ring:
             layers=(spec.layers[rank].start, spec.layers[rank].end),
             dtype=spec.dtype.value,
             quant=spec.quant,
+            kv_dtype=spec.kv_dtype,
             wire_dtype=spec.wire_dtype.value,
             context=spec.context,
             threads=spec.threads,

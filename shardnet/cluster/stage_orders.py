@@ -18,7 +18,7 @@ from shardnet.cluster.stage_port import Progress
 from shardnet.errors import ShardnetError
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import StageOrder
-from shardnet.types import DType, LayerRange
+from shardnet.types import DType, KvDType, LayerRange
 from shardnet.wire.control import LoadProgress, LoadStage, RingBroken, StageReady
 from shardnet.wire.messages import explanation
 from shardnet.wire.schema import Phase
@@ -126,6 +126,7 @@ class StageOrders:
             context=message.context,
             device=self._budget.device.kind,
             quantization=Quantization.named(message.quant),
+            kv_dtype=KvDType(message.kv_dtype),
         )
         threads = message.threads or self.threads
 

@@ -105,6 +105,7 @@ class Survey:
             model=choice.model,
             again=again,
             quant=choice.quant,
+            kv_dtype=choice.kv_dtype,
         )
 
 

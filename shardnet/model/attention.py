@@ -56,25 +56,18 @@ PLAIN = AttentionKind()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """What the rows of a prompt chunk see: keys from position `first` on, and a mask over them."""
-
-    first: int
-    mask: Tensor  # [T, P - first]: additive, 0 or -inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """The rows `[start, end)` of one group, `position` the first one's.
 
-    `sights` has one entry per window of the stage's layers; None for rows attended one by one.
+    `masks` has one for each window of the stage's layers, None for rows attended one by one: what
+    the rows see of the keys from the first that one of them sees, [T, P], additive, 0 or -inf.
     """
 
     slot: SlotId
     start: int
     end: int
     position: int
-    sights: Mapping[int | None, Sight] | None
+    masks: Mapping[int | None, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +116,16 @@ def plan_step(
         kv.ensure(group.slot, end_position, group.n_rows)
         start = len(positions)
         positions.extend(range(group.position, end_position))
-        sights = None
+        masks = None
         if group.n_rows > MAX_EXACT_ROWS:
-            sights = {window: _sight(group, window, dtype, kv.device) for window in windows}
+            masks = {window: _mask(group, window, dtype, kv.device) for window in windows}
         spans.append(
             Span(
                 slot=group.slot,
                 start=start,
                 end=len(positions),
                 position=group.position,
-                sights=sights,
+                masks=masks,
             )
         )
     return Step(
@@ -144,7 +137,7 @@ def plan_step(
     )
 
 
-def _sight(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Sight:
+def _mask(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Row i sees the keys of positions up to `position + i`, the last `window` of them."""
     first = 0 if window is None else max(0, group.position - window + 1)
     own = group.position - first  # where the first row's own key stands
@@ -153,7 +146,7 @@ def _sight(group: RowGroup, window: int | None, dtype: torch.dtype, device: torc
     if window is not None:
         unseen = torch.ones(shape, dtype=torch.bool, device=device).tril_(own - window)
         mask.masked_fill_(unseen, -math.inf)
-    return Sight(first=first, mask=mask)
+    return mask
 
 
 def attention(
@@ -173,40 +166,36 @@ def attention(
     step, whoever stands beside it; longer ones are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
-    slots = [step.kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, D] each
-    firsts = [step.kv.first(span.slot, layer) for span in step.spans]  # where those begin
-    _store(keys, values, slots, firsts, step.spans)
+    kv, widths = step.kv, (keys.shape[-1], values.shape[-1])
+    slots = [kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
+    firsts = [kv.first(span.slot, layer) for span in step.spans]  # where those begin
+    _store(kv.kept(keys), kv.kept(values), slots, firsts, step.spans)
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
-    for span, base, (cached_keys, cached_values) in zip(step.spans, firsts, slots, strict=True):
+    for span, base, slot in zip(step.spans, firsts, slots, strict=True):
         position = span.position - base
-        if cached_values.shape[-1] == 0:
-            cached_values = cached_keys
-        if span.sights is not None:
-            sight = span.sights[kind.window]
-            seen = slice(sight.first - base, position + span.end - span.start)
-            attended = _attend_chunk(
-                queries[span.start : span.end],
-                cached_keys[:, seen],
-                cached_values[:, seen],
-                sight.mask,
-                kind,
-            )
-            parts.append(attended.view(-1, *grouped[0].shape[1:]))
+        first = 0 if kind.window is None else max(0, position - kind.window + 1)
+        n_seen = position + span.end - span.start - first
+        if span.masks is None:
+            parts += _attend_rows(grouped, span, _seen(kv, slot, first, n_seen, widths), kind)
             continue
-        for row in range(span.start, span.end):
-            end = position + row - span.start + 1
-            first = 0 if kind.window is None else max(0, end - kind.window)
-            parts.append(
-                _attend_row(
-                    grouped[row],
-                    cached_keys.narrow(1, first, end - first).unsqueeze(0),
-                    cached_values.narrow(1, first, end - first).unsqueeze(0),
-                    kind,
-                )
-            )
+        chunk, mask = queries[span.start : span.end], span.masks[kind.window]
+        attended = _attend_chunk(chunk, *_seen(kv, slot, first, n_seen, widths), mask, kind)
+        parts.append(attended.view(-1, *grouped[0].shape[1:]))
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
     return whole.reshape(n_rows, n_heads * head_size)
+
+
+def _seen(
+    kv: KvCache, slot: tuple[Tensor, Tensor], first: int, n_rows: int, widths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [KV heads, P, D] of some rows of a slot: the slot's own memory
+    where nothing is rounded, else what lives as long as these rows are attended over.
+    """
+    keys = kv.restored(slot[0].narrow(1, first, n_rows), widths[0])
+    if widths[1] == 0:
+        return keys, keys
+    return keys, kv.restored(slot[1].narrow(1, first, n_rows), widths[1])
 
 
 def _store(
@@ -232,6 +221,22 @@ def _store(
             places.append(slot.narrow(1, position, n_rows))
             parts.append(new.narrow(0, start, n_rows).transpose(0, 1))
     torch._foreach_copy_(places, parts)
+
+
+def _attend_rows(
+    grouped: Sequence[Tensor], span: Span, seen: tuple[Tensor, Tensor], kind: AttentionKind
+) -> list[Tensor]:
+    """Attend the rows of a span one by one over what they all see; its last key is the last's."""
+    keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
+    if span.end - span.start == 1:
+        return [_attend_row(grouped[span.start], keys, values, kind)]
+    parts = []
+    for row in range(span.start, span.end):
+        end = keys.shape[2] - (span.end - row) + 1
+        first = 0 if kind.window is None else max(0, end - kind.window)
+        own = (keys.narrow(2, first, end - first), values.narrow(2, first, end - first))
+        parts.append(_attend_row(grouped[row], *own, kind))
+    return parts
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:

@@ -128,7 +128,7 @@ def _by_head(rows: Tensor, weights: Tensor, step: Step) -> Tensor:
     parts = []
     for span in step.spans:
         pieces = [rows[span.start : span.end]]
-        if span.sights is None:
+        if span.masks is None:
             pieces = [rows[row : row + 1] for row in range(span.start, span.end)]
         parts += [torch.bmm(piece.transpose(0, 1), weights).transpose(0, 1) for piece in pieces]
     return torch.cat(parts) if len(parts) > 1 else parts[0]

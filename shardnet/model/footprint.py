@@ -20,7 +20,7 @@ from shardnet.model.layout import (
     stage_tensors,
 )
 from shardnet.model.quantization import Quantization
-from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
+from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
 
 def layer_weight_bytes(
@@ -98,30 +98,40 @@ def _read_bytes(
     return whole - _table_bytes(of_experts, dtype, quantization) * unread // experts.n_experts
 
 
-def kv_block_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+def kv_block_bytes(
+    config: ModelConfig, layers: LayerRange, dtype: DType, kv_dtype: KvDType = KvDType.AUTO
+) -> int:
     """Bytes of one block (256 positions) of KV room over the stage's layers."""
-    return len(layers) * _kv_position_bytes(config, dtype) * BLOCK_POSITIONS
+    return len(layers) * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
 
 
 def activation_peak_bytes(
-    config: ModelConfig, layers: LayerRange, rows: int, dtype: DType, context: int
+    config: ModelConfig,
+    layers: LayerRange,
+    rows: int,
+    dtype: DType,
+    context: int,
+    kv_dtype: KvDType = KvDType.AUTO,
 ) -> int:
     """The most bytes that the activations of a micro-batch of `rows` rows take at once.
 
     `context` bounds the positions of one sequence. Counts the largest of attention (projections,
-    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
+    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block. Rounded
+    keys and values of one layer of a sequence are brought back while it is attended over.
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
     queries = rows * config.n_heads * config.key_size * dtype.size_bytes
     keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
+    if kv_dtype is not KvDType.AUTO:
+        attention += context * _kv_position_bytes(config, dtype, KvDType.AUTO)
     mlp = max(
         4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
     )
     head = 0
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
-    growth = 2 * context * _kv_position_bytes(config, dtype)
+    growth = 2 * context * _kv_position_bytes(config, dtype, kv_dtype)
     return 4 * hidden + max(attention, mlp, head) + growth
 
 
@@ -147,9 +157,10 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
     return masks + scores * (4 + 4 + dtype.size_bytes)
 
 
-def _kv_position_bytes(config: ModelConfig, dtype: DType) -> int:
+def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
     """Keys and values of one position in one layer."""
-    return config.n_kv_heads * (config.key_size + config.value_size) * dtype.size_bytes
+    sizes = (config.key_size, config.value_size)
+    return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
 def _table_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:

@@ -6,6 +6,9 @@ only checked: `blocks_used + blocks_free == room_blocks` at all times.
 A layer with a window keeps of a slot what the next rows can see: its window, and before it the rows
 of the largest frame, which may have to be written again. What lies further back is given up as the
 slot grows, so such a slot can be rewound by that many rows and no more (`REWIND_ROWS`).
+
+Rows are kept as the model computes, or rounded one by one (kv_rows.py): whoever writes has them
+made `kept`, whoever reads has them `restored`.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
+from shardnet.model.kv_rows import restore_rows, round_rows
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """Keys and values of one slot, layer by layer: [KV heads, capacity, D] each.
+    """Keys and values of one slot, layer by layer: [KV heads, capacity, W] each.
 
     `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
     the layer has a window. The slot ends after `blocks` blocks in all layers.
@@ -41,7 +45,8 @@ class KvCache:
     Layers are counted from 0 within the stage. A slot that was never grown holds nothing.
     `windows` are the positions that rows of each layer see, themselves included; None is all of
     them, and so is an empty sequence for all layers. Keys are `head_size` wide, values too unless
-    `value_size` says otherwise: 0 where they are parts of the keys.
+    `value_size` says otherwise: 0 where they are parts of the keys. They come and are read in
+    `dtype`, and lie here as `kv_dtype` says, W elements each.
     """
 
     def __init__(
@@ -54,14 +59,16 @@ class KvCache:
         room_blocks: int,
         windows: Sequence[int | None] = (),
         value_size: int | None = None,
+        kv_dtype: KvDType = KvDType.AUTO,
     ) -> None:
         assert len(windows) in (0, n_layers)
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
-        self._key_size = head_size
-        self._value_size = head_size if value_size is None else value_size
+        self._is_rounded = kv_dtype is KvDType.INT8
         self._dtype = dtype
+        self._key_width = self._width(head_size)
+        self._value_width = self._width(head_size if value_size is None else value_size)
         self._device = device
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
@@ -90,8 +97,8 @@ class KvCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values: the most that it takes."""
-        elements = self._n_kv_heads * (self._key_size + self._value_size)
-        position = elements * self._dtype.itemsize
+        elements = self._n_kv_heads * (self._key_width + self._value_width)
+        position = elements * self._kept_dtype.itemsize
         return self._n_layers * position * BLOCK_POSITIONS
 
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
@@ -155,12 +162,21 @@ class KvCache:
         self._blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's keys and values in a layer: [KV heads, capacity, D] each, writable.
+        """Return the slot's keys and values in a layer: [KV heads, capacity, W] each, writable.
 
-        Their first row is that of position `first(slot, layer)`.
+        Their first row is that of position `first(slot, layer)`. What is written there is what
+        `kept` makes, and what is read there `restored` makes rows of.
         """
         held = self._slots[slot]
         return held.keys[layer], held.values[layer]
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Make of rows [..., D] what lies in the cache, [..., W]: each row is rounded by itself."""
+        return round_rows(rows) if self._is_rounded else rows
+
+    def restored(self, kept: Tensor, width: int) -> Tensor:
+        """Make of what lies there, [..., W], rows of `width` columns: [..., D]."""
+        return restore_rows(kept, width, self._dtype) if self._is_rounded else kept
 
     def first(self, slot: SlotId, layer: int) -> int:
         """Return the position of the first row that the slot keeps in a layer."""
@@ -196,8 +212,8 @@ class KvCache:
         held = self._slots.get(slot)
         if held is None:
             held = _Slot(
-                keys=[self._empty(0, self._key_size)] * self._n_layers,
-                values=[self._empty(0, self._value_size)] * self._n_layers,
+                keys=[self._empty(0, self._key_width)] * self._n_layers,
+                values=[self._empty(0, self._value_width)] * self._n_layers,
                 firsts=[0] * self._n_layers,
             )
         try:
@@ -230,5 +246,13 @@ class KvCache:
         return new
 
     def _empty(self, n_positions: int, width: int) -> Tensor:
-        shape = (self._n_kv_heads, n_positions, width)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)  # [KV heads, capacity, D]
+        shape = (self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
+        return torch.empty(shape, dtype=self._kept_dtype, device=self._device)
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        return torch.int8 if self._is_rounded else self._dtype
+
+    def _width(self, size: int) -> int:
+        """Return W, the elements that a key or value of `size` columns takes."""
+        return round_rows(torch.empty(0, size)).shape[-1] if self._is_rounded else size

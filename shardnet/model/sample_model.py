@@ -38,6 +38,7 @@ from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
     Epoch,
+    KvDType,
     LayerRange,
     MicroBatch,
     RowGroup,
@@ -90,6 +91,7 @@ def sample_config(
     dtype: DType,
     memory_bytes: int,
     quantization: Quantization | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
 ) -> ModelConfig | None:
     """Return the model cut down to what is measured, None where not even one layer fits.
 
@@ -104,7 +106,7 @@ def sample_config(
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
-    while sample_bytes(sample, dtype, quantization) > memory_bytes:
+    while sample_bytes(sample, dtype, quantization, kv_dtype) > memory_bytes:
         if sample.n_layers > 1:
             sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
@@ -115,7 +117,10 @@ def sample_config(
 
 
 def sample_bytes(
-    sample: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    sample: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
 ) -> int:
     """Predict what measuring takes: the sample, a step through it, and the largest part in making.
 
@@ -125,8 +130,8 @@ def sample_bytes(
     packing = max(layer_weight_bytes(sample, dtype), head_weight_bytes(sample, dtype))
     return (
         stage_weight_bytes(sample, whole, dtype, quantization)
-        + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT)
-        + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype)
+        + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
+        + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
         + packing
     )
 
@@ -144,6 +149,7 @@ class SampleModel:
         choice: KernelChoice,
         device: torch.device,
         tick: Callable[[], None],
+        kv_dtype: KvDType = KvDType.AUTO,
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
@@ -157,6 +163,7 @@ class SampleModel:
             device,
             CONTEXT // BLOCK_POSITIONS,
             value_size=sample.value_size,
+            kv_dtype=kv_dtype,
         )
         self._kv.ensure(_SLOT, CONTEXT)
         for layer in layers:

@@ -39,7 +39,7 @@ from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.weights import Progress, StageWeights, WeightSource
-from shardnet.types import LayerRange, MicroBatch, RoutingShape
+from shardnet.types import KvDType, LayerRange, MicroBatch, RoutingShape
 
 log = logging.getLogger(__name__)
 
@@ -247,14 +247,16 @@ def load_stage(
     progress: Progress,
     context: int | None = None,
     packs: PackCache | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
 ) -> StageModel:
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192). `packs` keeps rounded weights. `progress` is called with (bytes done, bytes in all)
-    after every part; what it raises ends the loading, and nothing of it remains. Raises
-    CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
-    have, CapacityError where memory runs out or the model has fewer positions than `context`.
+    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `progress`
+    is called with (bytes done, bytes in all) after every part; what it raises ends the loading, and
+    nothing of it remains. Raises CheckpointError for tensors that do not fit the config, UsageError
+    for layers the model does not have, CapacityError where memory runs out or the model has fewer
+    positions than `context`.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:
@@ -294,5 +296,6 @@ def load_stage(
         room_blocks,
         windows,
         config.value_size,
+        kv_dtype,
     )
     return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)

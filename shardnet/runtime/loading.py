@@ -30,6 +30,7 @@ from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
     DType,
+    KvDType,
     LayerRange,
     WireDType,
     blocks_for,
@@ -64,6 +65,7 @@ class StageOrder:
     context: int
     device: str
     quantization: Quantization | None = None
+    kv_dtype: KvDType = KvDType.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,13 @@ def load(
     device = torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
     room_blocks = kv_room_blocks(
-        config, order.layers, choice.dtype, order.context, memory_bytes, order.quantization
+        config,
+        order.layers,
+        choice.dtype,
+        order.context,
+        memory_bytes,
+        order.quantization,
+        order.kv_dtype,
     )
     model = load_stage(
         checkpoint,
@@ -220,6 +228,7 @@ def load(
         context=order.context,
         progress=progress,
         packs=_pack_cache(order, stamped, packs),
+        kv_dtype=order.kv_dtype,
     )
     give_memory_back()  # rounding leaves some behind
     sampler = None
@@ -277,14 +286,16 @@ def kv_room_blocks(
     context: int,
     memory_bytes: int,
     quantization: Quantization | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
     Raises CapacityError when they do not hold one context.
     """
     weights = stage_weight_bytes(config, layers, dtype, quantization)
-    activations = activation_peak_bytes(config, layers, PREFILL_CHUNK_ROWS, dtype, context)
-    block_bytes = kv_block_bytes(config, layers, dtype)
+    rows = PREFILL_CHUNK_ROWS
+    activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
+    block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)
     if blocks < needed:

@@ -22,7 +22,7 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.contents import TENSOR_SUFFIXES
 from shardnet.model.families import parse_config
 from shardnet.model.quantization import Quantization
-from shardnet.types import PREFILL_CHUNK_ROWS, DType
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType
 
 if TYPE_CHECKING:
     from shardnet.model.sample_model import SampleModel, StepTimes
@@ -78,6 +78,7 @@ def measure_stage(
     config: ModelConfig,
     dtype: DType,
     quantization: Quantization | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
     *,
     device: str,
     threads: int,
@@ -86,9 +87,9 @@ def measure_stage(
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
-    `dtype` and `quantization` are the ring's; what is computed in is chosen as in loading. It takes
-    one to three seconds for usual models and at most `memory_bytes`. `tick` is called between the
-    parts; what it raises ends the measurement.
+    `dtype`, `quantization` and `kv_dtype` are the ring's; what is computed in is chosen as in
+    loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
+    called between the parts; what it raises ends the measurement.
 
     Figures are the medians of windows' means: what comes once is left out, what comes all the time
     counts. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
@@ -102,14 +103,14 @@ def measure_stage(
 
     with _threads(threads):
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
-        sample = sample_config(config, choice.dtype, memory_bytes, quantization)
+        sample = sample_config(config, choice.dtype, memory_bytes, quantization, kv_dtype)
         if sample is None:
             raise CapacityError(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "
                 "free here"
             )
         try:
-            model = SampleModel(sample, choice, torch.device(device), tick)
+            model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
             single = windows(lambda: model.step(1), at_least=3, tick=tick)
             chunk_s = _chunk_s(model, tick)

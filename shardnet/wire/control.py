@@ -34,6 +34,7 @@ from shardnet.wire.schema import (
     Count,
     Digest,
     Explanation,
+    KvDTypeName,
     Moment,
     Name,
     PathText,
@@ -201,7 +202,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
-    first. `quant` is what the weights of products are rounded to.
+    first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
+    keys and values.
     """
 
     request: RequestId
@@ -219,6 +221,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     addresses: Addresses
     sources: Addresses = msgspec.field(default_factory=list)
     quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -301,6 +304,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
     quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -367,6 +371,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     )
     wire: NarrowWire | None = None
     quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

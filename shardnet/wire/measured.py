@@ -15,6 +15,7 @@ from shardnet.wire.schema import (
     U32,
     Count,
     Explanation,
+    KvDTypeName,
     Moment,
     Name,
     PathText,
@@ -30,9 +31,10 @@ from shardnet.wire.schema import (
 class MeasureStage(Tagged, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
-    `config` is the text of config.json, `dtype` and `quant` are the ring's, `threads` 0 leaves the
-    number to the node. `model` is where the checkpoint may be, for the speed of the disk. With
-    `again` a figure that the node has kept does not do. LoadProgress precedes the answer.
+    `config` is the text of config.json, `dtype`, `quant` and `kv_dtype` are the ring's, `threads` 0
+    leaves the number to the node. `model` is where the checkpoint may be, for the speed of the
+    disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
+    answer.
     """
 
     request: RequestId
@@ -42,6 +44,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     model: PathText = ""
     again: bool = False
     quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-from shardnet_cli.plan_text import HOPS_NOTE, plan_json, plan_text, run_json, run_text
+from shardnet_cli.plan_text import (
+    HOPS_NOTE,
+    number_words,
+    plan_json,
+    plan_text,
+    run_json,
+    run_text,
+)
 
 from shardnet.wire.control import (
     LastRun,
@@ -160,3 +167,14 @@ def test_what_was_not_predicted_is_called_so_and_a_ring_of_one_has_no_hop() -> N
     assert "hop" not in words
     assert run_json(run)["stages"][0]["hop_ms"] is None
     assert "predicted" not in plan_text(plan)
+
+
+def test_what_is_rounded_is_said() -> None:
+    changed = msgspec.structs.replace
+    assert number_words(PLAN) == "bfloat16"
+    assert number_words(changed(PLAN, quant="int4")) == "bfloat16 with int4 weights"
+    assert number_words(changed(PLAN, kv_dtype="int8")) == "bfloat16 with int8 KV"
+    both = changed(PLAN, quant="int8", kv_dtype="int8")
+    assert number_words(both) == "bfloat16 with int8 weights and int8 KV"
+    told = [plan_json(plan)["kv_dtype"] for plan in (PLAN, both)]
+    assert told == ["auto", "int8"]

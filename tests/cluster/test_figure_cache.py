@@ -18,7 +18,7 @@ from shardnet.cluster.figure_cache import (
 from shardnet.model.config import ModelConfig
 from shardnet.model.families import parse_config
 from shardnet.runtime.measuring import StageFigures
-from shardnet.types import DType
+from shardnet.types import DType, KvDType
 
 FIGURE = Figure(
     stage=StageFigures(layer_s=0.001, layer_256_s=0.02, embed_s=1e-5, head_s=0.003, kernel="k"),
@@ -66,6 +66,7 @@ def test_a_figure_outlives_the_process(tmp_path: Path) -> None:
         {"version": "2"},
         {"host": "g"},
         {"dtype": DType.FLOAT32},
+        {"kv_dtype": KvDType.INT8},
         {"model": {"hidden_size": 128}},
         {"model": {"num_hidden_layers": 7}},
         {"model": {"attention_bias": True}},

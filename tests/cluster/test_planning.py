@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from shardnet.cluster.measurement import Measured
 from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import (
+    Rounding,
     make_plan,
     model_shape,
     settle_dtype,
@@ -16,8 +18,9 @@ from shardnet.cluster.planning import (
 )
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.families import parse_config
+from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
-from shardnet.types import DType, NodeId, WireDType
+from shardnet.types import DType, KvDType, NodeId, WireDType
 from shardnet.wire.control import ModelChoice, NodeInfo
 
 GIB = 2**30
@@ -215,3 +218,37 @@ def test_what_a_wire_saves_is_unknown_where_a_link_is() -> None:
     assert make_plan(choice, facts(), [node("a"), node("b")]).wire_saved_s is None
     alone = ModelChoice(model="/m", nodes=["a:1"], wire_dtype="int8")
     assert make_plan(alone, facts(), [node("a")]).wire_saved_s == 0
+
+
+def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
+    """A row of 16 columns takes 18 bytes instead of 32."""
+    config = facts().config
+    both = Rounding(weights=Quantization.INT4, kv_dtype=KvDType.INT8)
+    plain, rounded = (
+        model_shape(config, DType.BFLOAT16, 512, None, rounding) for rounding in (Rounding(), both)
+    )
+    assert (rounded.kv_block_bytes, plain.kv_block_bytes) == (256 * 4 * 18, 256 * 4 * 32)
+    assert [lighter.flags for lighter in plain.lighter] == [
+        ("--quant int8",),
+        ("--quant int4",),
+        ("--kv-dtype int8",),
+        ("--quant int8", "--kv-dtype int8"),
+        ("--quant int4", "--kv-dtype int8"),
+    ]
+    lightest = plain.rounded(plain.lighter[-1])
+    assert replace(lightest, layer_read_bytes=rounded.layer_read_bytes) == rounded
+    choice = ModelChoice(model="/m", kv_dtype="int8")
+    reply = make_plan(choice, facts(), [node("a")]).reply(1)
+    assert (reply.kv_dtype, reply.stages[0].kv_bytes) == ("int8", 6 * 2 * rounded.kv_block_bytes)
+    kv_alone = Rounding(kv_dtype=KvDType.INT8)
+    needed = {
+        rounding: shape.memory_bytes(shape.whole)
+        for rounding in (Rounding(), kv_alone, both)
+        for shape in [model_shape(config, DType.BFLOAT16, 512, None, rounding)]
+    }
+    assert needed[both] < needed[kv_alone] < needed[Rounding()]
+    for least, flags in ((kv_alone, "--kv-dtype int8"), (both, "--quant int4 --kv-dtype int8")):
+        with pytest.raises(PlanError) as refused:
+            make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=needed[least])])
+        assert f"use {flags} (needs " in str(refused.value)
+        assert ("--quant int8 --kv-dtype" in str(refused.value)) is False

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shardnet.model.attention import AttentionKind, attention, plan_step
 from shardnet.model.kv_cache import KvCache
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import Epoch, KvDType, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -59,10 +60,16 @@ def batch_of(*sizes: tuple[int, int]) -> MicroBatch:
     sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
     n_kv_heads=st.sampled_from([1, 2, 6]),
     kind=st.sampled_from(list(KINDS.values())),
+    kv_dtype=st.sampled_from(list(KvDType)),
 )
-@example(sizes=[(0, 40), (39, 33), (40, 1)], n_kv_heads=2, kind=KINDS["window of 40"])
+@example(
+    sizes=[(0, 40), (39, 33), (40, 1)],
+    n_kv_heads=2,
+    kind=KINDS["window of 40"],
+    kv_dtype=KvDType.INT8,
+)
 def test_each_row_sees_its_own_slot_up_to_itself(
-    sizes: list[tuple[int, int]], n_kv_heads: int, kind: AttentionKind
+    sizes: list[tuple[int, int]], n_kv_heads: int, kind: AttentionKind, kv_dtype: KvDType
 ) -> None:
     """Groups of one row, few and many, each after some positions that were there before."""
     n_heads, head_size = 6, 4
@@ -71,7 +78,8 @@ def test_each_row_sees_its_own_slot_up_to_itself(
     def draw(rows: int, heads: int) -> Tensor:
         return torch.randn(rows, heads, head_size, generator=generator)
 
-    kv = KvCache(1, n_kv_heads, head_size, torch.float32, CPU, room_blocks=16)
+    shape = (1, n_kv_heads, head_size)
+    kv = KvCache(*shape, torch.float32, CPU, room_blocks=16, kv_dtype=kv_dtype)
     past = [(draw(position, n_kv_heads), draw(position, n_kv_heads)) for position, _ in sizes]
     n_rows = sum(rows for _, rows in sizes)
     queries, keys, values = (
@@ -82,17 +90,21 @@ def test_each_row_sees_its_own_slot_up_to_itself(
     step = plan_step(batch_of(*sizes), kv, 400, torch.float32, [None, kind.window])
     for slot, (past_keys, past_values) in enumerate(past):
         cached_keys, cached_values = kv.layer(SlotId(slot), 0)
-        cached_keys[:, : len(past_keys)] = past_keys.transpose(0, 1)
-        cached_values[:, : len(past_values)] = past_values.transpose(0, 1)
+        cached_keys[:, : len(past_keys)] = kv.kept(past_keys).transpose(0, 1)
+        cached_values[:, : len(past_values)] = kv.kept(past_values).transpose(0, 1)
     attended = attention(queries, keys, values, 0, step, kind).view(n_rows, n_heads, head_size)
+
+    def seen_rows(past: Tensor, new: Tensor) -> Tensor:
+        return kv.restored(kv.kept(torch.cat((past, new))), head_size)
+
     start = 0
     for (_, rows), (past_keys, past_values) in zip(sizes, past, strict=True):
         for row in range(start, start + rows):
             seen = slice(start, row + 1)
             expected = naive_attention(
                 queries[row],
-                torch.cat((past_keys, keys[seen])),
-                torch.cat((past_values, values[seen])),
+                seen_rows(past_keys, keys[seen]),
+                seen_rows(past_values, values[seen]),
                 kind,
             )
             torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)
@@ -101,7 +113,10 @@ def test_each_row_sees_its_own_slot_up_to_itself(
 
 @pytest.mark.parametrize("n_rows", [1, 5, 32])
 @pytest.mark.parametrize("name", list(KINDS))
-def test_rows_of_a_small_group_have_the_bits_of_decode_steps(name: str, n_rows: int) -> None:
+@pytest.mark.parametrize("kv_dtype", list(KvDType))
+def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
+    name: str, n_rows: int, kv_dtype: KvDType
+) -> None:
     kind, position = KINDS[name], 50
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(n_rows, 4, 8, generator=generator)
@@ -109,10 +124,10 @@ def test_rows_of_a_small_group_have_the_bits_of_decode_steps(name: str, n_rows: 
     rows = slice(position, position + n_rows)
 
     def run(sizes: list[tuple[int, int]]) -> Tensor:
-        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1)
+        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1, kv_dtype=kv_dtype)
         kv.ensure(SlotId(0), position)
         for cached, past in zip(kv.layer(SlotId(0), 0), (keys, values), strict=True):
-            cached[:, :position] = past[:position].transpose(0, 1)
+            cached[:, :position] = kv.kept(past[:position]).transpose(0, 1)
         out = []
         for start, count in sizes:
             step = plan_step(batch_of((start, count)), kv, 400, torch.float32, [kind.window])
@@ -148,3 +163,27 @@ def test_a_soft_cap_by_hand() -> None:
     attended = attention(queries, keys, keys, 0, step, kind)
     first = math.exp(math.tanh(2)) / (math.exp(math.tanh(2)) + 1)
     torch.testing.assert_close(attended[1], torch.tensor([first, 1 - first]))
+
+
+def test_rounded_keys_and_values_are_brought_back_one_slot_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What planning counts: keys and values of one slot, and nothing of the one before."""
+    kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=4, kv_dtype=KvDType.INT8)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    restored = kv.restored
+
+    def watched(kept: Tensor, width: int) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(rows := restored(kept, width)))
+        return rows
+
+    monkeypatch.setattr(kv, "restored", watched)
+    sizes = [(0, 40), (0, 3), (0, 1), (0, 50)]
+    step = plan_step(batch_of(*sizes), kv, 400, torch.float32)
+    queries = torch.randn(94, 4, 8)
+    keys, values = torch.randn(2, 94, 2, 8)
+    attention(queries, keys, values, 0, step)
+    assert alive == [0, 1] * 4
+    assert not any(ref() is not None for ref in made)

@@ -27,7 +27,7 @@ from shardnet.model.footprint import (
 )
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.quantization import Quantization
-from shardnet.types import DType, LayerRange, SlotId
+from shardnet.types import DType, KvDType, LayerRange, SlotId
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,13 +78,17 @@ def unvisited(config: ModelConfig, dtype: DType) -> int:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
-def test_a_block_costs_what_the_cache_says(family: str, dtype: DType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", list(KvDType), ids=lambda d: d.value)
+def test_a_block_costs_what_the_cache_says(
+    family: str, dtype: DType, kv_dtype: KvDType, tmp_path: Path
+) -> None:
     config = Checkpoint.open(make_decoder(tmp_path, family, with_tokenizer=False)).config
     sizes = (config.n_kv_heads, config.key_size, torch_dtype(dtype), CPU, 4)
-    cache = KvCache(3, *sizes, value_size=config.value_size)
+    cache = KvCache(3, *sizes, value_size=config.value_size, kv_dtype=kv_dtype)
     cache.ensure(SlotId(0), 1)
     held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
-    assert kv_block_bytes(config, LayerRange(1, 4), dtype) == cache.block_bytes == held
+    planned = kv_block_bytes(config, LayerRange(1, 4), dtype, kv_dtype)
+    assert planned == cache.block_bytes == held
 
 
 MEASURE = """

@@ -7,14 +7,19 @@ from hypothesis import strategies as st
 
 from shardnet.errors import CapacityError
 from shardnet.model.kv_cache import KvCache
-from shardnet.types import BLOCK_POSITIONS, SlotId
+from shardnet.types import BLOCK_POSITIONS, KvDType, SlotId
 
 N_LAYERS, N_KV_HEADS, HEAD_SIZE = 2, 2, 4
 CPU = torch.device("cpu")
 
 
-def make_cache(room_blocks: int = 8, dtype: torch.dtype = torch.float32) -> KvCache:
-    return KvCache(N_LAYERS, N_KV_HEADS, HEAD_SIZE, dtype, CPU, room_blocks)
+def make_cache(
+    room_blocks: int = 8,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: KvDType = KvDType.AUTO,
+) -> KvCache:
+    sizes = (N_LAYERS, N_KV_HEADS, HEAD_SIZE)
+    return KvCache(*sizes, dtype, CPU, room_blocks, kv_dtype=kv_dtype)
 
 
 def held_bytes(cache: KvCache, slot: SlotId) -> int:
@@ -24,9 +29,10 @@ def held_bytes(cache: KvCache, slot: SlotId) -> int:
 SLOT = SlotId(3)
 
 
+@pytest.mark.parametrize("kv_dtype", list(KvDType))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_what_they_cost(dtype: torch.dtype) -> None:
-    cache = make_cache(dtype=dtype)
+def test_blocks_are_what_they_cost(dtype: torch.dtype, kv_dtype: KvDType) -> None:
+    cache = make_cache(dtype=dtype, kv_dtype=kv_dtype)
     cache.ensure(SLOT, 2 * BLOCK_POSITIONS + 1)
     assert cache.blocks_used == 3
     assert cache.blocks_free == 5
@@ -54,10 +60,11 @@ def test_growing_and_trimming_keep_what_is_held() -> None:
     check(10)
 
 
-def test_keys_without_values_grow_and_are_copied() -> None:
-    cache = KvCache(N_LAYERS, 1, 5, torch.float32, CPU, 8, value_size=0)
+@pytest.mark.parametrize("kv_dtype", list(KvDType))
+def test_keys_without_values_grow_and_are_copied(kv_dtype: KvDType) -> None:
+    cache = KvCache(N_LAYERS, 1, 5, torch.float32, CPU, 8, value_size=0, kv_dtype=kv_dtype)
     cache.ensure(SLOT, 3)
-    written = torch.randn(N_LAYERS, 1, 3, 5)
+    written = cache.kept(torch.randn(N_LAYERS, 1, 3, 5))
     for layer in range(N_LAYERS):
         cache.layer(SLOT, layer)[0][:, :3] = written[layer]
     cache.ensure(SLOT, BLOCK_POSITIONS + 1)

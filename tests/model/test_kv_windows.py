@@ -6,19 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_kv import plain_rounded
 from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.kv_cache import KvCache
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId
 
 CPU = torch.device("cpu")
 WINDOWS = (None, 5, 300)
 SLOT, OTHER = SlotId(0), SlotId(1)
 
 
-def make_cache() -> KvCache:
-    return KvCache(len(WINDOWS), 1, 1, torch.float32, CPU, room_blocks=64, windows=WINDOWS)
+def make_cache(kv_dtype: KvDType = KvDType.AUTO) -> KvCache:
+    sizes = (len(WINDOWS), 1, 1, torch.float32, CPU)
+    return KvCache(*sizes, room_blocks=64, windows=WINDOWS, kv_dtype=kv_dtype)
 
 
 def write(cache: KvCache, slot: SlotId, position: int, values: Tensor) -> None:
@@ -28,7 +30,7 @@ def write(cache: KvCache, slot: SlotId, position: int, values: Tensor) -> None:
     for layer in range(len(WINDOWS)):
         rows = slice(position - cache.first(slot, layer), end - cache.first(slot, layer))
         for tensor in cache.layer(slot, layer):
-            tensor[0, rows, 0] = values
+            tensor[0, rows] = cache.kept(values[:, None])
 
 
 def seen(cache: KvCache, slot: SlotId, layer: int, end: int) -> list[float]:
@@ -37,7 +39,8 @@ def seen(cache: KvCache, slot: SlotId, layer: int, end: int) -> list[float]:
     first = cache.first(slot, layer)
     rows = slice(max(0, end - window) - first, end - first)
     assert rows.start >= 0
-    values: list[float] = cache.layer(slot, layer)[1][0, rows, 0].tolist()
+    kept = cache.layer(slot, layer)[1][0, rows]
+    values: list[float] = cache.restored(kept, 1)[:, 0].tolist()
     return values
 
 
@@ -54,11 +57,14 @@ def test_memory_of_a_window_ends_to_grow() -> None:
     assert held[-1][1:] == [512, 768]
 
 
-@settings(max_examples=60)
+@pytest.mark.parametrize("kv_dtype", list(KvDType))
+@settings(max_examples=50)
 @given(data=st.data())
-def test_every_row_finds_its_window_whatever_happened_before(data: st.DataObject) -> None:
+def test_every_row_finds_its_window_whatever_happened_before(
+    kv_dtype: KvDType, data: st.DataObject
+) -> None:
     """Writing, rewinding as far as allowed, trimming and copying, against a list."""
-    cache = make_cache()
+    cache = make_cache(kv_dtype)
     said: dict[SlotId, list[float]] = {SLOT: [], OTHER: []}
     written = {SLOT: 0, OTHER: 0}
     counter = 0
@@ -87,6 +93,8 @@ def test_every_row_finds_its_window_whatever_happened_before(data: st.DataObject
             for layer, window in enumerate(WINDOWS):
                 if values:
                     expected = values[-window:] if window else values
+                    if kv_dtype is KvDType.INT8:
+                        expected = [plain_rounded([value])[0] for value in expected]
                     assert seen(cache, one, layer, len(values)) == expected
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_decoder
-from stage_chain import even_split, random_prompt
+from stage_chain import CPU, even_split, random_prompt
 from torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.kernels import probe
 from shardnet.runtime.engine import GenerationEvent, RequestMoved, Speculation
+from shardnet.types import DType, KvDType
 
 CONTEXT = 1280
 WINDOW = 6
@@ -104,3 +106,26 @@ def test_shared_prefixes_change_no_token(stages: TorchStages) -> None:
     assert [tokens_of(events) for events in warm] == [tokens_of(events) for events in cold]
     assert [n_kept(events) for events in warm] == [719, 600, 0]
     assert [n_kept(events) for events in cold] == [0, 0, 0]
+
+
+def test_deterministic_text_with_rounded_keys_and_values_is_the_same_whatever_goes_on(
+    folder: Path,
+) -> None:
+    """Alone from a cold start, or guessed, in company, and from prefixes that are there."""
+    choice = probe(CPU, DType.BFLOAT16, None)
+    if choice.exact_rows == 1:
+        pytest.skip("this machine computes single rows exactly only: speculation is off")
+    ranges = even_split(Checkpoint.open(folder).config.n_layers, 2)
+    stages = TorchStages(folder, ranges, choice, CONTEXT, KvDType.INT8)
+    prompt = random_prompt(700, 300, seed=5)
+    prompts = [prompt, [*prompt[:600], *random_prompt(30, 300, seed=6)], random_prompt(9, 300)]
+    plain = [request(ids, 20, deterministic=True) for ids in prompts]
+    alone = [tokens_of(run(stages, one, chunk_rows=256)[0]) for one in plain]
+    speculation = Speculation(make_guesser=lambda wake: WrongGuesser(), most=16)
+    guessed = [request(ids, 20, deterministic=True, speculation=speculation) for ids in prompts]
+    for asked in (plain, guessed):
+        together = run(stages, *asked, chunk_rows=256)
+        assert [tokens_of(events) for events in together] == alone
+    one_by_one = run(stages, *guessed, chunk_rows=256, at_once=False)
+    assert [tokens_of(events) for events in one_by_one] == alone
+    assert [n_kept(events) for events in one_by_one] == [0, 512, 0]

@@ -34,7 +34,7 @@ from shardnet.runtime.measuring import (
     rounded,
     windows,
 )
-from shardnet.types import DType
+from shardnet.types import DType, KvDType
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -74,12 +74,19 @@ def no_tick() -> None:
 
 
 @pytest.mark.parametrize("raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2])
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
-def test_every_figure_is_a_time_of_two_digits(raw: dict[str, Any], dtype: DType) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(DType.BFLOAT16, KvDType.AUTO), (DType.FLOAT32, KvDType.AUTO), (DType.FLOAT32, KvDType.INT8)],
+)
+def test_every_figure_is_a_time_of_two_digits(
+    raw: dict[str, Any], dtype: DType, kv_dtype: KvDType
+) -> None:
     ticks = []
     figures = measure_stage(
         config(raw),
         dtype,
+        None,
+        kv_dtype,
         device="cpu",
         threads=1,
         memory_bytes=GIB,

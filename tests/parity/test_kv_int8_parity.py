@@ -1,0 +1,177 @@
+"""Families with keys and values in int8: the maths, what rounding costs, and that nothing else may.
+
+The logits are those of transformers given our rounded keys and values, which lie within half a step
+of its own: a number near the middle of two steps may go to either, so they are not rounded twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_decoder, make_gpt2
+from oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
+from plain_kv import plain_groups, plain_restored, plain_scale
+from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
+from torch import Tensor
+from transformers import DynamicCache
+
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.config import ModelConfig
+from shardnet.model.families import FAMILIES
+from shardnet.model.kernels import KernelChoice, probe
+from shardnet.types import DType, KvDType, SlotId
+
+WINDOWS = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+CASES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in FAMILIES},
+    "mistral": {"sliding_window": 20, "head_dim": 8},
+    "gemma2": WINDOWS,
+    "gemma3_text": WINDOWS | {"num_hidden_layers": 7},
+    "gpt_oss": {"sliding_window": 20},
+    "llama-wide": {"head_dim": 70, "num_hidden_layers": 2},
+    "llama-odd": {"head_dim": 34, "num_hidden_layers": 2},
+}
+ERROR, ERROR_WITH_EXPERTS = 0.04, 0.2
+"""How far rounding moves the logits of these random models at most, as a share of their size. With
+experts some rows visit others."""
+
+
+def make(folder: Path, case: str, **more: Any) -> Path:
+    family = case.split("-")[0]
+    if family == "gpt2":
+        return make_gpt2(folder)
+    return make_decoder(folder, family, **CASES[case] | more)
+
+
+def load(folder: Path, n_stages: int = 1, choice: KernelChoice | None = None) -> StageChain:
+    n_layers = Checkpoint.open(folder).config.n_layers
+    return StageChain.load(folder, even_split(n_layers, n_stages), choice, kv_dtype=KvDType.INT8)
+
+
+class GivenCache(DynamicCache):
+    """Answers with the keys and values of a stage's cache, and holds them against what comes."""
+
+    def __init__(self, chain: StageChain, config: ModelConfig) -> None:
+        super().__init__()
+        self.kv = chain.stages[0].kv
+        self.config = config
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """[1, KV heads, T, D] each; of latents [1, 1, T, L] and [1, 1, T, R]."""
+        super().update(keys, values, layer)
+        given = list(self.kv.layer(SlotId(0), layer))
+        own = [keys, values]
+        if self.config.latent is not None:
+            own, given = [torch.cat((keys, self._halves(values)), -1)], given[:1]
+        kept = []
+        for theirs, packed in zip(own, given, strict=True):
+            ours = plain_restored(packed[:, : theirs.shape[2]], theirs.shape[3])
+            _check_near(theirs[0], ours)
+            kept.append(ours[None])
+        if self.config.latent is None:
+            return kept[0], kept[1]
+        rank = self.config.latent.rank
+        return kept[0][..., :rank], self._pairs(kept[0][..., rank:])
+
+    def _halves(self, rotated: Tensor) -> Tensor:
+        """transformers' V2 leaves the two numbers that turn together side by side."""
+        if self.config.family != "deepseek_v2":
+            return rotated
+        return rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+    def _pairs(self, rotated: Tensor) -> Tensor:
+        if self.config.family != "deepseek_v2":
+            return rotated
+        return rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def _check_near(theirs: Tensor, ours: Tensor) -> None:
+    """Each number within half a step of its group: [KV heads, T, D] both."""
+    for row, rounded in zip(
+        theirs.flatten(0, 1).tolist(), ours.flatten(0, 1).tolist(), strict=True
+    ):
+        start = 0
+        for part in plain_groups(row):
+            most = plain_scale(part) * 0.502 + 1e-5
+            near = rounded[start : start + len(part)]
+            assert all(abs(x - y) <= most for x, y in zip(part, near, strict=True))
+            start += len(part)
+
+
+def given_logits(reference: Any, cache: GivenCache, ids: list[int]) -> Tensor:
+    """transformers' full forward over rounded keys and values: float32 [T, V]."""
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([ids]), past_key_values=cache).logits[0].float()
+    return logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_with_these_keys_and_values(
+    case: str, tmp_path: Path
+) -> None:
+    """A prompt, then decoding; and how far all of it is from what nobody rounded."""
+    folder = make(tmp_path, case)
+    chain, reference = load(folder), load_reference(folder)
+    prompt = random_prompt(50, 300)
+    (logits,) = chain.generate([prompt], 5)
+    ids = prompt + logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    config = Checkpoint.open(folder).config
+    expected = given_logits(reference, GivenCache(chain, config), ids)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    plain = reference_logits(reference, ids)
+    error = float((logits - plain).norm() / plain.norm())
+    assert 0 < error < (ERROR if config.experts is None else ERROR_WITH_EXPERTS)
+
+
+# --- what may not change a bit ------------------------------------------------------------------
+
+EXACT = ["llama", "gemma2", "deepseek_v3"]
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
+def choice(request: pytest.FixtureRequest) -> KernelChoice:
+    return probe(CPU, request.param, None)
+
+
+def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:
+    prompts = [random_prompt(length, 300, seed=length) for length in (7, 301)]
+    whole = load(folder, 1, choice).generate(prompts, 4)
+    for n_stages in (2, 4):
+        for expected, logits in zip(
+            whole, load(folder, n_stages, choice).generate(prompts, 4), strict=True
+        ):
+            assert torch.equal(logits, expected)
+
+
+def test_a_row_keeps_its_bits_in_company(folder: Path, choice: KernelChoice) -> None:
+    n_sequences = min(choice.exact_rows, 5)
+    prompts = [random_prompt(3 + 9 * i, 300, seed=i) for i in range(n_sequences)]
+    together = load(folder, 1, choice).generate(prompts, 5)
+    for prompt, expected in zip(prompts, together, strict=True):
+        (alone,) = load(folder, 1, choice).generate([prompt], 5)
+        assert torch.equal(alone, expected)
+
+
+def test_rewinding_copying_and_verifying_leave_no_trace(folder: Path, choice: KernelChoice) -> None:
+    prompt, drafts = random_prompt(300, 300), random_prompt(5, 300, seed=9)
+    chain = load(folder, 2, choice)
+    chain.prefill(0, prompt)
+    rows = [Rows(slot=0, position=300 + i, ids=[t], n_sampled=1) for i, t in enumerate(drafts)]
+    one_by_one = torch.cat([chain.step(row) for row in rows])
+    chain.step(Rows(slot=0, position=300, ids=[7, 7, 7], n_sampled=0))
+    for stage in chain.stages:
+        stage.kv.copy(SlotId(0), SlotId(3), 300)
+    for slot in (0, 3):
+        again = [Rows(slot=slot, position=row.position, ids=row.ids, n_sampled=1) for row in rows]
+        assert torch.equal(torch.cat([chain.step(row) for row in again]), one_by_one)
+        if choice.exact_rows >= 5:
+            at_once = Rows(slot=slot, position=300, ids=drafts, n_sampled=5)
+            assert torch.equal(chain.step(at_once), one_by_one)
