@@ -8,7 +8,7 @@ one axis or, as norms are, not at all. Must not know kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,8 @@ SINGLE_FILE: Final = "consolidated.safetensors"
 INDEX_FILE: Final = "consolidated.safetensors.index.json"
 _PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
 _SKIPPED = re.compile(r"rope\.freqs")
-_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
+OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
+"""What belongs to such a checkpoint beside its tensors."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _OUTER: Final = {
@@ -97,7 +98,7 @@ def open_consolidated(folder: Path) -> Contents:
         config=config,
         where=f"{where}, as config.json",
         files=files,
-        whole=(*_WHOLE, *index),
+        whole=(*OWN_WHOLE, *index),
         arrange=partial(_arrange, parts),
     )
 
@@ -108,12 +109,18 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
         return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
     if (folder / INDEX_FILE).is_file():
         return [INDEX_FILE], read_indexed_files(folder / INDEX_FILE, read_safetensors_file)
-    paths = sorted(path for path in folder.iterdir() if _PART.fullmatch(path.name))
+    paths = [folder / name for name in part_files([path.name for path in folder.iterdir()])]
     for number, path in enumerate(paths):
         expected = f"consolidated.{number:02}{paths[0].suffix}"
         if path.name != expected:
             raise CheckpointError(f"{folder / expected}: this part is missing; {AGAIN}")
     return [], {path.name: _read_part(path, len(paths)) for path in paths}
+
+
+def part_files(names: Iterable[str]) -> list[str]:
+    """Of some file names, list the parts of a checkpoint: safetensors, or else torch's."""
+    parts = sorted(name for name in names if _PART.fullmatch(name))
+    return [name for name in parts if name.endswith(".safetensors")] or parts
 
 
 def _read_part(path: Path, n_parts: int) -> TensorFile:

@@ -28,7 +28,8 @@ SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 HF_INDEX_FILES: Final = INDEX_FILES[:2]
 """In the order of SINGLE_FILES."""
 _READERS: Final[tuple[ReadFile, ...]] = (read_safetensors_file, read_torch_file)
-_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
+HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
+"""What belongs to such a checkpoint beside its tensors."""
 
 
 def has_huggingface_tensors(folder: Path) -> bool:
@@ -62,7 +63,7 @@ def open_huggingface(folder: Path) -> Contents:
         config=config,
         where=str(where),
         files=files,
-        whole=(*_WHOLE, *index),
+        whole=(*HF_WHOLE, *index),
         arrange=arrange,
     )
 
