@@ -19,6 +19,7 @@ from shardnet.model.indexed_files import ReadFile, read_indexed_files
 from shardnet.model.layout import canonical_name
 from shardnet.model.making import ModelTensor, unchanged
 from shardnet.model.safetensors_files import read_safetensors_file
+from shardnet.model.stacked_experts import experts_apart
 from shardnet.model.stored import AGAIN, TensorFile
 from shardnet.model.stored_quantization import combine, plain, read_quantization
 from shardnet.model.torch_files import read_torch_file
@@ -56,7 +57,7 @@ def open_huggingface(folder: Path) -> Contents:
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
         named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return {name: replace(tensor, name=name) for name, tensor in named}
+        return experts_apart(config, {name: replace(tensor, name=name) for name, tensor in named})
 
     return Contents(
         folder=folder,
