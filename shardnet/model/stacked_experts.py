@@ -1,8 +1,9 @@
 """Experts that are stored as one tensor for all of a layer, taken apart into one for each.
 
-Knows how transformers stacks them: with the experts first, gpt-oss's with the inputs before the
-outputs and the outputs of gate and up in turn. Must not know files or kernels. What is made of one
-expert reads the bytes of that expert alone.
+Knows how transformers stacks them, always with the experts first: gpt-oss's with the inputs before
+the outputs and the outputs of gate and up in turn; others, where it saves them as it computes them,
+with the outputs first, those of up behind those of gate. Must not know files or kernels. What is
+made of one expert reads the bytes of that expert alone.
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardnet.model.config import ModelConfig
-from shardnet.model.making import Make, ModelTensor
+from shardnet.model.making import Make, ModelTensor, unchanged
 from shardnet.model.stored import StoredTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
+_STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_MIXTRAL_GATE = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
+_OWN_NAMES: Final[Mapping[str, tuple[str, str, str, str]]] = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""Where each family has its experts, and its names of gate, up and down."""
 _TakeOut = Callable[["Tensor"], "Tensor"]
 """From what is stored of one expert to its parameter."""
 
@@ -36,18 +44,46 @@ def experts_apart(
     made: dict[str, ModelTensor] = {}
     for name, tensor in tensors.items():
         match = _STACKED.fullmatch(name)
-        n_axes = 2 if match and match[3] else 3
-        if (
-            match is None
-            or config.experts is None
-            or config.family != "gpt_oss"
-            or len(tensor.shape) != n_axes
-            or tensor.shape[0] != config.experts.n_experts
-        ):
+        router = _MIXTRAL_GATE.fullmatch(name) if config.family == "mixtral" else None
+        if router is not None:
+            name = f"{router[1]}block_sparse_moe{router[2]}"
+            made[name] = replace(tensor, name=name)
+        elif match is None or not _fits(config, match, tensor):
             made[name] = tensor
-        else:
+        elif config.family == "gpt_oss":
             made |= {one.name: one for one in _in_turn(match, tensor)}
+        else:
+            made |= {one.name: one for one in _behind_each_other(config, match, tensor)}
     return made
+
+
+def _fits(config: ModelConfig, match: re.Match[str], tensor: ModelTensor) -> bool:
+    """Whether a tensor has the axes that its family's stacks have, and all experts."""
+    n_axes = 2 if match[3] else 3
+    if config.experts is None or len(tensor.shape) != n_axes or 0 in tensor.shape:
+        return False
+    if tensor.shape[0] != config.experts.n_experts:
+        return False
+    if config.family == "gpt_oss":
+        return True
+    is_plain = tensor.dtype is not None and tensor.sources[0].strides is None
+    return config.family in _OWN_NAMES and not match[3] and is_plain
+
+
+def _behind_each_other(
+    config: ModelConfig, match: re.Match[str], tensor: ModelTensor
+) -> Iterator[ModelTensor]:
+    """Take [X, N, K] apart, whose rows are those of gate, then those of up, or those of down."""
+    place, gate, up, down = _OWN_NAMES[config.family]
+    names = (gate, up) if match[2] == "gate_up_proj" else (down,)
+    n_experts, n_both, n_inputs = tensor.shape
+    n_rows = n_both // len(names)
+    all_rows = replace(tensor.sources[0], shape=(n_experts * n_both, n_inputs))
+    for number in range(n_experts):
+        for at, name in enumerate(names):
+            begin = number * n_both + at * n_rows
+            rows = all_rows.rows(begin, begin + n_rows)
+            yield unchanged(f"{match[1]}{place}.experts.{number}.{name}.weight", rows)
 
 
 def _in_turn(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]:
@@ -63,7 +99,7 @@ def _in_turn(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]
 
     for number in range(tensor.shape[0]):
         yield _one_expert(
-            f"{match[1]}{number}.{match[2]}.{kind}",
+            f"{match[1]}mlp.experts.{number}.{match[2]}.{kind}",
             tensor,
             number,
             shape=tensor.shape[:0:-1],
