@@ -36,11 +36,15 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lighter:
-    """What a layer and the LM head weigh with weights rounded as `quant` says, in bytes."""
+    """What a layer and the LM head weigh with weights rounded as `quant` says, in bytes.
+
+    `spared_bytes` as in ModelShape.
+    """
 
     quant: str
     layer_bytes: int
     head_bytes: int
+    spared_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,8 @@ class ModelShape:
     adds.
     `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
     to round its weights, if they are not. `layer_read_bytes` is what one row reads of a layer, None
-    where that is all of it: experts it does not visit.
+    where that is all of it: experts it does not visit. `layer_bytes` is what the largest layer
+    weighs, and `spared_bytes` how much less each one does, () where all are alike.
     """
 
     n_layers: int
@@ -67,6 +72,7 @@ class ModelShape:
     activation_position_bytes: int = 0
     lighter: tuple[Lighter, ...] = ()
     layer_read_bytes: int | None = None
+    spared_bytes: tuple[int, ...] = ()
 
     @property
     def n_blocks(self) -> int:
@@ -92,7 +98,11 @@ class ModelShape:
     def rounded(self, lighter: Lighter) -> ModelShape:
         """Return the shape with rounded weights."""
         return replace(
-            self, layer_bytes=lighter.layer_bytes, head_bytes=lighter.head_bytes, lighter=()
+            self,
+            layer_bytes=lighter.layer_bytes,
+            head_bytes=lighter.head_bytes,
+            spared_bytes=lighter.spared_bytes,
+            lighter=(),
         )
 
     def weight_bytes(self, layers: LayerRange) -> int:
@@ -100,6 +110,7 @@ class ModelShape:
         is_first, is_last = layers.start == 0, layers.end == self.n_layers
         return (
             len(layers) * self.layer_bytes
+            - sum(self.spared_bytes[layers.start : layers.end])
             + is_first * self.embedding_bytes
             + is_last * self.head_bytes
         )

@@ -28,7 +28,7 @@ from shardnet.model.footprint import (
     head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
-    layer_weight_bytes,
+    layers_weight_bytes,
 )
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
@@ -229,10 +229,12 @@ def model_shape(
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
+    layers = layers_weight_bytes(config, dtype, quantization)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return ModelShape(
         n_layers=config.n_layers,
-        layer_bytes=layer_weight_bytes(config, dtype, quantization),
+        layer_bytes=max(layers),
+        spared_bytes=_spared(layers),
         embedding_bytes=embedding_weight_bytes(config, dtype),
         head_bytes=head_weight_bytes(config, dtype, quantization),
         hop_bytes=wire_dtype.row_bytes(config.hidden_size),
@@ -241,16 +243,24 @@ def model_shape(
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
         layer_read_bytes=layer_read_bytes(config, dtype, quantization),
-        lighter=tuple(
-            Lighter(
-                quant=kind.value,
-                layer_bytes=layer_weight_bytes(config, dtype, kind),
-                head_bytes=head_weight_bytes(config, dtype, kind),
-            )
-            for kind in Quantization
-            if quantization is None
-        ),
+        lighter=tuple(_lighter(config, dtype, kind) for kind in Quantization if not quantization),
     )
+
+
+def _lighter(config: ModelConfig, dtype: DType, kind: Quantization) -> Lighter:
+    layers = layers_weight_bytes(config, dtype, kind)
+    return Lighter(
+        quant=kind.value,
+        layer_bytes=max(layers),
+        head_bytes=head_weight_bytes(config, dtype, kind),
+        spared_bytes=_spared(layers),
+    )
+
+
+def _spared(layers: Sequence[int]) -> tuple[int, ...]:
+    """Say how much less than the largest layer each one weighs; () where all are alike."""
+    most = max(layers)
+    return tuple(most - n_bytes for n_bytes in layers) if min(layers) < most else ()
 
 
 def _ms(seconds: float | None) -> float | None:
