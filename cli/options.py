@@ -30,7 +30,7 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        metavar="PATH|ORG/NAME",
+        metavar="PATH|ORG/NAME[:GGUF]",
         help="Checkpoint folder, or a model of the Hugging Face Hub. Nodes that lack it fetch from "
         "one that has it; the head downloads what nobody has. Default: the bundled model.",
         envvar="SHARDNET_MODEL",

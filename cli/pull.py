@@ -32,7 +32,8 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="ORG/NAME|URL", help="A model of the Hugging Face Hub, or the URL of a file."
+            metavar="ORG/NAME|URL",
+            help="A model of the Hub (of GGUFs one: ORG/NAME:Q4_K_M), or the URL of a file.",
         ),
     ],
     revision: Annotated[
@@ -62,7 +63,9 @@ def pull(
 ) -> None:
     """Download a model to this machine.
 
-    From the Hugging Face Hub come config, tokenizer and weights, never code. They lie in the cache
+    From the Hugging Face Hub come config, tokenizer and weights, never code, and the weights in
+    one format only: safetensors, else PyTorch's, else Meta's or Mistral's own. Of a repository's
+    GGUF files the one that is named comes: ORG/NAME:Q4_K_M, or its file name. They lie in the cache
     that huggingface_hub keeps (HF_HOME), so other programs share them. Nodes then take --model
     ORG/NAME, and those that lack it fetch their layers from here.
 
@@ -82,7 +85,7 @@ def pull(
     text = f"{model}@{revision}" if revision else model
     name = HubName.parse(text)
     if name is None:
-        raise typer.BadParameter(f"'{text}' is not ORG/NAME or NAME")
+        raise typer.BadParameter(f"'{text}' is not ORG/NAME, ORG/NAME:GGUF or NAME")
     here = pulled_folder(name) if offline else None
     if here is not None:
         print(here)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from gguf_files import interleaved
 from safetensors.torch import load_file, save_file
 
+SCALE = 0.0078125
+"""Of FP8 weights: a power of two, so that rounding them twice changes nothing."""
 NAMES = {
     "model.embed_tokens": "tok_embeddings",
     "model.norm": "norm",
@@ -21,6 +25,7 @@ NAMES = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
+    "block_sparse_moe.": "feed_forward.",
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -42,8 +47,11 @@ def own_tensors(source: Path) -> dict[str, torch.Tensor]:
     return made
 
 
-def to_mistral(source: Path, folder: Path, **params: Any) -> Path:
-    """Write params.json and consolidated.safetensors. `params` go over what follows of `source`."""
+def to_mistral(source: Path, folder: Path, *, narrow: bool = False, **params: Any) -> Path:
+    """Write params.json and consolidated.safetensors. `params` go over what follows of `source`.
+
+    Where it is `narrow` the products of layers are in FP8, and `source` gets the same values.
+    """
     config = json.loads((source / "config.json").read_text())
     folder.mkdir()
     own = {
@@ -58,9 +66,45 @@ def to_mistral(source: Path, folder: Path, **params: Any) -> Path:
         "rope_theta": config["rope_parameters"]["rope_theta"],
         "sliding_window": config["sliding_window"],
     }
+    if narrow:
+        own |= {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+        _round_to_fp8(source)
     (folder / "params.json").write_text(json.dumps(own | params))
-    save_file(own_tensors(source), folder / "consolidated.safetensors")
+    tensors = own_tensors(source)
+    if narrow:
+        tensors = {
+            name: values.clone()
+            for name, part in tensors.items()
+            for name, values in _fp8(name, part)
+        }
+    save_file(tensors, folder / "consolidated.safetensors")
     return folder
+
+
+def _is_product(name: str) -> bool:
+    return name.endswith(".weight") and (
+        "_proj" in name or re.search(r"\.w[\dqkvo]\.", name) is not None
+    )
+
+
+def _round_to_fp8(source: Path) -> None:
+    """Give the products of a checkpoint folder values that FP8 has, times a scale."""
+    tensors = load_file(source / "model.safetensors")
+    for name, values in tensors.items():
+        if _is_product(name):
+            tensors[name] = (values / SCALE).to(torch.float8_e4m3fn).float() * SCALE
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def _fp8(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is stored of one tensor."""
+    if not _is_product(name):
+        yield name, values
+        return
+    stem = name.removesuffix("weight")
+    yield name, (values / SCALE).to(torch.float8_e4m3fn)
+    yield f"{stem}qscale_weight", torch.tensor(SCALE)
+    yield f"{stem}qscale_act", torch.tensor(0.5)
 
 
 def to_meta(

@@ -6,6 +6,7 @@ Written with `gguf`'s own writer. What the converter does to the values is done 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ ARCHITECTURES = {
     "granite": "granite",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
     "phi3": "phi3",
     "gemma2": "gemma2",
@@ -33,6 +38,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite")
 
 
 def write_gguf(
@@ -76,7 +82,8 @@ def pack_as(kind: gguf.GGMLQuantizationType) -> Pack:
     """Store matrices as `kind`, for which the package can quantize, and the rest in float32."""
 
     def pack(name: str, values: Array) -> tuple[Array, gguf.GGMLQuantizationType | None]:
-        return (quantize(values, kind), kind) if values.ndim == 2 else (values, None)
+        is_packed = values.ndim == 2 and values.shape[0] > 1 and not name.endswith("bias")
+        return (quantize(values, kind), kind) if is_packed or values.ndim > 2 else (values, None)
 
     return pack
 
@@ -89,17 +96,45 @@ def converted(source: Path) -> dict[str, Array]:
     number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
-    for name, values in load_file(source / "model.safetensors").items():
+    for name, values in _stacked(load_file(source / "model.safetensors")).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        stored += ".weight" if name.endswith("sinks") else ""
         made[stored] = _converted(family, config, name, values)
     return made
 
 
+def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
+    """All experts of a layer in one tensor, outputs before inputs, gate and up apart."""
+    made: dict[str, Array] = {}
+    for name, values in tensors.items():
+        if one := re.fullmatch(r"(.*\.)\w+\.experts\.0\.(\w+)\.weight", name):
+            kind = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(one[2], one[2])
+            numbers = re.findall(r"\.experts\.(\d+)\.", " ".join(tensors))
+            n_experts = 1 + max(int(number) for number in numbers)
+            of_all = [
+                tensors[name.replace(".experts.0.", f".experts.{n}.")] for n in range(n_experts)
+            ]
+            made[f"{one[1]}mlp.experts.{kind}.weight"] = np.stack(of_all)
+        elif re.search(r"\.experts\.\d", name):
+            continue
+        elif both := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
+            kind = "bias" if both[3] else "weight"
+            outputs = values if both[3] else values.swapaxes(1, 2)
+            if both[2] == "down":
+                made[f"{both[1]}down_proj.{kind}"] = outputs
+            else:
+                made[f"{both[1]}gate_proj.{kind}"] = outputs[:, ::2]
+                made[f"{both[1]}up_proj.{kind}"] = outputs[:, 1::2]
+        else:
+            made[name] = values[0] if name.endswith("shared_expert_gate.weight") else values
+    return made
+
+
 def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
-    if family in ("llama", "mistral", "granite") and ".q_proj." in name:
+    if family in INTERLEAVED and ".q_proj." in name:
         return interleaved(values, config["num_attention_heads"])
-    if family in ("llama", "mistral", "granite") and ".k_proj." in name:
+    if family in INTERLEAVED and ".k_proj." in name:
         return interleaved(values, config["num_key_value_heads"])
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return values + 1
@@ -165,7 +200,27 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": float(of_all["rope_theta"]),
         "vocab_size": config["vocab_size"],
     }
+    if "num_experts_per_tok" in config:
+        made |= {
+            "expert_count": config.get("num_local_experts") or config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+        }
     match config["model_type"]:
+        case "qwen2_moe":
+            made |= {
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+            }
+        case "qwen3_moe":
+            made |= {"expert_feed_forward_length": config["moe_intermediate_size"]}
+        case "gpt_oss":
+            made |= {
+                "expert_feed_forward_length": config["intermediate_size"],
+                "attention.sliding_window": config["sliding_window"],
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": of_all["factor"],
+                "rope.scaling.original_context_length": of_all["original_max_position_embeddings"],
+            }
         case "granite":
             made |= {
                 "attention.scale": config["attention_multiplier"],

@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for name, data in self.hub.repos[repo].items():
             entry = {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
-            if name.endswith(".safetensors"):
+            if name.endswith((".safetensors", ".bin", ".pth", ".gguf")):
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
             siblings.append(entry)

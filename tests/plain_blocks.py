@@ -55,7 +55,16 @@ def q6_k(block: bytes) -> list[float]:
     return values
 
 
+def mxfp4(block: bytes) -> list[float]:
+    """The exponent of a power of two, then 16 bytes as Q4_0's; a value is a sign and E2M1."""
+    steps = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    scale = 2.0 ** (block[0] - 127)
+    fours = [byte & 15 for byte in block[1:]] + [byte >> 4 for byte in block[1:]]
+    return [(-scale if four & 8 else scale) * steps[four & 7] for four in fours]
+
+
 BLOCKS: dict[str, tuple[int, int, Callable[[bytes], list[float]]]] = {
+    "MXFP4": (32, 17, mxfp4),
     "Q8_0": (32, 34, q8_0),
     "Q4_0": (32, 18, q4_0),
     "Q4_K": (256, 144, q4_k),

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardnet import __version__
 from shardnet.cluster.web_file import GO_ON, Report, sha256_of
-from shardnet.errors import CheckpointError, HubError
-from shardnet.model.contents import ID_FILES
+from shardnet.errors import HubError
+from shardnet.model.contents import TENSOR_SUFFIXES
 from shardnet.model.hub_cache import (
-    INDEX_FILE,
-    SINGLE_FILE,
     HubName,
     cache_root,
+    indexed_files,
     note_revision,
     pulled_folder,
+    repo_folder,
 )
+from shardnet.model.hub_files import choose_files
 
 ANSWER_S = 15.0
 """How long the Hub may take to answer a question."""
-
-_TENSOR_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,10 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledModel:
-    """A model that is here whole. `n_new_bytes` came over the network just now."""
+    """A model that is here whole. `n_new_bytes` came over the network just now.
+
+    `folder` is what to open: a GGUF's first file, else the folder.
+    """
 
     name: str
     commit: str
@@ -55,79 +56,74 @@ class PulledModel:
 
 
 def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledModel:
-    """Download what is missing of a model: config, tokenizer and tensors, never code.
+    """Download what is missing of a model: config, tokenizer and its weights once, never code.
 
     What a broken attempt has left is gone on with. Raises HubError, which says what to do, when the
     Hub does not answer, refuses, or gives something else than it promised; CheckpointError for a
-    model that has no safetensors.
+    model whose weights are in no format that is read here, or in several GGUFs.
     """
     root = root or cache_root()
     with named_errors(name):
-        commit, files = look_up(name)
-        present = _present(name, commit, root)
+        commit, files = look_up(name, root)
+        present = _present(name, commit, files, root)
         missing = [file for file in files if file.name not in present]
         n_missing = sum(file.size_bytes for file in missing)
         _check_room(name, n_missing, root)
         total = sum(file.size_bytes for file in files)
         done = total - n_missing
-        folder: Path | None = None
         for file in sorted(missing, key=lambda file: file.size_bytes):
-            path = _fetch(name, commit, file, root, _Counter(report, file.name, done, total))
+            _fetch(name, commit, file, root, _Counter(report, file.name, done, total))
             done += file.size_bytes
-            folder = path.parent
         note_revision(name, commit, root)
-        folder = folder or pulled_folder(HubName(repo=name.repo, revision=commit), root)
+        folder = pulled_folder(replace(name, revision=commit), root)
     if folder is None:
-        raise HubError(
-            f"{name}: its index names tensor files that the Hub does not have: tell its authors"
-        )
+        raise HubError(f"{name}: what came is gone from {root} again; {GO_ON}")
     return PulledModel(
         name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
     )
 
 
-def look_up(name: HubName) -> tuple[str, list[HubFile]]:
-    """Ask the Hub for the commit and the files that are needed."""
+def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
+    """Ask the Hub for the commit and the files that are needed: the weights in one format only.
+
+    An index, which names tensor files, is fetched. Raises CheckpointError where there is no format
+    that is read here, HubError where the index names what the Hub does not have.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="shardnet", library_version=__version__)
     info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=ANSWER_S)
-    found = [
-        HubFile(
+    found = {
+        said.rfilename: HubFile(
             name=said.rfilename,
             size_bytes=said.size or 0,
             sha256=said.lfs.sha256 if said.lfs is not None else "",
         )
         for said in info.siblings or ()
-    ]
-    wanted = [f for f in found if f.name in (*ID_FILES, INDEX_FILE, SINGLE_FILE)]
-    shards = [f for f in found if _TENSOR_FILE.fullmatch(f.name) and f not in wanted]
-    if any(f.name == INDEX_FILE for f in wanted):
-        wanted = [f for f in wanted if f.name != SINGLE_FILE] + shards
-    if not any(_TENSOR_FILE.fullmatch(f.name) for f in wanted):
-        others = ", ".join(sorted(f.name for f in found)[:8]) or "none at all"
-        raise CheckpointError(
-            f"{name} has no model*.safetensors on the Hub (its files: {others}); "
-            "choose a repository that has its weights in safetensors"
-        )
-    assert info.sha is not None
-    return info.sha, wanted
-
-
-def _present(name: HubName, commit: str, root: Path) -> set[str]:
-    """Return the files of a commit that are here."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = root / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
-    if not folder.is_dir():
-        return set()
-    return {
-        path.name
-        for path in folder.iterdir()
-        if isinstance(
-            try_to_load_from_cache(name.repo, path.name, cache_dir=root, revision=commit), str
-        )
     }
+    commit = info.sha
+    assert commit is not None
+    files = choose_files(found, name.choice, str(name))
+    if files.index:
+        fetch_small(name, commit, found[files.index], root)
+    tensors = indexed_files(files, _snapshot(name, commit, root))
+    for file in tensors:
+        if file not in found or not file.endswith(TENSOR_SUFFIXES):
+            raise HubError(
+                f"{name}: {files.index} names {file}, which is no tensor file that the Hub has: "
+                "tell its authors"
+            )
+    return commit, [found[file] for file in (*files.whole, *tensors)]
+
+
+def _snapshot(name: HubName, commit: str, root: Path) -> Path:
+    return repo_folder(name, root) / "snapshots" / commit
+
+
+def _present(name: HubName, commit: str, files: Iterable[HubFile], root: Path) -> set[str]:
+    """Say which of a commit's files are here."""
+    folder = _snapshot(name, commit, root)
+    return {file.name for file in files if (folder / file.name).is_file()}
 
 
 def _check_room(name: HubName, n_bytes: int, root: Path) -> None:

@@ -23,6 +23,7 @@ from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.web_file import SILENCE_S, TRIES, Report
 from shardnet.errors import CheckpointError, HubError
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.contents import TENSOR_SUFFIXES
 from shardnet.model.hub_cache import HubName, cache_root
 from shardnet.model.replica import Part, Replica, begin_replica, check_heads, lay_out, range_tensors
 from shardnet.model.stored import MAX_HEADER_BYTES, FileHead
@@ -56,12 +57,15 @@ def pull_layers(
     What a broken attempt has left is gone on with. The Hub tells no digests of single tensors: that
     they are right rests on its encrypted connection, and other nodes that take them from here get
     what came. Raises HubError as hub.pull, CheckpointError for a model that is not supported or
-    has no such layers, CapacityError where the cache has no room.
+    has no such layers, or whose tensors are not in safetensors; CapacityError where the cache has
+    no room.
     """
+    root = root or cache_root()
     with named_errors(name):
-        commit, files = look_up(name)
+        commit, files = look_up(name, root)
+        _refuse_other_formats(name, files)
         source = _HubRanges(name, commit)
-        folder, model_id = _replica(name, commit, files, source, cache, root or cache_root())
+        folder, model_id = _replica(name, commit, files, source, cache, root)
         with (
             contextlib.closing(cache.use(model_id)),
             contextlib.closing(Replica(folder)) as replica,
@@ -79,6 +83,16 @@ def pull_layers(
         layers=layers,
         n_new_bytes=n_bytes,
     )
+
+
+def _refuse_other_formats(name: HubName, files: Sequence[HubFile]) -> None:
+    """Raise CheckpointError where tensors are in files whose headers cannot be fetched alone."""
+    for file in files:
+        if file.name.endswith(TENSOR_SUFFIXES) and not file.name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{name}: --layers takes tensors out of safetensors files, and its weights are in "
+                f"{file.name}: pull it without --layers"
+            )
 
 
 def _replica(

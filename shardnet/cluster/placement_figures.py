@@ -36,7 +36,10 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lighter:
-    """What a model weighs with `flags`, which round weights, keys and values, or both."""
+    """What a model weighs with `flags`, which round weights, keys and values, or both.
+
+    `spared_bytes` as in ModelShape.
+    """
 
     flags: tuple[str, ...]
     layer_bytes: int
@@ -44,6 +47,7 @@ class Lighter:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int
+    spared_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,8 @@ class ModelShape:
     adds.
     `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
     to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
-    a layer, None where that is all of it: experts it does not visit.
+    a layer, None where that is all of it: experts it does not visit. `layer_bytes` is what the
+    largest layer weighs, and `spared_bytes` how much less each one does, () where all are alike.
     """
 
     n_layers: int
@@ -70,6 +75,7 @@ class ModelShape:
     activation_position_bytes: int = 0
     lighter: tuple[Lighter, ...] = ()
     layer_read_bytes: int | None = None
+    spared_bytes: tuple[int, ...] = ()
 
     @property
     def n_blocks(self) -> int:
@@ -101,6 +107,7 @@ class ModelShape:
             kv_block_bytes=lighter.kv_block_bytes,
             activation_bytes=lighter.activation_bytes,
             activation_position_bytes=lighter.activation_position_bytes,
+            spared_bytes=lighter.spared_bytes,
             lighter=(),
         )
 
@@ -109,6 +116,7 @@ class ModelShape:
         is_first, is_last = layers.start == 0, layers.end == self.n_layers
         return (
             len(layers) * self.layer_bytes
+            - sum(self.spared_bytes[layers.start : layers.end])
             + is_first * self.embedding_bytes
             + is_last * self.head_bytes
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from enum import IntFlag
 from itertools import permutations
 
@@ -38,11 +39,17 @@ def role_of(rank: int, n_stages: int) -> Role:
 
 
 def room_of(shape: ModelShape, memory_bytes: int) -> Room:
-    """Count the layers that fit a node's memory, in every role."""
+    """Count the layers that fit a node's memory, in every role.
+
+    For a stage in the middle, which may begin anywhere, all layers count as the largest one.
+    """
     n_layers = shape.n_layers
+    alike = replace(shape, spared_bytes=())
 
     def needed(n: int, role: Role) -> int:
-        start = 0 if role & Role.FIRST else n_layers - n if role & Role.LAST else 1
+        if role is Role.MIDDLE:
+            return alike.memory_bytes(LayerRange(1, 1 + n))
+        start = 0 if role & Role.FIRST else n_layers - n
         return shape.memory_bytes(LayerRange(start, start + n))
 
     def room(role: Role) -> int:

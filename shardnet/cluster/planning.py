@@ -28,7 +28,7 @@ from shardnet.model.footprint import (
     head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
-    layer_weight_bytes,
+    layers_weight_bytes,
 )
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
@@ -249,6 +249,7 @@ def model_shape(
     return ModelShape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
+        spared_bytes=weights.spared_bytes,
         embedding_bytes=embedding_weight_bytes(config, dtype),
         head_bytes=weights.head_bytes,
         hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
@@ -275,15 +276,23 @@ def _weighed(
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
+    layers = layers_weight_bytes(config, dtype, rounding.weights)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return Lighter(
         flags=flags,
-        layer_bytes=layer_weight_bytes(config, dtype, rounding.weights),
+        layer_bytes=max(layers),
+        spared_bytes=_spared(layers),
         head_bytes=head_weight_bytes(config, dtype, rounding.weights),
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )
+
+
+def _spared(layers: Sequence[int]) -> tuple[int, ...]:
+    """Say how much less than the largest layer each one weighs; () where all are alike."""
+    most = max(layers)
+    return tuple(most - n_bytes for n_bytes in layers) if min(layers) < most else ()
 
 
 def _ms(seconds: float | None) -> float | None:

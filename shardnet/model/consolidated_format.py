@@ -8,7 +8,7 @@ one axis or, as norms are, not at all. Must not know kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,10 @@ PARAMS_FILE: Final = "params.json"
 SINGLE_FILE: Final = "consolidated.safetensors"
 INDEX_FILE: Final = "consolidated.safetensors.index.json"
 _PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
-_SKIPPED = re.compile(r"rope\.freqs")
-_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
+_SKIPPED = re.compile(r"rope\.freqs|.*\.qscale_act")
+"""Scales of activations among them, which are not rounded here."""
+OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
+"""What belongs to such a checkpoint beside its tensors."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _OUTER: Final = {
@@ -97,7 +99,7 @@ def open_consolidated(folder: Path) -> Contents:
         config=config,
         where=f"{where}, as config.json",
         files=files,
-        whole=(*_WHOLE, *index),
+        whole=(*OWN_WHOLE, *index),
         arrange=partial(_arrange, parts),
     )
 
@@ -108,12 +110,18 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
         return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
     if (folder / INDEX_FILE).is_file():
         return [INDEX_FILE], read_indexed_files(folder / INDEX_FILE, read_safetensors_file)
-    paths = sorted(path for path in folder.iterdir() if _PART.fullmatch(path.name))
+    paths = [folder / name for name in part_files([path.name for path in folder.iterdir()])]
     for number, path in enumerate(paths):
         expected = f"consolidated.{number:02}{paths[0].suffix}"
         if path.name != expected:
             raise CheckpointError(f"{folder / expected}: this part is missing; {AGAIN}")
     return [], {path.name: _read_part(path, len(paths)) for path in paths}
+
+
+def part_files(names: Iterable[str]) -> list[str]:
+    """Of some file names, list the parts of a checkpoint: safetensors, or else torch's."""
+    parts = sorted(name for name in names if _PART.fullmatch(name))
+    return [name for name in parts if name.endswith(".safetensors")] or parts
 
 
 def _read_part(path: Path, n_parts: int) -> TensorFile:
@@ -134,7 +142,10 @@ def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
     for name, shape in shapes.items():
         infos = left.pop(_own_name(name), None)
         if infos is not None:
+            scales = left.pop(_own_name(name).replace(".weight", ".qscale_weight"), None)
             made[name] = _parameter(config, name, shape, infos)
+            if scales is not None:
+                made[name] = _scaled(made[name], infos, scales)
     return made | {name: unchanged(name, infos[0]) for name, infos in left.items()}
 
 
@@ -144,6 +155,7 @@ def _own_name(name: str) -> str:
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
+    inner = inner.replace("block_sparse_moe.", "feed_forward.")
     return f"layers.{layer}.{_IN_LAYER.get(inner, inner)}.{kind}"
 
 
@@ -170,6 +182,21 @@ def _parameter(
         sources=tuple(infos),
         make=_joined(axis, n_heads if made == shape else None),
     )
+
+
+def _scaled(
+    tensor: ModelTensor, infos: Sequence[StoredTensor], scales: Sequence[StoredTensor]
+) -> ModelTensor:
+    """Make a weight of FP8 and its one scale; of anything else the weight that cannot be one."""
+    if len(infos) > 1 or infos[0].dtype != "F8_E4M3" or scales[0].shape not in ((), (1,)):
+        return tensor
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        from shardnet.model.dequantize import from_fp8
+
+        return tensor.make([from_fp8(stored, (1, 1), dtype)], dtype)
+
+    return replace(tensor, dtype=None, sources=(infos[0], scales[0]), make=make)
 
 
 def _cut_axis(part: Shape, whole: Shape, n_parts: int) -> int | None:

@@ -27,8 +27,15 @@ def layer_weight_bytes(
     config: ModelConfig, dtype: DType, quantization: Quantization | None = None
 ) -> int:
     """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
+    return max(layers_weight_bytes(config, dtype, quantization))
+
+
+def layers_weight_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> tuple[int, ...]:
+    """Bytes of each layer's weights in `dtype`. Those with experts are much the largest."""
     layers = range(config.n_layers)
-    return max(_table_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
+    return tuple(_table_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
 
 
 def head_weight_bytes(

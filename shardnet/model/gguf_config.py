@@ -65,6 +65,11 @@ def config_of_metadata(
 
 
 def _llama(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read Llama, Mistral and, where there are experts, Mixtral."""
+    if fields.take("expert_count", int, 0):
+        config = _decoder(fields, "mixtral", factors)
+        return config | _experts(fields, inner=config["intermediate_size"])
+    fields.ignore("expert_used_count")
     return _decoder(fields, "llama", factors) | _biases(tensors)
 
 
@@ -87,6 +92,66 @@ def _qwen2(fields: Fields, tensors: Container[str], factors: Factors) -> dict[st
 
 def _qwen3(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     return _decoder(fields, "qwen3", factors)
+
+
+def _qwen2_moe(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read Qwen2-MoE. Old files do not say how wide experts are; llama.cpp fills in the same."""
+    config = _decoder(fields, "qwen2_moe", factors)
+    inner, n_used = config["intermediate_size"], fields.positive("expert_used_count")
+    return (
+        config
+        | _experts(fields)
+        | {
+            "moe_intermediate_size": fields.positive("expert_feed_forward_length", inner // n_used),
+            "shared_expert_intermediate_size": fields.positive(
+                "expert_shared_feed_forward_length", inner
+            ),
+            "norm_topk_prob": fields.take("expert_weights_norm", bool, False),
+            "qkv_bias": "blk.0.attn_q.bias" in tensors,
+        }
+    )
+
+
+def _qwen3_moe(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    return (
+        _decoder(fields, "qwen3_moe", factors)
+        | _experts(fields)
+        | {
+            "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
+            "norm_topk_prob": fields.take("expert_weights_norm", bool, True),
+        }
+    )
+
+
+def _gpt_oss(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read gpt-oss. Its positions are scaled without rounding, which no key says."""
+    config = _decoder(fields, "gpt_oss", factors)
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
+    return (
+        config
+        | _experts(fields)
+        | {
+            "intermediate_size": fields.positive("expert_feed_forward_length"),
+            "sliding_window": fields.positive("attention.sliding_window"),
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "rope_scaling": scaling,
+        }
+    )
+
+
+def _experts(fields: Fields, inner: int | None = None) -> dict[str, Any]:
+    """Read how many experts there are; each is `inner` wide where the model says it but once."""
+    fields.require("expert_gating_func", 1)  # softmax
+    width = fields.positive("expert_feed_forward_length", inner) if inner is not None else None
+    if width != inner:
+        raise fields.unsupported("expert_feed_forward_length", width, str(inner))
+    return {
+        "num_local_experts": fields.positive("expert_count"),
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "sliding_window": None,
+    }
 
 
 def _olmo2(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -222,6 +287,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granite": _granite,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "gemma2": _gemma2,

@@ -1,15 +1,17 @@
 """GGUF checkpoints: one file, or several parts, with config, tokenizer and tensors in it.
 
 Knows which stored tensor is which parameter, and how llama.cpp's converter has changed its values
-(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms, GPT-2's products.
+(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms, GPT-2's products,
+all experts of a layer in one tensor.
 Names come from the `gguf` package. Must not know kernels.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -36,6 +38,20 @@ INTERLEAVED: Final = ("llama", "granite")
 """Architectures whose queries and keys are stored in interleaved rotary order."""
 NORMS_WITH_ONE: Final = ("gemma2", "gemma3")
 """Architectures whose norms are stored with the 1 that the model adds."""
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
+)
+_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
+_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "w1": ("gate",),
+    "w2": ("down",),
+    "w3": ("up",),
+    "gate_proj": ("gate",),
+    "down_proj": ("down",),
+    "up_proj": ("up",),
+    "gate_up_proj": ("gate", "up"),
+}
+"""Which stacks a product of an expert is in."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16"}
 
 
@@ -109,6 +125,10 @@ def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
 def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     kind = type_name(tensor.type_number)
     where = f"{path}: tensor {tensor.name}"
+    if _ONE_EXPERT.fullmatch(tensor.name):
+        raise UnsupportedModelError(
+            f"{where} is of one expert, as in files of 2023; use a newer file of the model"
+        )
     if kind not in PLAIN + PACKED:
         raise UnsupportedModelError(
             f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}; "
@@ -160,15 +180,72 @@ def _arrange(
     prefix = FAMILIES[config.family].prefix
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
-    for name in stage_tensors(config, LayerRange(0, config.n_layers)).all:
+    for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
+        experts = _EXPERT.fullmatch(name)
+        if experts is not None:
+            found_experts = _of_expert(config, name, experts, stored)
+            if found_experts is not None:
+                made[name] = found_experts
+                for kind in _KINDS[experts[3]]:
+                    left.pop(_stacked_name(experts, kind), None)
+            continue
         found = None
         for spelled in (prefix + name, name):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
-        info = stored.get(found) if found is not None else None
+        info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
+            if (1, *info.shape) == shape:
+                info = replace(info, shape=shape)  # the converter leaves axes of one out
             made[name] = _parameter(name, info, _changes(config, arch, name, info))
     return made | {name: unchanged(name, info) for name, info in left.items()}
+
+
+def _stacked_name(experts: re.Match[str], kind: str) -> str:
+    """Name the tensor of all experts of the layer that a parameter of one is in."""
+    return f"blk.{experts[1]}.ffn_{kind}_exps.{experts[4]}"
+
+
+def _of_expert(
+    config: ModelConfig, name: str, experts: re.Match[str], stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Make the parameter of one expert of its rows of the tensor, or tensors, of all of them."""
+    assert config.experts is not None
+    infos = [stored.get(_stacked_name(experts, kind)) for kind in _KINDS[experts[3]]]
+    sources = []
+    for info in infos:
+        if info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
+            return None
+        one = info.rows(int(experts[2]), int(experts[2]) + 1)
+        sources.append(replace(one, shape=info.shape[1:]))
+    n_rows = sum(source.shape[0] for source in sources)
+    kinds = {source.dtype for source in sources}
+    return ModelTensor(
+        name=name,
+        shape=(n_rows, *sources[0].shape[1:]),
+        dtype=kinds.pop() if len(kinds) == 1 and kinds <= {*PLAIN} else None,
+        sources=tuple(sources),
+        make=_joiner(sources),
+    )
+
+
+def _joiner(sources: Sequence[StoredTensor]) -> Make:
+    """Put the rows of one or two tensors one behind the other."""
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        made = [
+            values if source.dtype in PLAIN else unpack(values, source.dtype, source.shape, dtype)
+            for source, values in zip(sources, stored, strict=True)
+        ]
+        if len(made) == 1:
+            return made[0]
+        if len({values.dtype for values in made}) > 1:
+            made = [values.to(dtype) for values in made]
+        return torch.cat(made)
+
+    return make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

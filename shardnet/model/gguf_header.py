@@ -80,7 +80,7 @@ def gguf_files(path: Path) -> list[Path]:
     """
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
-        wholes = {_first_part(file) for file in found}
+        wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
                 f"{path} holds {len(wholes)} GGUF models: name one of them with --model, as "
@@ -89,20 +89,25 @@ def gguf_files(path: Path) -> list[Path]:
         return gguf_files(found[0]) if found else []
     if path.suffix != ".gguf":
         return []
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        return [path]
-    stem, count = match[1], int(match[3])
-    parts = [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    parts = [path.with_name(name) for name in part_names(path.name)]
     for part in parts:
-        if not part.is_file():
-            raise CheckpointError(f"{part}: this part is missing; fetch all {count} parts")
+        if len(parts) > 1 and not part.is_file():
+            raise CheckpointError(f"{part}: this part is missing; fetch all {len(parts)} parts")
     return parts
 
 
-def _first_part(file: Path) -> Path:
-    match = _SHARD.fullmatch(file.name)
-    return file.with_name(f"{match[1]}-00001-of-{match[3]}.gguf") if match else file
+def part_names(name: str) -> list[str]:
+    """Name all files of the GGUF model that the file `name` belongs to, in order."""
+    match = _SHARD.fullmatch(name)
+    if match is None or int(match[3]) < 1:
+        return [name]
+    return [f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1)]
+
+
+def first_part_name(name: str) -> str:
+    """Name the first file of the GGUF model that the file `name` belongs to: it stands for all."""
+    match = _SHARD.fullmatch(name)
+    return f"{match[1]}-00001-of-{match[3]}.gguf" if match else name
 
 
 def gguf_metadata(path: Path) -> dict[str, Value] | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAIN: Final = ("F32", "F16", "BF16")
-PACKED: Final = ("Q4_0", "Q4_K", "Q6_K", "Q8_0")
+PACKED: Final = ("MXFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0")
 """Types whose values are packed into blocks of a row."""
 
 BLOCK_ELEMENTS: Final = 1 << 22

@@ -37,29 +37,24 @@ class ClampedMlp:
 
 
 def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> SparseLayer:
-    """Take the parameters of the absolute `layer`.
-
-    The columns of `gate_up_proj` are those of gate and up in turn.
-    """
+    """Take the parameters of the absolute `layer`."""
     experts = config.experts
     assert experts is not None
     assert experts.swiglu_limit is not None
     prefix = f"model.layers.{layer}"
     plain = SelfAttention.load(config, weights, layer)
     sinks = weights.parameter(f"{prefix}.self_attn.sinks").view(config.n_kv_heads, -1, 1)
-    stacked = f"{prefix}.mlp.experts"
-    gates = weights.stacked(f"{stacked}.gate_up_proj", f"{stacked}.gate_up_proj_bias", turns=2)
-    downs = weights.stacked(f"{stacked}.down_proj", f"{stacked}.down_proj_bias")
+    names = [f"{prefix}.mlp.experts.{number}" for number in range(experts.n_experts)]
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
         experts=[
             ClampedMlp(
                 limit=experts.swiglu_limit,
                 alpha=experts.swiglu_alpha,
-                gate_up_proj=gate_up,
-                down_proj=down,
+                gate_up_proj=weights.linear(f"{expert}.gate_up_proj"),
+                down_proj=weights.linear(f"{expert}.down_proj"),
             )
-            for gate_up, down in zip(gates, downs, strict=True)
+            for expert in names
         ],
     )
     self_attn = replace(plain, kind=replace(plain.kind, sinks=sinks))

@@ -6,41 +6,53 @@ Must not reach the network: cluster/hub.py does.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardnet.errors import CheckpointError
+from shardnet.model.hub_files import CheckpointFiles, choose_files
+from shardnet.model.indexed_files import weight_map
+
 _NAME = re.compile(r"(?!.*(\.\.|--))[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w./-]{0,127}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-_MAX_INDEX_BYTES = 100_000_000
+_CHOICE = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][\w.+-]{0,127}/){0,4}[A-Za-z0-9_][\w.+-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A model of the Hub: `repo` is ORG/NAME, or NAME alone for the oldest ones."""
+    """A model of the Hub: `repo` is ORG/NAME, or NAME alone for the oldest ones.
+
+    `choice` says which of its GGUFs (see choose_files), "" that it is none.
+    """
 
     repo: str
     revision: str = "main"
+    choice: str = ""
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Read ORG/NAME or ORG/NAME@REVISION; None for what cannot be such a name."""
-        repo, at, revision = text.partition("@")
+        """Read ORG/NAME[:CHOICE][@REVISION]; None for what cannot be such a name.
+
+        A choice needs the ORG, so that C:MODELS is no name.
+        """
+        named, at, revision = text.partition("@")
+        repo, colon, choice = named.partition(":")
         if not _NAME.fullmatch(repo) or repo.endswith((".git", ".safetensors", ".gguf")):
             return None
         if at and not _REVISION.fullmatch(revision):
             return None
-        return cls(repo=repo, revision=revision or "main")
+        if colon and not ("/" in repo and _CHOICE.fullmatch(choice)):
+            return None
+        return cls(repo=repo, revision=revision or "main", choice=choice)
 
     def __str__(self) -> str:
-        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        named = f"{self.repo}:{self.choice}" if self.choice else self.repo
+        return named if self.revision == "main" else f"{named}@{self.revision}"
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -60,15 +72,18 @@ def repo_folder(name: HubName, root: Path) -> Path:
 
 
 def pulled_folder(name: HubName, root: Path | None = None) -> Path | None:
-    """Return the folder with the model's files, None where it is not here, or not all of it."""
+    """Return the folder with the model's files, or the chosen GGUF's first file.
+
+    None where it is not here, or not all of it.
+    """
     repo = repo_folder(name, root or cache_root())
     try:
         commit = name.revision
         if not _COMMIT.fullmatch(commit):
             commit = (repo / "refs" / name.revision).read_text("utf-8").strip()
         folder = repo / "snapshots" / commit
-        return folder if _COMMIT.fullmatch(commit) and _is_whole(folder) else None
-    except (OSError, ValueError):
+        return _whole(folder, name) if _COMMIT.fullmatch(commit) else None
+    except (OSError, ValueError, CheckpointError):
         return None
 
 
@@ -83,17 +98,20 @@ def note_revision(name: HubName, commit: str, root: Path) -> None:
     new.replace(ref)
 
 
-def _is_whole(folder: Path) -> bool:
-    """Say whether config and all tensor files are there. Raises OSError and ValueError."""
-    if not (folder / "config.json").is_file():
-        return False
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return (folder / SINGLE_FILE).is_file()
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        return False
-    said = json.loads(index.read_text("utf-8"))
-    named = said.get("weight_map") if isinstance(said, dict) else None
-    if not isinstance(named, dict):
-        return False
-    return all((folder / Path(file).name).is_file() for file in {*map(str, named.values())})
+def indexed_files(files: CheckpointFiles, folder: Path) -> tuple[str, ...]:
+    """Name the tensor files of a checkpoint whose index, if it has one, lies in `folder`.
+
+    Raises CheckpointError for an index that is damaged.
+    """
+    if not files.index:
+        return files.tensors
+    return tuple(sorted({*weight_map(folder / files.index).values()}))
+
+
+def _whole(folder: Path, name: HubName) -> Path | None:
+    """Return what to open if all tensor files are here. Raises OSError and CheckpointError."""
+    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    files = choose_files(here, name.choice, str(name))
+    if not here.issuperset(indexed_files(files, folder)):
+        return None
+    return folder / files.path if files.path else folder

@@ -19,6 +19,7 @@ from shardnet.model.indexed_files import ReadFile, read_indexed_files
 from shardnet.model.layout import canonical_name
 from shardnet.model.making import ModelTensor, unchanged
 from shardnet.model.safetensors_files import read_safetensors_file
+from shardnet.model.stacked_experts import experts_apart
 from shardnet.model.stored import AGAIN, TensorFile
 from shardnet.model.stored_quantization import combine, plain, read_quantization
 from shardnet.model.torch_files import read_torch_file
@@ -28,7 +29,8 @@ SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 HF_INDEX_FILES: Final = INDEX_FILES[:2]
 """In the order of SINGLE_FILES."""
 _READERS: Final[tuple[ReadFile, ...]] = (read_safetensors_file, read_torch_file)
-_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
+HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
+"""What belongs to such a checkpoint beside its tensors."""
 
 
 def has_huggingface_tensors(folder: Path) -> bool:
@@ -55,14 +57,14 @@ def open_huggingface(folder: Path) -> Contents:
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
         named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return {name: replace(tensor, name=name) for name, tensor in named}
+        return experts_apart(config, {name: replace(tensor, name=name) for name, tensor in named})
 
     return Contents(
         folder=folder,
         config=config,
         where=str(where),
         files=files,
-        whole=(*_WHOLE, *index),
+        whole=(*HF_WHOLE, *index),
         arrange=arrange,
     )
 

@@ -23,7 +23,7 @@ def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
     """
     placed: dict[str, dict[str, StoredTensor]] = {}
     files: dict[str, TensorFile] = {}
-    for name, file in _weight_map(index).items():
+    for name, file in weight_map(index).items():
         path = index.parent / file
         if file not in files:
             files[file] = read(path)
@@ -33,12 +33,15 @@ def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
     return {name: replace(file, tensors=placed[name]) for name, file in files.items()}
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Read the file of every tensor; none may lie outside the index's folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(index: Path) -> dict[str, str]:
+    """Read the file of every tensor; none may lie outside the index's folder.
+
+    Raises CheckpointError, which names the index.
+    """
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{index}: weight_map is missing or empty; {AGAIN}")
-    for name, file in weight_map.items():
+    for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no file name")
-    return weight_map
+    return files

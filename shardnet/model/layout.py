@@ -82,12 +82,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def is_rounded(name: str, shape: Shape) -> bool:
     """Whether a tensor of a layer or a head is rounded where weights are quantised.
 
-    The weights of products are, stacked ones too; norms, biases, the small tables of routers and
-    what is no product of rows (DeepSeek's `kv_b_proj`) are not.
+    The weights of products are; norms, biases, the small tables of routers and what is no product
+    of rows (DeepSeek's `kv_b_proj`) are not.
     """
-    if name.endswith(_KEPT):
-        return False
-    return len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
+    return len(shape) == 2 and name.endswith(".weight") and not name.endswith(_KEPT)
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:

@@ -128,22 +128,26 @@ def qwen2_moe_layer(config: ModelConfig, layer: int) -> Table:
 
 
 def gpt_oss_layer(config: ModelConfig, layer: int) -> Table:
-    """Llama's, with sinks, and with all experts of a layer in one tensor, inputs before outputs."""
+    """Llama's, with sinks; each expert's gate and up in one product, and biases everywhere.
+
+    transformers stores all experts of a layer in one tensor (stacked_experts.py).
+    """
     assert config.experts is not None
     prefix = f"model.layers.{layer}"
-    experts, n_experts = f"{prefix}.mlp.experts", config.experts.n_experts
+    n_experts = config.experts.n_experts
     hidden, inner = config.hidden_size, config.experts.intermediate_size
+    experts: Table = {}
+    for number in range(n_experts):
+        linears = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+        experts |= _linears(f"{prefix}.mlp.experts.{number}", linears, with_bias=True)
     return (
         _attention(config, layer)
         | {
             f"{prefix}.self_attn.sinks": (config.n_heads,),
             f"{prefix}.mlp.router.weight": (n_experts, hidden),
             f"{prefix}.mlp.router.bias": (n_experts,),
-            f"{experts}.gate_up_proj": (n_experts, hidden, 2 * inner),
-            f"{experts}.gate_up_proj_bias": (n_experts, 2 * inner),
-            f"{experts}.down_proj": (n_experts, inner, hidden),
-            f"{experts}.down_proj_bias": (n_experts, hidden),
         }
+        | experts
         | _norms(config, layer, "input_layernorm", "post_attention_layernorm")
     )
 

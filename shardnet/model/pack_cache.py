@@ -45,7 +45,8 @@ class PackCache:
     """The packed weights of one checkpoint below `folder`.
 
     `identity` stands for the checkpoint's files: other files, other weights. `model` is its name,
-    for people. Nothing here raises: a cache that cannot be read or written is no cache.
+    for people. Nothing here raises: a cache that cannot be read or written is no cache. One object
+    serves one load: it looks at the whole folder only when the room that it found is used up.
     """
 
     def __init__(self, folder: Path, identity: str, model: str, kind: Quantization) -> None:
@@ -54,6 +55,9 @@ class PackCache:
         self._folder = folder / name
         self._model = model
         self._kind = kind
+        self._room_bytes = 0
+        """What may still be put without looking at the folder again."""
+        self._is_full = False
 
     def get(
         self, names: Sequence[str], kind: Quantization, shape: tuple[int, ...]
@@ -74,10 +78,12 @@ class PackCache:
 
     def put(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> None:
         """Keep packed weights, unless the disk has no room for them."""
+        if self._is_full:
+            return
         view = _bytes_of(packed.contiguous())
         with contextlib.suppress(OSError):
             self._begin()
-            make_room(self._all, len(view), keep=self._folder)
+            self._take_room(len(view))
             handle, unfinished = tempfile.mkstemp(dir=self._folder, prefix=".new-")
             try:
                 with os.fdopen(handle, "wb") as file:
@@ -93,6 +99,15 @@ class PackCache:
         """Take note that these weights are in use."""
         with contextlib.suppress(OSError):
             os.utime(self._folder / _ABOUT)
+
+    def _take_room(self, n_bytes: int) -> None:
+        """Count bytes that are to come. Raises OSError where there is no room, then and from then
+        on."""
+        if n_bytes > self._room_bytes:
+            self._is_full = True
+            self._room_bytes = make_room(self._all, n_bytes, keep=self._folder)
+            self._is_full = False
+        self._room_bytes -= n_bytes
 
     def _begin(self) -> None:
         if not (self._folder / _ABOUT).exists():
@@ -115,10 +130,10 @@ def remove(model: PackedModel) -> None:
     shutil.rmtree(model.folder, ignore_errors=True)
 
 
-def make_room(folder: Path, n_bytes: int, keep: Path) -> None:
+def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
     """Delete what was used longest ago until `n_bytes` more may come; `keep` stays.
 
-    Raises OSError where that is not enough.
+    Returns how many bytes may come, `n_bytes` or more. Raises OSError where that is not enough.
     """
     models = packed_models(folder)
     used = sum(model.size_bytes for model in models)
@@ -130,6 +145,7 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> None:
             used -= oldest.size_bytes
     if used + n_bytes > limit:
         raise OSError("packed weights have their share of the disk")
+    return int(limit - used)
 
 
 def _found(folder: Path) -> Iterator[PackedModel]:

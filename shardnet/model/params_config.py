@@ -16,6 +16,7 @@ MISTRAL_POSITIONS = 32768
 """Where params.json of Mistral does not say."""
 _SCALED_POSITIONS, _LLAMA3_POSITIONS, _LLAMA2_POSITIONS = 131072, 8192, 4096
 _LLAMA3_THETA = 500000.0
+_MIXTRAL_THETA = 1e6
 _SMALLEST_DIM_OF_3_1 = 4096
 """The text models of Llama 3.2 are narrower, and their positions are stretched by 32, not by 8."""
 
@@ -56,12 +57,37 @@ def _common(fields: Fields) -> dict[str, Any]:
 
 def _mistral(fields: Fields) -> dict[str, Any]:
     positions = fields.positive("max_seq_len", MISTRAL_POSITIONS)
-    return {
-        "model_type": "mistral",
+    narrow = fields.take("quantization", dict, {})
+    if narrow:
+        _check_quantization(fields.inner("quantization", narrow))
+    moe = fields.take("moe", dict, {})
+    return (_experts(fields, moe) if moe else {"model_type": "mistral"}) | {
         "intermediate_size": fields.positive("hidden_dim"),
         "max_position_embeddings": fields.positive("max_position_embeddings", positions),
         "sliding_window": fields.optional("sliding_window"),
     }
+
+
+def _experts(fields: Fields, moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what makes a model Mixtral."""
+    inner = fields.inner("moe", moe)
+    config = {
+        "model_type": "mixtral",
+        "num_local_experts": inner.positive("num_experts"),
+        "num_experts_per_tok": inner.positive("num_experts_per_tok"),
+        "rope_theta": fields.positive_number("rope_theta", _MIXTRAL_THETA),
+    }
+    inner.refuse_the_rest()
+    return config
+
+
+def _check_quantization(fields: Fields) -> None:
+    """Refuse weights that are stored in anything but FP8 with a scale for each."""
+    kind = fields.take("qformat_weight", str)
+    if kind != "fp8_e4m3":
+        raise fields.unsupported("qformat_weight", kind, "fp8_e4m3")
+    fields.ignore("qscheme_act")  # activations are not rounded here
+    fields.refuse_the_rest()
 
 
 def _meta(fields: Fields) -> dict[str, Any]:

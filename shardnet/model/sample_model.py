@@ -32,7 +32,6 @@ from shardnet.model.layout import Shape, stage_tensors
 from shardnet.model.quantization import Quantization
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
-from shardnet.model.weights import split_stacked
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -261,17 +260,6 @@ class _Noise:
     def parameter(self, name: str) -> Tensor:
         """Make a parameter."""
         return self._noise(self._shapes[name]).to(self._device, torch.float32)
-
-    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
-        """Make products of the shapes that the stacked parameters have."""
-        n_stacked, n_in, n_out = self._shapes[weight]
-        made = []
-        for _ in range(n_stacked):
-            self._tick()
-            one, of_one = self._noise((n_in, n_out)), self._noise((n_out,))
-            parts = split_stacked(one, of_one, turns)
-            made.append(make_linear(self._choice, *parts, self._device, self._choice.quantization))
-        return made
 
     def _noise(self, shape: Shape) -> Tensor:
         size = math.prod(shape)

@@ -66,12 +66,6 @@ class WeightSource(Protocol):
     def parameter(self, name: str) -> Tensor:
         """Give the parameter of this whole name as it is, in float32."""
 
-    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
-        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
-
-        Outputs that stand in turn, those of `turns` products, are put one behind the other.
-        """
-
 
 class StageWeights:
     """The tensors of one stage, handed out once each as what a layer needs."""
@@ -207,20 +201,6 @@ class StageWeights:
         self._finish()
         return value
 
-    def stacked(self, weight: str, bias: str, *, turns: int = 1) -> list[Linear]:
-        """Make one product of each of the stacked weights [X, K, N] and biases [X, N].
-
-        Outputs that stand in turn, those of `turns` products, are put one behind the other.
-        """
-        kind = self._choice.quantization
-        linears = [
-            make_linear(self._choice, *split_stacked(one, of_one, turns), self._device, kind)
-            for one, of_one in zip(self._read(weight), self._read(bias), strict=True)
-        ]
-        self._finish()
-        self._test(weight, linears[0], self._choice)
-        return linears
-
     def _own(self, name: str) -> Tensor:
         is_stored = self._checkpoint.tensors[name].dtype is not None
         dtype = torch_dtype(self._choice.dtype)
@@ -267,11 +247,3 @@ class StageWeights:
     def _where(self, tensor: ModelTensor) -> str:
         source = tensor.sources[0]
         return f"{self._checkpoint.folder / source.file}: tensor {source.name}"
-
-
-def split_stacked(weight: Tensor, bias: Tensor, turns: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Take [K, N] and [N] apart into `turns` weights [N / turns, K] and as many biases."""
-    return (
-        [weight[:, first::turns].T for first in range(turns)],
-        [bias[first::turns] for first in range(turns)],
-    )

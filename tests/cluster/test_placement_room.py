@@ -53,6 +53,26 @@ def naive_rings(model: ModelShape, memory: list[int]) -> list[tuple[int, ...]]:
     ]
 
 
+@given(
+    model=shapes,
+    spared_mib=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    memory_mib=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+)
+def test_layers_that_weigh_less_make_room_that_is_there(
+    model: ModelShape, spared_mib: list[int], memory_mib: list[int]
+) -> None:
+    """Whatever is said to fit does, and nothing that fits without them is lost."""
+    spared = tuple(mib * MIB for mib in spared_mib[: model.n_layers])
+    mixed = replace(model, spared_bytes=spared)
+    memory = [mib * MIB for mib in memory_mib]
+    if fits_in_order(mixed, memory):
+        assert naive_fits_in_order(mixed, memory)
+    elif len(memory) < 3:
+        assert not naive_fits_in_order(mixed, memory), "exact without a stage in the middle"
+    if fits_in_order(model, memory):
+        assert fits_in_order(mixed, memory)
+
+
 @given(model=shapes, memory_mib=st.integers(0, 150))
 def test_room_is_what_fits_and_one_layer_more_does_not(model: ModelShape, memory_mib: int) -> None:
     room, n = room_of(model, memory_mib * MIB), model.n_layers

@@ -18,9 +18,10 @@ from shardnet.cluster.planning import (
 )
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.families import parse_config
+from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
-from shardnet.types import DType, KvDType, NodeId, WireDType
+from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.control import ModelChoice, NodeInfo
 
 GIB = 2**30
@@ -135,6 +136,24 @@ def test_a_smaller_context_never_needs_more_than_the_shape_says(context: int) ->
                 shape.with_blocks(1).kv_layer_bytes
                 == model_shape(config, dtype, 256).kv_layer_bytes
             )
+
+
+@pytest.mark.parametrize("kind", [None, *Quantization])
+def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None) -> None:
+    raw = {"model_type": "deepseek_v3", "vocab_size": 320, "hidden_size": 64}
+    raw |= {"intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
+    raw |= {"n_routed_experts": 16, "moe_intermediate_size": 48, "first_k_dense_replace": 2}
+    config = parse_config(raw, "config.json")
+    rounding = Rounding(weights=kind)
+    shape = model_shape(config, DType.BFLOAT16, 512, rounding=rounding)
+    for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
+        layers = LayerRange(start, end)
+        assert shape.weight_bytes(layers) == stage_weight_bytes(
+            config, layers, DType.BFLOAT16, kind
+        )
+    for lighter, (_, more) in zip(shape.lighter, rounding.more(), strict=True):
+        rounded = model_shape(config, DType.BFLOAT16, 512, rounding=more)
+        assert shape.rounded(lighter).weight_bytes(shape.whole) == rounded.weight_bytes(shape.whole)
 
 
 def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:

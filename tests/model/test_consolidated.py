@@ -94,8 +94,19 @@ def test_published_params(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"moe": {"num_experts": 8}}, "moe = .* is not known to shardnet"),
-        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "quantization = .* is not known"),
+        ({"moe": {"num_experts": 8}}, "moe.num_experts_per_tok is missing"),
+        (
+            {"moe": {"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1}},
+            "moe.num_shared_experts = 1 is not known to shardnet",
+        ),
+        (
+            {"quantization": {"qformat_weight": "nvfp4"}},
+            "quantization.qformat_weight = 'nvfp4' is not supported; supported: fp8_e4m3",
+        ),
+        (
+            {"quantization": {"qformat_weight": "fp8_e4m3", "config_groups": {"a": 1}}},
+            "quantization.config_groups = .* is not known",
+        ),
         ({"n_layers": None}, "n_layers is missing"),
         ({"hidden_dim": "wide"}, "hidden_dim is 'wide', expected int"),
         ({"n_kv_heads": 5}, "num_attention_heads 32 is no multiple"),

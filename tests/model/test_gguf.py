@@ -58,6 +58,9 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> Array:
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows, columns // n_values, n_bytes), dtype=np.uint8)
     scales = generator.uniform(0.01, 0.02, blocks.shape[:2]).astype(np.float16)[..., None]
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(118, 124, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
     places = {"Q6_K": [208], "Q4_K": [0, 2]}.get(kind, [0])
     for at in places:
         blocks[..., at : at + 2] = scales.view(np.uint8)
@@ -182,14 +185,19 @@ class TestRefusals:
         with pytest.raises(
             UnsupportedModelError,
             match=r"m\.gguf: tensor output\.weight is stored as Q5_1; supported: F32, F16, BF16, "
-            "Q4_0, Q4_K, Q6_K, Q8_0",
+            "MXFP4, Q4_0, Q4_K, Q6_K, Q8_0",
         ):
             Checkpoint.open(path)
 
     @pytest.mark.parametrize(
         ("metadata", "message"),
         [
-            ({"expert_count": 8}, r"llama\.expert_count = 8 is not known to shardnet"),
+            ({"pooling_type": 1}, r"llama\.pooling_type = 1 is not known to shardnet"),
+            ({"expert_count": 8}, r"llama\.expert_used_count is missing"),
+            (
+                {"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2},
+                r"llama\.expert_gating_func = 2 is not supported; supported: 1",
+            ),
             ({"block_count": None}, r"llama\.block_count is missing"),
             ({"block_count": "two"}, r"llama\.block_count is 'two', expected int"),
             ({"block_count": 0}, r"llama\.block_count is 0, expected 1"),
@@ -204,6 +212,15 @@ class TestRefusals:
         folder = make_llama(tmp_path / "source", with_tokenizer=False)
         path = write_gguf(folder, tmp_path / "m.gguf", **metadata)
         with pytest.raises(ShardnetError, match=r"m\.gguf(, as config\.json)?: " + message):
+            Checkpoint.open(path)
+
+    def test_old_mixtral_files(self, tmp_path: Path) -> None:
+        folder = make_decoder(tmp_path / "source", "mixtral", with_tokenizer=False)
+        extra = {"blk.0.ffn_gate.0.weight": np.zeros((80, 48), np.float32)}
+        path = write_gguf(folder, tmp_path / "m.gguf", extra=extra)
+        with pytest.raises(
+            UnsupportedModelError, match=r"m\.gguf: tensor blk\.0\.ffn_gate\.0\.weight is of one ex"
+        ):
             Checkpoint.open(path)
 
     def test_an_architecture(self, tmp_path: Path) -> None:

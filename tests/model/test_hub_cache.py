@@ -21,11 +21,16 @@ NAME = HubName(repo="lab/parrot")
         ("Qwen/Qwen2.5-0.5B-Instruct", HubName(repo="Qwen/Qwen2.5-0.5B-Instruct")),
         ("lab/parrot@v1.0", HubName(repo="lab/parrot", revision="v1.0")),
         ("lab/parrot@refs/pr/1", HubName(repo="lab/parrot", revision="refs/pr/1")),
+        ("lab/parrot:Q4_K_M", HubName(repo="lab/parrot", choice="Q4_K_M")),
+        ("lab/parrot:Q8/a-b.Q8.gguf", HubName(repo="lab/parrot", choice="Q8/a-b.Q8.gguf")),
+        ("lab/parrot:Q8@v1", HubName(repo="lab/parrot", choice="Q8", revision="v1")),
         *[
             (text, None)
             for text in (
                 *("/lab/parrot", "./lab", "../lab", "~/lab", "a/b/c", "", "a b", "lab/", "-a"),
                 *("lab/..", "lab/parrot@", "lab/parrot@../x", "a--b", "model.gguf", "x\n"),
+                *("C:/models/x", "C:models", "C:\\models", "lab/x:", "lab/x:../y", "lab/x:/y"),
+                *("lab/x:a:b", "lab/x:.y", "lab/x:y/", "lab/x@v1:Q8"),
             )
         ],
     ],
@@ -77,11 +82,27 @@ def test_a_model_that_is_not_whole_is_not_here(
     assert pulled_folder(NAME, tmp_path) is None
 
 
+def test_a_chosen_gguf_is_here_when_all_its_parts_are(tmp_path: Path) -> None:
+    """It is opened as a file; the folder without a choice is another model, and not here."""
+    folder = make_snapshot(tmp_path, "config.json", "x-Q8_0.gguf")
+    note_revision(NAME, COMMIT, tmp_path)
+    assert pulled_folder(NAME, tmp_path) is None
+    chosen = HubName(repo=NAME.repo, choice="q8_0")
+    assert pulled_folder(chosen, tmp_path) == folder / "x-Q8_0.gguf"
+    (folder / "F16").mkdir()
+    split = HubName(repo=NAME.repo, choice="F16")
+    for number in (1, 2):
+        assert pulled_folder(split, tmp_path) is None
+        (folder / "F16" / f"x-F16-0000{number}-of-00002.gguf").write_text("")
+    assert pulled_folder(split, tmp_path) == folder / "F16" / "x-F16-00001-of-00002.gguf"
+
+
 def test_a_damaged_index_or_revision_means_not_here(tmp_path: Path) -> None:
     folder = make_snapshot(tmp_path, "config.json", "model.safetensors")
     note_revision(NAME, "../../secrets", tmp_path)
     assert pulled_folder(NAME, tmp_path) is None
     note_revision(NAME, COMMIT, tmp_path)
+    (folder / "model.safetensors").unlink()
     for damaged in ("{", "[]", '{"weight_map": [1]}'):
         (folder / "model.safetensors.index.json").write_text(damaged)
         assert pulled_folder(NAME, tmp_path) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_llama
+from checkpoints import make_decoder, make_llama
 from stage_chain import CPU, StageChain, random_prompt
 
 from shardnet.model import pack_cache, weights
@@ -101,6 +101,33 @@ def test_the_oldest_goes_when_there_is_no_room(
     assert not list(tmp_path.rglob("*.packed"))
 
 
+def test_a_load_looks_at_the_folder_only_when_room_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+    free = 12_000
+
+    def look(folder: Path) -> list[pack_cache.PackedModel]:
+        looks.append(folder)
+        return packed_models(folder)
+
+    def disk(folder: object) -> shutil._ntuple_diskusage:
+        return shutil._ntuple_diskusage(0, 0, free)
+
+    monkeypatch.setattr(pack_cache.shutil, "disk_usage", disk)
+    packs = cache(tmp_path)
+    monkeypatch.setattr(pack_cache, "packed_models", look)
+    for number in range(5):  # 5000 bytes: there is room for half of what is free
+        packs.put([f"layers.{number}"], INT4, some(1000))
+    assert len(looks) == 1
+    free = 3000
+    for number in range(5, 15):
+        packs.put([f"layers.{number}"], INT4, some(1000))
+    assert len(looks) == 2, "there is no room, and that is remembered"
+    found = [packs.get([f"layers.{number}"], INT4, (1000,)) is not None for number in range(15)]
+    assert found == [True] * 5 + [False] * 10
+
+
 # --- a stage
 
 
@@ -116,11 +143,16 @@ def load(folder: Path, packs: PackCache | None, said: list[tuple[int, int]]) -> 
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "gpt_oss"])
 def test_the_second_load_rounds_nothing_and_gives_the_same_bits(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_llama(tmp_path / "model", tie_word_embeddings=tied)
+    """Experts included, each by itself."""
+    folder = tmp_path / "model"
+    if kind == "gpt_oss":
+        make_decoder(folder, kind)
+    else:
+        make_llama(folder, tie_word_embeddings=kind == "llama, tied")
     prompt = random_prompt(20, 300)
     said: list[tuple[int, int]] = []
     packs = cache(tmp_path / "packs")

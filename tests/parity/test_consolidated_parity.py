@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import VOCAB_SIZE, make_decoder, make_llama
 from consolidated_checkpoints import to_meta, to_mistral
 from oracle import check_generation
+from safetensors.torch import load_file
 from stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +26,9 @@ SCALED = {
 
 def check(source: Path, folder: Path) -> None:
     chain = StageChain.load(folder, even_split(3, 2))
-    reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        source, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, reference, prompts, 8)
 
@@ -40,6 +44,26 @@ def test_mistral(window: int | None, tmp_path: Path) -> None:
         sliding_window=window,
     )
     check(source, to_mistral(source, tmp_path / "own"))
+
+
+def test_mixtral(tmp_path: Path) -> None:
+    source = make_decoder(
+        tmp_path / "source", "mixtral", with_tokenizer=False, num_hidden_layers=3, head_dim=10
+    )
+    moe = {"num_experts": 4, "num_experts_per_tok": 2}
+    check(source, to_mistral(source, tmp_path / "own", moe=moe))
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_fp8(family: str, tmp_path: Path) -> None:
+    """As Mistral stores it: a scale for each weight, and scales of activations beside them."""
+    sizes = {"num_hidden_layers": 3, "head_dim": 10, "sliding_window": None}
+    source = make_decoder(tmp_path / "source", family, with_tokenizer=False, **sizes)
+    moe = {"moe": {"num_experts": 4, "num_experts_per_tok": 2}} if family == "mixtral" else {}
+    own = to_mistral(source, tmp_path / "own", narrow=True, **moe)
+    stored = load_file(own / "consolidated.safetensors")
+    assert stored["layers.0.attention.wq.weight"].dtype is torch.float8_e4m3fn
+    check(source, own)
 
 
 @pytest.mark.parametrize("n_parts", [1, 2])

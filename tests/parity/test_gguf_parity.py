@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+import torch
 from checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
 from gguf_files import write_gguf
 from oracle import check_generation
@@ -86,6 +88,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3": (ODD, {}),
     "olmo2": ({}, {}),
+    "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
+    "qwen2_moe": ({"num_hidden_layers": 3}, {}),
+    "qwen2_moe-plain": (
+        {"qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 2},
+        {"expert_weights_norm": True, "expert_gating_func": 1},
+    ),
+    "qwen3_moe": (
+        {"norm_topk_prob": True, "num_hidden_layers": 3, "head_dim": 10},
+        {},
+    ),
+    "gpt_oss": ({"num_hidden_layers": 3, "sliding_window": 20}, {}),
     "phi3": (
         {
             "rope_parameters": {
@@ -116,6 +129,39 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def pack_experts(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    return gguf.quants.quantize(np.ascontiguousarray(values), kind)
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_packed_experts_run_as_what_they_mean(family: str, kind: str, tmp_path: Path) -> None:
+    """Each expert is unpacked alone, to the values that the whole stack has."""
+    number = gguf.GGMLQuantizationType[kind]
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32}
+    source = make_decoder(tmp_path / "source", family, with_tokenizer=False, **sizes)
+
+    def pack(name: str, values: Any) -> tuple[Any, gguf.GGMLQuantizationType | None]:
+        return (pack_experts(values, number), number) if values.ndim == 3 else (values, None)
+
+    def meant(name: str, values: Any) -> tuple[Any, None]:
+        if values.ndim < 3:
+            return values, None
+        return gguf.quants.dequantize(pack_experts(values, number), number), None
+
+    packed = write_gguf(source, tmp_path / "packed.gguf", pack=pack)
+    plain = write_gguf(source, tmp_path / "plain.gguf", pack=meant)
+    prompt = random_prompt(40, VOCAB_SIZE)
+    logits = StageChain.load(packed, even_split(2, 2)).prefill(0, prompt)
+    assert torch.equal(logits, StageChain.load(plain, even_split(2, 1)).prefill(0, prompt))
+    checkpoint = Checkpoint.open(packed)
+    checkpoint.read(next(name for name in checkpoint.tensors if ".experts.1." in name))
+    [n_read] = checkpoint.bytes_read.values()
+    stack = checkpoint.stored["blk.0.ffn_gate_exps.weight"]
+    n_sources = 2 if family == "gpt_oss" else 1
+    assert n_read == n_sources * stack.size_bytes // stack.shape[0]
+
+
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: Path) -> None:
     config, metadata = CASES[case]
@@ -129,5 +175,7 @@ def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: P
     config_read = Checkpoint.open(path).config
     chain = StageChain.load(path, even_split(config_read.n_layers, 2))
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
-    reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        source, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     check_generation(chain, reference, prompts, 8)

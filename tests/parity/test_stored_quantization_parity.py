@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
+from shardnet.errors import CheckpointError
 from shardnet.model import dequantize
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import stage_weight_bytes
@@ -83,6 +84,20 @@ def test_quantized_weights_are_what_they_mean(
     reference.load_state_dict(meant)
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, reference, prompts, 8)
+
+
+def test_biases_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    """AutoGPTQ once wrote zeros for all of them."""
+    config, form = CASES["gptq"]
+    rng = np.random.default_rng(7)
+    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=2)
+    folder = tmp_path / "quantized"
+    quantized(source, folder, config, lambda n, k: form(rng, n, k))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(80)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.bias .* has no place in a llama model"):
+        StageChain.load(folder, even_split(2, 1))
 
 
 def test_memory_counts_what_is_resident_and_moving_what_is_stored(tmp_path: Path) -> None:

@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checkpoints import make_llama
+from gguf_files import write_gguf
 from hub_server import COMMIT, Hub, open_hub
 from nodes import Machine
 from parrot import Parrots, make_parrot
 from safetensors.torch import load_file, save_file
+from torch_checkpoints import to_torch_files
 from web_server import open_web
 
 REPO = "lab/parrot"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -129,21 +133,60 @@ def test_files_of_an_index_come_together(machine: Machine, hub: Hub, parrots: Pa
     assert result.stdout == "bcd\n", result.stderr
 
 
+def test_weights_come_in_one_format_only(machine: Machine, hub: Hub, parrots: Parrots) -> None:
+    """Where safetensors are not there, torch's file is; the name alone is enough."""
+    to_torch_files(parrots.alphabet, machine.folder / "bin")
+    files = {"params.json": b"{}", "consolidated.00.pth": b"-", "x.gguf": b"-"}
+    hub.add(REPO, machine.folder / "bin", **files)
+    result = machine.run("generate", "--model", REPO, "--local", "1", "--max-tokens", "3", "a")
+    assert result.stdout == "bcd\n", result.stderr
+    assert fetched(hub) == {
+        *("config.json", "pytorch_model.bin", "tokenizer.json", "tokenizer_config.json")
+    }
+
+
+def test_one_gguf_of_many_is_pulled_and_used_by_name(machine: Machine, hub: Hub) -> None:
+    """In two parts, in a folder of its own: no other file of the repository comes."""
+    source = make_llama(machine.folder / "source", with_tokenizer=False)
+    (machine.folder / "F32").mkdir()
+    write_gguf(source, machine.folder / "F32" / "tiny-F32.gguf", split_max_tensors=20)
+    parts = {f"F32/{p.name}": p.read_bytes() for p in (machine.folder / "F32").iterdir()}
+    assert len(parts) == 2
+    hub.repos["lab/ggufs"] = {"config.json": b"{", "tiny-Q8_0.gguf": b"-", **parts}
+    hub.commits["lab/ggufs"] = COMMIT
+    result = machine.run("pull", "lab/ggufs:f32")
+    assert result.code == 0, result.stderr
+    assert fetched(hub) == set(parts)
+    hub.fails_with = 503
+    arguments = ("generate", "--local", "2", "--token-ids", "5,6", "--max-tokens", "4", "--json")
+    by_name = machine.run(*arguments, "--model", "lab/ggufs:f32").json
+    assert by_name["token_ids"] == machine.run(*arguments, "--model", str(source)).json["token_ids"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["lab/none"], "neither a folder where it was asked for, nor a model of the Hub"),
         (["lab/gated"], "accept its terms at https://huggingface.co/lab/gated"),
         ([REPO, "--revision", "v9"], "lab/parrot has no revision v9"),
-        (["lab/bin"], "has no model*.safetensors on the Hub (its files: config.json, pytorch"),
+        (["lab/none-of-it"], "has no weights that are read here (its files: config.json)"),
+        (["lab/ggufs"], "has GGUF files only: choose one as lab/ggufs:Q4_0; there are Q4_0, Q8_0"),
+        (["lab/ggufs:Q2_K"], "has no GGUF of the name Q2_K; there are Q4_0, Q8_0"),
+        (["lab/ggufs:Q8_0", "--layers", "0-1"], "its weights are in x-Q8_0.gguf: pull it without"),
+        (["lab/liar"], "index.json names evil.py, which is no tensor file that the Hub has"),
     ],
 )
 def test_what_the_hub_does_not_give_is_named(
     machine: Machine, hub: Hub, arguments: list[str], words: str
 ) -> None:
     hub.gated.add("lab/gated")
-    hub.repos["lab/bin"] = {"config.json": b"{}", "pytorch_model.bin": b"-"}
-    hub.commits["lab/bin"] = COMMIT
+    index = b'{"weight_map": {"a": "evil.py"}}'
+    for repo, files in {
+        "lab/none-of-it": {"config.json": b"{}"},
+        "lab/ggufs": {"x-Q4_0.gguf": b"-", "x-Q8_0.gguf": b"-"},
+        "lab/liar": {"config.json": b"{}", INDEX: index, "evil.py": b"-"},
+    }.items():
+        hub.repos[repo], hub.commits[repo] = files, COMMIT
     result = machine.run("pull", *arguments)
     assert result.code == 1
     assert words in result.error_line
