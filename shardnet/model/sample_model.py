@@ -182,7 +182,8 @@ class SampleModel:
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()
-        hidden = self._family.run_layers(hidden, step)
+        for hidden in self._family.walk(hidden, step):
+            pass  # the last one counts
         through = self._now()
         if n_rows == 1:
             row = SampleRow(params=SamplingParams(), position=position)
