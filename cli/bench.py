@@ -33,6 +33,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     model_choice,
@@ -87,6 +88,7 @@ def bench(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    stream_layers: StreamLayers = "",
     optimise: Optimise = "",
     threads: Threads = 0,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
@@ -128,6 +130,7 @@ def bench(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

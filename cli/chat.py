@@ -34,6 +34,7 @@ from .options import (
     Offline,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -78,6 +79,7 @@ def chat(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -124,6 +126,7 @@ def chat(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        stream_layers=stream_layers,
         threads=threads,
         optimise="",
     )

@@ -39,6 +39,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -88,6 +89,7 @@ def generate(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -239,6 +241,7 @@ def generate(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

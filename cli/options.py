@@ -12,8 +12,10 @@ from shardnet.api.requests import check_request, name_model
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.control import Generate, ModelChoice, PlanRequest
+from shardnet.wire.schema import StreamLayers as StreamLayersWanted
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
+_STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 _UNITS: Final = {
     "b": 1,
     "kib": 2**10,
@@ -116,6 +118,16 @@ QuantName = Annotated[
         envvar="SHARDNET_QUANT",
     ),
 ]
+StreamLayers = Annotated[
+    str,
+    typer.Option(
+        "--stream-layers",
+        metavar="auto|N",
+        help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
+        envvar="SHARDNET_STREAM_LAYERS",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -212,6 +224,7 @@ def model_choice(
     dtype: str,
     wire_dtype: str,
     quant: str,
+    stream_layers: str,
     threads: int,
     optimise: str,
 ) -> ModelChoice:
@@ -230,6 +243,10 @@ def model_choice(
         )
     if quant not in ("none", "int8", "int4"):
         raise typer.BadParameter(f"'{quant}': choose none, int8 or int4", param_hint="--quant")
+    if not _STREAM_LAYERS.fullmatch(stream_layers):
+        raise typer.BadParameter(
+            f"'{stream_layers}': choose auto or a number of layers", param_hint="--stream-layers"
+        )
     try:
         ranges = parse_layers(layers) if layers else ()
     except UsageError as error:
@@ -244,7 +261,13 @@ def model_choice(
         threads=threads,
         optimise=optimise,  # type: ignore[arg-type]  # checked above
         quant="" if quant == "none" else quant,  # type: ignore[arg-type]  # checked above
+        stream_layers=_stream_layers(stream_layers),
     )
+
+
+def _stream_layers(text: str) -> StreamLayersWanted:
+    """Read a text that _STREAM_LAYERS matches."""
+    return "auto" if text == "auto" else int(text) if text.isdecimal() else 0
 
 
 def check_sendable(message: Generate | PlanRequest) -> None:

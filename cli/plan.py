@@ -32,6 +32,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     check_sendable,
@@ -53,6 +54,7 @@ def plan(
     dtype: DTypeName = "auto",
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -75,6 +77,7 @@ def plan(
         dtype=dtype,
         wire_dtype=wire_dtype,
         quant=quant,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

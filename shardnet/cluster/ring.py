@@ -50,6 +50,8 @@ class RingSpec:
     layers: tuple[LayerRange, ...]
     dtype: DType
     quant: Quant
+    streamed: tuple[int, ...]
+    """How many layers of each stage are streamed from disk."""
     wire_dtype: WireDType
     context: int
     threads: int
@@ -167,6 +169,7 @@ class Ring:
             layers=(spec.layers[rank].start, spec.layers[rank].end),
             dtype=spec.dtype.value,
             quant=spec.quant,
+            streamed_layers=spec.streamed[rank],
             wire_dtype=spec.wire_dtype.value,
             context=spec.context,
             threads=spec.threads,

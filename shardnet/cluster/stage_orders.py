@@ -126,6 +126,7 @@ class StageOrders:
             context=message.context,
             device=self._budget.device.kind,
             quantization=Quantization.named(message.quant),
+            n_streamed=message.streamed_layers,
         )
         threads = message.threads or self.threads
 

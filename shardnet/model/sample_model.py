@@ -182,8 +182,8 @@ class SampleModel:
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()
-        for hidden in self._family.walk(hidden, step):
-            pass  # the last one counts
+        for after in self._family.walk(hidden, step):
+            hidden = after
         through = self._now()
         if n_rows == 1:
             row = SampleRow(params=SamplingParams(), position=position)

@@ -223,7 +223,10 @@ class StageModel:
         """
         [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
         if isinstance(result, ShardnetError):
-            raise result
+            try:
+                raise result
+            finally:
+                del result  # an error that knows this frame would keep the model in memory
         return result
 
     @torch.inference_mode()
@@ -262,7 +265,7 @@ class StageModel:
             try:
                 rows, step = self._begin(run)
             except ShardnetError as error:
-                results.append(error)
+                results.append(error.with_traceback(None))  # it would keep the model in memory
                 continue
             results.append(rows)
             if step is not None:
@@ -276,7 +279,8 @@ class StageModel:
                     results[place] = next(walk)
                 self._stream.done(layer)
         except ShardnetError as error:  # of no single micro-batch: the layer cannot be had
-            return [error if place in walks else result for place, result in enumerate(results)]
+            failed = error.with_traceback(None)
+            return [failed if place in walks else result for place, result in enumerate(results)]
         return results
 
     def _begin(self, run: Run) -> tuple[Tensor, Step | None]:
@@ -338,8 +342,9 @@ def load_stage(
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192). `packs` keeps rounded weights. `n_streamed` layers stay on disk. `progress` is called with (bytes done, bytes in all)
-    after every part; what it raises ends the loading, and nothing of it remains. Raises
+    most 8192). `packs` keeps rounded weights. `n_streamed` layers stay on disk. `progress` is
+    called with (bytes done, bytes in all) after every part; what it raises ends the loading, and
+    nothing of it remains. Raises
     CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
     have, CapacityError where memory runs out or the model has fewer positions than `context`,
     and for layers that cannot be streamed.

@@ -1,7 +1,7 @@
 """Layers that stay on disk: read into one of two buffers while another one computes.
 
-Knows files, buffers and the order in which layers are wanted. Must not know what the bytes mean, nor
-which layers of a stage are streamed.
+Knows files, buffers and the order in which layers are wanted. Must not know what the bytes mean,
+nor why these layers are streamed.
 
 Reads, not a mapping: of a mapped file that is cut off meanwhile the process dies, of a read file it
 can tell; and two buffers are all the memory that it takes. The system keeps pages of what was read
@@ -124,7 +124,8 @@ class LayerStream:
 
     def buffer_of(self, layer: int) -> int:
         """Say in which buffer the layer is that is computed now."""
-        assert self._fetches and self._fetches[0].layer == layer, "need() comes first"
+        assert self._fetches, "need() comes first"
+        assert self._fetches[0].layer == layer, "need() comes first"
         return self._fetches[0].buffer
 
     def need(self, layer: int) -> None:

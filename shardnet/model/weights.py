@@ -307,7 +307,8 @@ class StageWeights:
             if layer is None:
                 linears.append(make_linear(self._choice, weights, biases, self._device, kind))
                 continue
-            assert kind is not None and self._packs is not None
+            assert kind is not None
+            assert self._packs is not None
             names, shape = [weight, str(number)], (one.shape[1], one.shape[0])
             packed = self._packs.get(names, kind, kind.packed_shape(*shape))
             if packed is None:

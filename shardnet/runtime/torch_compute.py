@@ -158,7 +158,7 @@ class TorchCompute:
 
 
 class StreamingCompute(TorchCompute):
-    """The same where layers are streamed: each serves all rows that wait before the next is read."""
+    """The same where layers are streamed: each serves all rows that wait, once read."""
 
     def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
         """Run the layers over the rows of several steps; see TogetherCompute."""
@@ -168,7 +168,7 @@ class StreamingCompute(TorchCompute):
             try:
                 runs[place] = self._prepare(step.batch, step.activations)
             except ShardnetError as error:
-                results.append(error)
+                results.append(error.with_traceback(None))
             else:
                 results.append(_NOT_YET)
         outputs = self._model.run_together([*runs.values()])
@@ -179,7 +179,7 @@ class StreamingCompute(TorchCompute):
             try:
                 results[place] = self._finish(run, output)
             except ShardnetError as error:
-                results[place] = error
+                results[place] = error.with_traceback(None)
         return results
 
 

@@ -45,6 +45,7 @@ from shardnet.wire.schema import (
     RequestId,
     Row,
     Seconds,
+    StreamLayers,
     Strict,
     Tagged,
     Text,
@@ -201,7 +202,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
-    first. `quant` is what the weights of products are rounded to.
+    first. `quant` is what the weights of products are rounded to. `streamed_layers` of the layers
+    stay on disk.
     """
 
     request: RequestId
@@ -219,6 +221,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     addresses: Addresses
     sources: Addresses = msgspec.field(default_factory=list)
     quant: Quant = ""
+    streamed_layers: U32 = 0
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -288,7 +291,10 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
-    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best."""
+    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
+
+    Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
+    """
 
     model: PathText
     nodes: Addresses = msgspec.field(default_factory=list)
@@ -301,6 +307,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
     quant: Quant = ""
+    stream_layers: StreamLayers = 0
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -321,7 +328,10 @@ class LastRunRequest(Tagged, frozen=True, kw_only=True):
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):
-    """One stage of a plan: its memory, compute and way to the next stage as predicted."""
+    """One stage of a plan: its memory, compute and way to the next stage as predicted.
+
+    `streamed_layers` of its layers are streamed from disk.
+    """
 
     rank: Rank
     node: Name
@@ -332,6 +342,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     kv_bytes: Count
     compute_ms: Seconds | None = None
     hop_ms: Seconds | None = None
+    streamed_layers: U32 = 0
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):

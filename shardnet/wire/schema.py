@@ -31,6 +31,8 @@ Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256)]
 Quant = Literal["", "int8", "int4"]
+StreamLayers = U32 | Literal["auto"]
+"""How many layers of a stage stay on disk."""
 Address = Annotated[str, Meta(max_length=300)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
