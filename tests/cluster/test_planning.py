@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from shardnet.cluster.measurement import Measured
 from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
@@ -14,7 +16,7 @@ from shardnet.cluster.planning import (
     settle_dtype,
     settle_wire_dtype,
 )
-from shardnet.errors import PlanError, UsageError
+from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.model.families import parse_config
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import DType, NodeId, WireDType
@@ -215,3 +217,23 @@ def test_what_a_wire_saves_is_unknown_where_a_link_is() -> None:
     assert make_plan(choice, facts(), [node("a"), node("b")]).wire_saved_s is None
     alone = ModelChoice(model="/m", nodes=["a:1"], wire_dtype="int8")
     assert make_plan(alone, facts(), [node("a")]).wire_saved_s == 0
+
+
+def test_layers_are_streamed_only_where_they_must_be() -> None:
+    choice = ModelChoice(model="/m", stream_layers="auto", context=256)
+    told = replace(facts("float32"), dtype_in_place=DType.FLOAT32)
+    shape = model_shape(told.config, DType.FLOAT32, 256)
+    enough = shape.memory_bytes(shape.whole)
+    roomy = make_plan(choice, told, [node("anna", memory=enough)])
+    assert [stage.n_streamed for stage in roomy.placement.stages] == [0]
+    little = node("bert", memory=enough - 1)
+    with pytest.raises(PlanError):
+        make_plan(structs.replace(choice, stream_layers=0), told, [little])
+    [stage] = make_plan(choice, told, [little]).reply(1).stages
+    assert stage.streamed_layers >= 3
+    both = make_plan(choice, told, [little, node("anna", memory=enough)])
+    assert sum(stage.n_streamed for stage in both.placement.stages) == 0
+    with pytest.raises(CheckpointError, match="have to be made"):
+        make_plan(choice, facts("float32"), [little])
+    asked = make_plan(structs.replace(choice, stream_layers=4), told, [node("anna")])
+    assert [stage.n_streamed for stage in asked.placement.stages] == [4]
