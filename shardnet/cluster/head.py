@@ -242,7 +242,7 @@ class Head:
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and choice.quant == had.quant
-            and choice.stream_layers in (0, had.stream_layers)
+            and choice.stream_layers in (0, "auto", had.stream_layers)
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
