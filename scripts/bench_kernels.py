@@ -13,21 +13,22 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from bench_ring import random_1b, read_bandwidth
 
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import read_bytes_per_step
-from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
+from shardnet.model.kernels import Kernel, KernelChoice, Linear, make_linear, probe
 from shardnet.model.layout import is_rounded, stage_tensors
 from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
 from shardnet.model.sample_model import SampleModel
-from shardnet.types import LayerRange
+from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ class Format:
 
     name: str
     products: list[Linear]
+    rows_dtype: torch.dtype
     read_bytes: int
 
 
@@ -49,7 +51,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--quant", nargs="*", default=["none", "int8", "int4"])
+    parser.add_argument(
+        "--formats",
+        nargs="*",
+        default=["native", "packed", "int8", "int4"],
+        help="native, packed: bfloat16 by the compiled library, by oneDNN; float32; int8; int4",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -60,15 +67,14 @@ def main() -> None:
 
 @torch.inference_mode()
 def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, object]:
-    kinds = [Quantization.named(name) for name in arguments.quant]
-    choices = [probe(CPU, "auto", config.checkpoint_dtype, kind) for kind in kinds]
+    choices = [_choice(name, config) for name in arguments.formats]
     formats = [_format(config, choice) for choice in choices]
     limits, times = [], {}
     for _ in range(arguments.rounds):
         limits.append(read_bandwidth())
         for kind in formats:
             for rows in arguments.rows:
-                seconds = _products_s(kind.products, rows)
+                seconds = _products_s(kind, rows)
                 times.setdefault((kind.name, rows), []).append(seconds)
     limit = max(limits)
     native = native_kernels()
@@ -93,6 +99,14 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, ob
     }
 
 
+def _choice(name: str, config: ModelConfig) -> KernelChoice:
+    if name == "float32":
+        return probe(CPU, DType.FLOAT32, DType.FLOAT32)
+    if name in ("native", "packed"):
+        return replace(probe(CPU, "auto", config.checkpoint_dtype), kernel=Kernel(name))
+    return probe(CPU, "auto", config.checkpoint_dtype, Quantization.named(name))
+
+
 def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     """Make every product of a step in random weights, each with memory of its own."""
     tensors = stage_tensors(config, LayerRange(0, config.n_layers))
@@ -104,19 +118,21 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     ):
         for name, shape in part.items():
             if is_rounded(name, shape):
-                weight = torch.randn(shape).mul_(0.02).to(torch.bfloat16)
+                weight = torch.randn(shape).mul_(0.02).to(torch_dtype(choice.dtype))
                 products.append(make_linear(choice, [weight], [], CPU, rounded_to))
     whole = LayerRange(0, config.n_layers)
     return Format(
-        name=kind.value if kind else choice.dtype.value,
+        name=choice.name,
+        rows_dtype=torch_dtype(choice.dtype),
         products=products,
         read_bytes=read_bytes_per_step(config, whole, choice.dtype, kind),
     )
 
 
-def _products_s(products: list[Linear], n_rows: int) -> float:
-    rows = {n: torch.randn(n_rows, n, dtype=torch.bfloat16) for n in {p.shape[1] for p in products}}
-    return _timed(lambda: [product(rows[product.shape[1]]) for product in products])
+def _products_s(kind: Format, n_rows: int) -> float:
+    widths = {product.shape[1] for product in kind.products}
+    rows = {width: torch.randn(n_rows, width).to(kind.rows_dtype) for width in widths}
+    return _timed(lambda: [product(rows[product.shape[1]]) for product in kind.products])
 
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
-from shardnet.model.native import native_kernels
+from shardnet.model.native import Isa, native_kernels
+from shardnet.model.native_linear import NativeLinear
 from shardnet.model.quantization import PANEL, Quantization
 from shardnet.model.quantized import QuantizedLinear, pack
 from shardnet.types import DType
@@ -38,6 +39,8 @@ class Kernel(enum.Enum):
     """oneDNN, weights reordered once at load for this CPU."""
     PLAIN = "plain"
     """torch.nn.functional.linear."""
+    NATIVE = "native"
+    """The compiled library, for weights of bfloat16; where they are not, as PLAIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +186,9 @@ def make_linear(
         return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
+    native = native_kernels() if choice.kernel is Kernel.NATIVE else None
+    if native is not None and whole.dtype is torch.bfloat16:
+        return NativeLinear(whole, bias, native)
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
     owned = whole.to(device, dtype, copy=len(weights) == 1).contiguous()
@@ -245,10 +251,21 @@ def _probe_dtype(
         return _measure(device, wanted, Kernel.PLAIN)
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16
+    native = native_kernels()
     if wanted is DType.BFLOAT16 and _packs(DType.BFLOAT16):
+        has_best = native is not None and native.has_pairs and not native.has_tiles
+        if has_best:
+            return _native(DType.BFLOAT16)
         return _measure(device, DType.BFLOAT16, Kernel.PACKED)
+    if checkpoint_dtype is DType.BFLOAT16 and native is not None and native.isa is not Isa.PORTABLE:
+        return _native(DType.FLOAT32)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)
+
+
+def _native(dtype: DType) -> KernelChoice:
+    """Choose the compiled library: by how it computes, rows keep their bits in any company."""
+    return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=MAX_EXACT_ROWS, min_rows=1)
 
 
 def _use_huge_pages() -> None:

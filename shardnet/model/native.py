@@ -24,6 +24,8 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
 _LIBRARY: Final = "_quantized"
+_KEPT_BYTES: Final = 1 << 18
+"""Room for rounded rows that a product keeps: enough for a decode step."""
 _OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
 
 
@@ -55,6 +57,7 @@ class _Product(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
+        ("pairs", ctypes.c_int32),
         ("isa", ctypes.c_int32),
         ("n_threads", ctypes.c_int32),
     )
@@ -62,50 +65,93 @@ class _Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeKernels:
-    """The library, and the instruction set it uses here."""
+    """The library, and the instruction set it uses here.
+
+    `has_pairs`: it has instructions that multiply pairs of bfloat16, `has_tiles` others that
+    multiply whole tiles, which the library does not use and oneDNN does.
+    """
 
     isa: Isa
+    has_pairs: bool
+    has_tiles: bool
     _multiply: ctypes._NamedFuncPointer
     _parallel: int
 
-    def multiply(
-        self, rows: Tensor, weights: Tensor, bias: Tensor | None, n_out: int, group: int, bits: int
-    ) -> Tensor:
-        """Multiply [T, K] rows with packed `weights`; add the float32 [N] `bias`. Returns [T, N].
+    def product(
+        self,
+        weights: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int],
+        bits: int,
+        group: int = 0,
+    ) -> NativeProduct:
+        """Make the product with packed `weights` of `shape` (N, K), all of it on the CPU.
 
-        `rows` are bfloat16 or float32, on the CPU, and so is what is returned.
+        `bits` are 8 or 4, with weights in groups of `group` inputs, or 16 for bfloat16 weights.
+        `bias` is float32 [N].
         """
-        rows = rows.contiguous()
-        n_rows, n_in = rows.shape
-        n_groups = -(-n_in // group)
-        out = rows.new_empty(n_rows, n_out)
-        rounded = torch.empty(n_rows, n_groups * group, dtype=torch.int8)
-        scales = torch.empty(n_rows, n_groups, dtype=torch.float32)
-        sums = torch.empty(n_rows, n_groups, dtype=torch.int32)
-        self._multiply(
-            ctypes.byref(
-                _Product(
-                    weights.data_ptr(),
-                    rows.data_ptr(),
-                    out.data_ptr(),
-                    bias.data_ptr() if bias is not None else None,
-                    rounded.data_ptr(),
-                    scales.data_ptr(),
-                    sums.data_ptr(),
-                    self._parallel,
-                    n_rows,
-                    n_in,
-                    n_out,
-                    n_groups,
-                    group,
-                    bits,
-                    rows.dtype is torch.bfloat16,
-                    self.isa,
-                    torch.get_num_threads(),
-                )
-            )
+        return NativeProduct(self, weights, bias, shape, bits, group)
+
+
+class NativeProduct:
+    """A product with packed weights. Not thread-safe: it keeps its call's arguments."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        weights: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, int],
+        bits: int,
+        group: int,
+    ) -> None:
+        n_out, n_in = shape
+        n_groups = -(-n_in // group) if group else 0
+        self._kept = (weights, bias)
+        self._n_out = n_out
+        self._row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
+        self._rounded_bytes = n_groups * group if group else self._row_bytes
+        self._group_bytes = 4 * n_groups
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._has_pairs = kernels.has_pairs
+        self._call = kernels._multiply
+        self._arguments = _Product(
+            weights=weights.data_ptr(),
+            bias=bias.data_ptr() if bias is not None else None,
+            parallel=kernels._parallel,
+            n_in=n_in,
+            n_out=n_out,
+            n_groups=n_groups,
+            group=group,
+            bits=bits,
+            isa=kernels.isa,
         )
+        self._pointer = ctypes.byref(self._arguments)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype."""
+        rows = rows.contiguous()
+        n_rows, arguments = rows.shape[0], self._arguments
+        is_bf16 = rows.dtype is torch.bfloat16
+        out = rows.new_empty(n_rows, self._n_out)
+        room = self._room_for(n_rows * self._row_bytes)
+        arguments.rows = rows.data_ptr()
+        arguments.out = out.data_ptr()
+        arguments.rounded = room
+        arguments.scales = scales = room + n_rows * self._rounded_bytes
+        arguments.sums = scales + n_rows * self._group_bytes
+        arguments.n_rows = n_rows
+        arguments.is_bf16 = is_bf16
+        arguments.pairs = is_bf16 and self._has_pairs
+        arguments.n_threads = torch.get_num_threads()
+        self._call(self._pointer)
         return out
+
+    def _room_for(self, n_bytes: int) -> int:
+        """Return the address of so much memory, kept for the next call unless it is much."""
+        if self._room.numel() < n_bytes or self._room.numel() > _KEPT_BYTES >= n_bytes:
+            self._room = torch.empty(n_bytes, dtype=torch.uint8)
+        return self._room.data_ptr()
 
 
 @cache
@@ -129,7 +175,13 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     function = library.shardnet_multiply
     function.argtypes = (ctypes.POINTER(_Product),)
     function.restype = None
-    return NativeKernels(isa=isa, _multiply=function, _parallel=_parallel_function())
+    return NativeKernels(
+        isa=isa,
+        has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
+        has_tiles=bool(library.shardnet_has_bf16_tiles()),
+        _multiply=function,
+        _parallel=_parallel_function(),
+    )
 
 
 def _open() -> ctypes.CDLL | None:

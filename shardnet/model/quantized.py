@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.native import native_kernels
+from shardnet.model.native import NativeProduct, native_kernels
 from shardnet.model.quantization import PANEL, SCALE_BYTES, Quantization
 
 _QUAD: Final = 4
@@ -121,7 +121,11 @@ class QuantizedLinear:
         self._shape = shape
         self._quantization = quantization
         self._bias = bias.float() if bias is not None else None  # [N]
-        self._native = native_kernels() if packed.device.type == "cpu" else None
+        native = native_kernels() if packed.device.type == "cpu" else None
+        self._product: NativeProduct | None = None
+        if native is not None:
+            bits, group = quantization.bits, quantization.group
+            self._product = native.product(packed, self._bias, shape, bits, group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,12 +134,7 @@ class QuantizedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        if self._native is None:
-            return self._multiply(rows)
-        kind = self._quantization
-        return self._native.multiply(
-            rows, self._packed, self._bias, self._shape[0], kind.group, kind.bits
-        )
+        return self._multiply(rows) if self._product is None else self._product(rows)
 
     def _multiply(self, rows: Tensor) -> Tensor:
         n_out, n_in = self._shape

@@ -176,7 +176,7 @@ def test_every_instruction_set_and_company_give_the_same_bits(
     packed = pack(weight, kind)
 
     def multiply(native: NativeKernels, some: Tensor) -> Tensor:
-        return native.multiply(some, packed, None, n_out, kind.group, kind.bits)
+        return native.product(packed, None, (n_out, n_in), kind.bits, kind.group)(some)
 
     assert NATIVE is not None
     whole = multiply(NATIVE, rows)

@@ -1,16 +1,20 @@
-/* Products with int8 and int4 weights, for AVX-512 (VNNI), AVX2, NEON (dot product) and plain C.
+/* Products with int8, int4 and bfloat16 weights, for AVX-512, AVX2, NEON and plain C.
  *
- * shardnet/model/quantized.py defines the layout and packs weights; native.py finds this library and
- * calls it. It is optional: built where a C compiler is at hand, and torch does its work elsewhere.
+ * quantized.py and native_linear.py define the layouts and pack weights; native.py finds this
+ * library and calls it. It is optional: built where a C compiler is at hand, and torch does its work elsewhere.
  *
  * Packed weights: panels of 16 outputs; in a panel the groups of inputs, one behind the other; of a
  * group first 16 float16 scales, one per output, then the weights, four inputs of each output at a
  * time: 64 bytes hold [16 outputs][4 inputs] of int8 + 128, or of two such quads int4 + 8, the first
  * in the low halves.
  *
- * Rows are rounded to int8 per row and group. A group's products are summed exactly, in int32, then
+ * Of bfloat16 there are no groups: 64 bytes hold [16 outputs][2 inputs].
+ *
+ * With int8 and int4 rows are rounded to int8 per row and group. A group's products are summed exactly, in int32, then
  * scaled and added to a float32 sum, group by group: so a row has the same bits in any company, with
- * any number of threads and on any of these instruction sets.
+ * any number of threads and on any of these instruction sets. With bfloat16 a row is multiplied in
+ * float32, input by input, with fused multiply-adds: the same bits in any company, too. Where rows
+ * are bfloat16 and the machine has instructions for that, pairs of inputs are added first.
  */
 
 #include <math.h>
@@ -20,6 +24,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -37,6 +42,7 @@
 
 enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3 };
 
+
 /* Runs a function on several threads, as GOMP_parallel does. */
 typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 
@@ -51,8 +57,9 @@ struct product {
     parallel_function parallel;
     int64_t n_rows, n_in, n_out, n_groups;
     int32_t group;    /* inputs of a group: a multiple of 8 */
-    int32_t bits;     /* 8 or 4 */
+    int32_t bits;     /* 8, 4, or 16 for bfloat16 */
     int32_t is_bf16;  /* the type of rows and out */
+    int32_t pairs;    /* with 16 bits: multiply pairs of bfloat16, rather than float32 */
     int32_t isa;
     int32_t n_threads;
 };
@@ -142,6 +149,27 @@ INLINE void round_row(const struct product *p, int64_t row) {
     }
 }
 
+/* --- rows for bfloat16 weights: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
+
+INLINE int64_t even_inputs(const struct product *p) { return (p->n_in + 1) / 2 * 2; }
+
+INLINE void lay_out_row(const struct product *p, int64_t row) {
+    const int64_t first = row / MAX_TILE * MAX_TILE, n_in = p->n_in;
+    const int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
+    const float *wide = (const float *)p->rows + row * n_in;
+    const uint16_t *narrow = (const uint16_t *)p->rows + row * n_in;
+    if (p->pairs) {
+        uint16_t *out = (uint16_t *)p->rounded + first * even_inputs(p) + (row - first) * 2;
+        for (int64_t i = 0; i < n_in; i++) out[i / 2 * 2 * n_rows + i % 2] = narrow[i];
+        if (n_in % 2) out[n_in / 2 * 2 * n_rows + 1] = 0;
+        return;
+    }
+    float *out = (float *)p->rounded + first * even_inputs(p) + (row - first);
+    for (int64_t i = 0; i < n_in; i++)
+        out[i * n_rows] = p->is_bf16 ? from_bf16(narrow[i]) : wide[i];
+    if (n_in % 2) out[n_in * n_rows] = 0;
+}
+
 /* --- one panel times a tile of rows: sums[row][output] */
 
 INLINE void portable_tile(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
@@ -173,8 +201,24 @@ INLINE void portable_tile(const struct product *p, const uint8_t *w, int64_t row
     }
 }
 
+INLINE void portable_wide_tile(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
+                               float sums[MAX_TILE][PANEL]) {
+    const float *x = (const float *)p->rounded + row * even_inputs(p);
+    for (int r = 0; r < n_rows; r++)
+        for (int o = 0; o < PANEL; o++) sums[r][o] = 0;
+    for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES)
+        for (int i = 0; i < 2; i++, x += n_rows)
+            for (int o = 0; o < PANEL; o++) {
+                uint16_t bits;
+                memcpy(&bits, w + 4 * o + 2 * i, 2);
+                for (int r = 0; r < n_rows; r++)
+                    sums[r][o] = fmaf(from_bf16(bits), x[r], sums[r][o]);
+            }
+}
+
 #if defined(__x86_64__)
 
+#define WITH_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define WITH_AVX512 \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -229,6 +273,64 @@ INLINE WITH_AVX512 void avx512_tile_of(const int n_rows, const int bits, const s
         }
     }
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[r], total[r]);
+}
+
+INLINE WITH_AVX512 void avx512_wide_tile_of(const int n_rows, const struct product *p,
+                                            const uint8_t *w, int64_t row,
+                                            float sums[MAX_TILE][PANEL]) {
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    const float *x = (const float *)p->rounded + row * even_inputs(p);
+    __m512 total[MAX_TILE];
+    for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_rows) {
+        const __m512i both = _mm512_loadu_si512(w);
+        const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+        const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+        for (int r = 0; r < n_rows; r++)
+            total[r] = _mm512_fmadd_ps(first, _mm512_set1_ps(x[r]), total[r]);
+        for (int r = 0; r < n_rows; r++)
+            total[r] = _mm512_fmadd_ps(second, _mm512_set1_ps(x[n_rows + r]), total[r]);
+    }
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[r], total[r]);
+}
+
+INLINE WITH_AVX512_BF16 void avx512bf16_wide_tile_of(const int n_rows, const struct product *p,
+                                                     const uint8_t *w, int64_t row,
+                                                     float sums[MAX_TILE][PANEL]) {
+    const uint16_t *x = (const uint16_t *)p->rounded + row * even_inputs(p);
+    __m512 total[MAX_TILE];
+    for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_rows) {
+        const __m512bh pairs = (__m512bh)_mm512_loadu_si512(w);
+        for (int r = 0; r < n_rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + 2 * r, 4);
+            total[r] = _mm512_dpbf16_ps(total[r], pairs, (__m512bh)_mm512_set1_epi32(pair));
+        }
+    }
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[r], total[r]);
+}
+
+INLINE WITH_AVX2 void avx2_wide_tile_of(const int n_rows, const struct product *p,
+                                        const uint8_t *w, int64_t row,
+                                        float sums[MAX_TILE][PANEL]) {
+    const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *at_w = w + 32 * half;
+        const float *x = (const float *)p->rounded + row * even_inputs(p);
+        __m256 total[MAX_TILE];
+        for (int r = 0; r < n_rows; r++) total[r] = _mm256_setzero_ps();
+        for (int64_t k = 0; k < p->n_in; k += 2, at_w += QUAD_BYTES, x += 2 * n_rows) {
+            const __m256i both = _mm256_loadu_si256((const __m256i *)at_w);
+            const __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+            const __m256 second = _mm256_castsi256_ps(_mm256_and_si256(both, high));
+            for (int r = 0; r < n_rows; r++)
+                total[r] = _mm256_fmadd_ps(first, _mm256_broadcast_ss(x + r), total[r]);
+            for (int r = 0; r < n_rows; r++)
+                total[r] = _mm256_fmadd_ps(second, _mm256_broadcast_ss(x + n_rows + r), total[r]);
+        }
+        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[r] + 8 * half, total[r]);
+    }
 }
 
 /* A panel's 16 outputs are two registers of 8 here. */
@@ -349,61 +451,100 @@ INLINE WITH_NEON void neon_tile_of(const int n_rows, const int bits, const struc
     }
 }
 
+INLINE void neon_wide_tile_of(const int n_rows, const struct product *p, const uint8_t *w,
+                              int64_t row, float sums[MAX_TILE][PANEL]) {
+    const uint32x4_t high = vdupq_n_u32(0xffff0000u);
+    for (int part = 0; part < 4; part++) {
+        const uint8_t *at_w = w + 16 * part;
+        const float *x = (const float *)p->rounded + row * even_inputs(p);
+        float32x4_t total[MAX_TILE];
+        for (int r = 0; r < n_rows; r++) total[r] = vdupq_n_f32(0);
+        for (int64_t k = 0; k < p->n_in; k += 2, at_w += QUAD_BYTES, x += 2 * n_rows) {
+            const uint32x4_t both = vreinterpretq_u32_u8(vld1q_u8(at_w));
+            const float32x4_t first = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+            const float32x4_t second = vreinterpretq_f32_u32(vandq_u32(both, high));
+            for (int r = 0; r < n_rows; r++) total[r] = vfmaq_n_f32(total[r], first, x[r]);
+            for (int r = 0; r < n_rows; r++)
+                total[r] = vfmaq_n_f32(total[r], second, x[n_rows + r]);
+        }
+        for (int r = 0; r < n_rows; r++) vst1q_f32(sums[r] + 4 * part, total[r]);
+    }
+}
+
 #endif
 
 /* A function for each number of rows and bits, so that the compiler unrolls its loops. */
-#define TILES(NAME, TARGET)                                                                       \
-    static TARGET void NAME##_tile(const struct product *p, const uint8_t *w, int64_t row,        \
-                                   int n_rows, float sums[MAX_TILE][PANEL]) {                     \
-        if (p->bits == 8) {                                                                       \
-            switch (n_rows) {                                                                     \
-                case 1: NAME##_tile_of(1, 8, p, w, row, sums); return;                            \
-                case 2: NAME##_tile_of(2, 8, p, w, row, sums); return;                            \
-                case 3: NAME##_tile_of(3, 8, p, w, row, sums); return;                            \
-                case 4: NAME##_tile_of(4, 8, p, w, row, sums); return;                            \
-                case 5: NAME##_tile_of(5, 8, p, w, row, sums); return;                            \
-                case 6: NAME##_tile_of(6, 8, p, w, row, sums); return;                            \
-                case 7: NAME##_tile_of(7, 8, p, w, row, sums); return;                            \
-                default: NAME##_tile_of(8, 8, p, w, row, sums); return;                           \
-            }                                                                                     \
-        }                                                                                         \
-        switch (n_rows) {                                                                         \
-            case 1: NAME##_tile_of(1, 4, p, w, row, sums); return;                                \
-            case 2: NAME##_tile_of(2, 4, p, w, row, sums); return;                                \
-            case 3: NAME##_tile_of(3, 4, p, w, row, sums); return;                                \
-            case 4: NAME##_tile_of(4, 4, p, w, row, sums); return;                                \
-            case 5: NAME##_tile_of(5, 4, p, w, row, sums); return;                                \
-            case 6: NAME##_tile_of(6, 4, p, w, row, sums); return;                                \
-            case 7: NAME##_tile_of(7, 4, p, w, row, sums); return;                                \
-            default: NAME##_tile_of(8, 4, p, w, row, sums); return;                               \
-        }                                                                                         \
+#define BY_ROWS(CALL)                \
+    switch (n_rows) {                \
+        case 1: CALL(1); return;     \
+        case 2: CALL(2); return;     \
+        case 3: CALL(3); return;     \
+        case 4: CALL(4); return;     \
+        case 5: CALL(5); return;     \
+        case 6: CALL(6); return;     \
+        case 7: CALL(7); return;     \
+        default: CALL(8); return;    \
+    }
+
+#define TILES(NAME, TARGET)                                                                \
+    static TARGET void NAME##_tile8(const struct product *p, const uint8_t *w, int64_t row, \
+                                    int n_rows, float sums[MAX_TILE][PANEL]) {              \
+        BY_ROWS(NAME##_EIGHT)                                                               \
+    }                                                                                       \
+    static TARGET void NAME##_tile4(const struct product *p, const uint8_t *w, int64_t row, \
+                                    int n_rows, float sums[MAX_TILE][PANEL]) {              \
+        BY_ROWS(NAME##_FOUR)                                                                \
+    }
+
+#define WIDE_TILES(NAME, TARGET)                                                               \
+    static TARGET void NAME##_wide_tile(const struct product *p, const uint8_t *w, int64_t row, \
+                                        int n_rows, float sums[MAX_TILE][PANEL]) {              \
+        BY_ROWS(NAME##_WIDE)                                                                    \
     }
 
 #if defined(__x86_64__)
+#define avx512_EIGHT(n) avx512_tile_of(n, 8, p, w, row, sums)
+#define avx512_FOUR(n) avx512_tile_of(n, 4, p, w, row, sums)
+#define avx512_WIDE(n) avx512_wide_tile_of(n, p, w, row, sums)
+#define avx512bf16_WIDE(n) avx512bf16_wide_tile_of(n, p, w, row, sums)
+#define avx2_EIGHT(n) avx2_tile_of(n, 8, p, w, row, sums)
+#define avx2_FOUR(n) avx2_tile_of(n, 4, p, w, row, sums)
+#define avx2_WIDE(n) avx2_wide_tile_of(n, p, w, row, sums)
 TILES(avx512, WITH_AVX512)
 TILES(avx2, WITH_AVX2)
+WIDE_TILES(avx512, WITH_AVX512)
+WIDE_TILES(avx512bf16, WITH_AVX512_BF16)
+WIDE_TILES(avx2, WITH_AVX2)
 #elif defined(__aarch64__)
+#define neon_EIGHT(n) neon_tile_of(n, 8, p, w, row, sums)
+#define neon_FOUR(n) neon_tile_of(n, 4, p, w, row, sums)
+#define neon_WIDE(n) neon_wide_tile_of(n, p, w, row, sums)
 TILES(neon, WITH_NEON)
+WIDE_TILES(neon, )
 #endif
 
-static void tile(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
-                 float sums[MAX_TILE][PANEL]) {
+typedef void (*tile_function)(const struct product *, const uint8_t *, int64_t, int,
+                              float[MAX_TILE][PANEL]);
+
+static void portable(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
+                     float sums[MAX_TILE][PANEL]) {
+    if (p->bits == 16)
+        portable_wide_tile(p, w, row, n_rows, sums);
+    else
+        portable_tile(p, w, row, n_rows, sums);
+}
+
+static tile_function tile_for(const struct product *p) {
 #if defined(__x86_64__)
-    if (p->isa == AVX512) {
-        avx512_tile(p, w, row, n_rows, sums);
-        return;
-    }
-    if (p->isa == AVX2) {
-        avx2_tile(p, w, row, n_rows, sums);
-        return;
-    }
+    if (p->isa == AVX512 && p->bits == 16) return p->pairs ? avx512bf16_wide_tile : avx512_wide_tile;
+    if (p->isa == AVX512) return p->bits == 8 ? avx512_tile8 : avx512_tile4;
+    if (p->isa == AVX2 && p->bits == 16) return avx2_wide_tile;
+    if (p->isa == AVX2) return p->bits == 8 ? avx2_tile8 : avx2_tile4;
 #elif defined(__aarch64__)
-    if (p->isa == NEON) {
-        neon_tile(p, w, row, n_rows, sums);
-        return;
-    }
+    if (p->isa == NEON && p->bits == 16) return neon_wide_tile;
+    if (p->isa == NEON) return p->bits == 8 ? neon_tile8 : neon_tile4;
 #endif
-    portable_tile(p, w, row, n_rows, sums);
+    return portable;
 }
 
 static void store(const struct product *p, int64_t row, int64_t panel, const float *sums) {
@@ -423,13 +564,22 @@ static void store(const struct product *p, int64_t row, int64_t panel, const flo
 
 /* --- the work of all threads: whoever is free takes the next piece */
 
+static int64_t bytes_of_panel(const struct product *p) {
+    if (p->bits == 16) return even_inputs(p) / 2 * QUAD_BYTES;
+    return p->n_groups * (SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8);
+}
+
 static void round_rows(void *argument) {
     struct job *job = argument;
     long piece;
     while ((piece = atomic_fetch_add(&job->next, 1)) < job->n_pieces) {
         int64_t end = (piece + 1) * job->piece;
         if (end > job->product->n_rows) end = job->product->n_rows;
-        for (int64_t row = piece * job->piece; row < end; row++) round_row(job->product, row);
+        for (int64_t row = piece * job->piece; row < end; row++)
+            if (job->product->bits == 16)
+                lay_out_row(job->product, row);
+            else
+                round_row(job->product, row);
     }
 }
 
@@ -437,8 +587,8 @@ static void multiply_panels(void *argument) {
     struct job *job = argument;
     const struct product *p = job->product;
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
-    const int64_t panel_bytes =
-        p->n_groups * (SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8);
+    const int64_t panel_bytes = bytes_of_panel(p);
+    const tile_function tile = tile_for(p);
     float sums[MAX_TILE][PANEL];
     long piece;
     while ((piece = atomic_fetch_add(&job->next, 1)) < job->n_pieces) {
@@ -486,15 +636,32 @@ int32_t shardnet_isa(void) {
     return PORTABLE;
 }
 
+/* Whether pairs of bfloat16 are multiplied at once, and whether whole tiles are (AMX). */
+int32_t shardnet_has_bf16_pairs(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
+int32_t shardnet_has_bf16_tiles(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+#else
+    return 0;
+#endif
+}
+
 /* The size of struct product, so that both sides can tell that they mean the same. */
 int64_t shardnet_product_bytes(void) { return (int64_t)sizeof(struct product); }
 
 /* out = rows * weights^T + bias. Everything in `p` has been checked by the caller. */
 void shardnet_multiply(const struct product *p) {
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
-    const int64_t bytes = n_panels * p->n_groups * (SCALE_BYTES + (int64_t)p->group * 2 * p->bits);
     /* Pieces of about 64 KiB of weights: small enough to share out evenly, large enough to pay. */
-    int64_t piece = n_panels * 65536 / (bytes ? bytes : 1);
+    const int64_t bytes = bytes_of_panel(p), piece = 65536 / (bytes ? bytes : 1);
     on_threads(p, round_rows, p->n_rows, 16);
     on_threads(p, multiply_panels, n_panels, piece > 0 ? piece : 1);
 }

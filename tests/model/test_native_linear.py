@@ -1,0 +1,100 @@
+"""Products with bfloat16 weights by the compiled library, against torch in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_chain import CPU, StageChain, random_prompt
+from torch import Tensor
+
+from shardnet.model import kernels
+from shardnet.model.kernels import Kernel, KernelChoice, make_linear, probe
+from shardnet.model.native import NativeKernels, find_kernels, native_kernels
+from shardnet.model.native_linear import NativeLinear
+from shardnet.types import DType, LayerRange
+
+NATIVE = native_kernels()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="no compiled products were built here")
+SHAPES = [(1, 1), (16, 64), (17, 65), (33, 31), (160, 96)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernels_named(name: str) -> NativeKernels:
+    found = find_kernels({"SHARDNET_ISA": name})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2", ""])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 7, 8, 9, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_torch(
+    name: str, shape: tuple[int, int], n_rows: int, dtype: torch.dtype
+) -> None:
+    weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
+    rows = numbers(n_rows, shape[1], seed=2).to(dtype)
+    product = NativeLinear(weight, bias, kernels_named(name))(rows)
+    assert product.dtype is dtype
+    want = rows.double() @ weight.double().T + bias
+    spread = float(want.abs().max())
+    tolerance = 2e-6 if dtype is torch.float32 else 5e-3
+    torch.testing.assert_close(product.double(), want, rtol=0, atol=tolerance * spread)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n_out=st.integers(1, 70),
+    n_in=st.integers(1, 200),
+    n_rows=st.integers(1, 40),
+    is_wide=st.booleans(),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    n_out: int, n_in: int, n_rows: int, is_wide: bool
+) -> None:
+    rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
+    for name in ("portable", "avx2", ""):
+        linear = NativeLinear(numbers(n_out, n_in).bfloat16(), None, kernels_named(name))
+        whole = linear(rows)
+        assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
+        assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
+
+
+def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
+    weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
+    products = [NativeLinear(weight, None, kernels_named(n))(rows) for n in ("portable", "avx2")]
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(NativeLinear(weight, None, kernels_named(""))(rows), products[0])
+
+
+def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:
+    choice = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
+    weight, rows = numbers(20, 30), numbers(3, 30)
+    assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
+    with pytest.raises(ValueError, match=r"float32, not bfloat16"):
+        NativeLinear(weight, None, kernels_named(""))
+
+
+def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And loses nothing by it: the logits are those with weights in float32."""
+    folder = make_llama(tmp_path, dtype=torch.bfloat16)
+    choice = probe(CPU, DType.FLOAT32, DType.BFLOAT16)
+    assert choice.kernel is Kernel.NATIVE
+    plain = replace(choice, kernel=Kernel.PLAIN)
+    prompt, whole = random_prompt(40, 300), [LayerRange(0, 4)]
+    logits = StageChain.load(folder, whole, choice).prefill(0, prompt)
+    want = StageChain.load(folder, whole, plain).prefill(0, prompt)
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+    monkeypatch.setattr(kernels, "native_kernels", lambda: None)
+    assert probe(CPU, DType.FLOAT32, DType.BFLOAT16).kernel is not Kernel.NATIVE
