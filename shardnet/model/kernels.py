@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
-from shardnet.model.native import Isa, native_kernels
+from shardnet.model.native import Isa, NativeKernels, native_kernels
 from shardnet.model.native_linear import NativeLinear
 from shardnet.model.quantization import PANEL, Quantization
 from shardnet.model.quantized import QuantizedLinear, pack
@@ -58,6 +58,11 @@ class KernelChoice:
     min_rows: int
     quantization: Quantization | None = None
     """What the weights of products are rounded to."""
+
+    @property
+    def stored_dtype(self) -> DType:
+        """What weights that stay where they are must be stored in."""
+        return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
 
     @property
     def name(self) -> str:
@@ -151,6 +156,25 @@ class InPlaceLinear:
         return product[: rows.shape[0]]
 
 
+class InPlaceNativeLinear:
+    """The product of NativeLinear with weights that stay as they lie, packed anew at every call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, native: NativeKernels) -> None:
+        self._weight = weight  # [N, K], bfloat16
+        self._bias = bias  # [N]
+        self._native = native
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n_out, n_in = self._weight.shape
+        return n_out, n_in
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        return NativeLinear(self._weight, self._bias, self._native)(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class _Padding:
     """Rows of zeros for products of too few rows."""
@@ -196,10 +220,13 @@ def make_linear(
 
 
 def make_in_place(choice: KernelChoice, weight: Tensor, bias: Tensor | None) -> Linear:
-    """Make a product of a [N, K] weight that stays where it is, in the compute dtype, on the CPU.
+    """Make a product of a [N, K] weight that stays where it is, in `stored_dtype`, on the CPU.
 
     Its bits are those of `make_linear`'s.
     """
+    native = native_kernels() if choice.kernel is Kernel.NATIVE else None
+    if native is not None:
+        return InPlaceNativeLinear(weight, bias, native)
     if choice.kernel is Kernel.PACKED:
         return InPlaceLinear(weight, bias, choice.min_rows)
     return PlainLinear(weight, bias, choice.min_rows)

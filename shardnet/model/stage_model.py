@@ -407,6 +407,6 @@ def _check_streamed(
             "node with --device cpu"
         )
     if choice.quantization is None:
-        check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.dtype)
+        check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)
     elif packs is None:
         raise UsageError("--stream-layers: rounded weights are not kept on disk here")

@@ -171,12 +171,13 @@ class StageWeights:
         if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        dtype = torch_dtype(self._choice.dtype)
+        dtype = torch_dtype(self._choice.stored_dtype)
         stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
         begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
-        bias = torch.cat(list(biases)).to(dtype, copy=True) if biases else None
+        own = torch_dtype(self._choice.dtype)
+        bias = torch.cat(list(biases)).to(own, copy=True) if biases else None
 
         def make(raw: Tensor) -> Linear:
             weight = raw.view(dtype).view(shape)
