@@ -96,7 +96,7 @@ def layer_stream_bytes(
 def layer_scratch_bytes(
     config: ModelConfig, dtype: DType, quantization: Quantization | None = None
 ) -> int:
-    """Bytes that a streamed layer's products take at once besides, as far as they are reordered."""
+    """Bytes that a streamed layer takes besides its buffer while it computes."""
     layers = range(config.n_layers)
     return max(_scratch_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
 
@@ -220,11 +220,8 @@ def _rounded_bytes(tensors: Table, dtype: DType, quantization: Quantization | No
 
 
 def _scratch_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
-    """What oneDNN reorders at a time: one product, which is joined of three tensors at most."""
-    if quantization is not None:
-        return 0
-    products = [math.prod(shape) for name, shape in tensors.items() if is_rounded(name, shape)]
-    return 2 * max(products, default=0) * dtype.size_bytes
+    """What a layer's products take once they are packed; rounded weights lie on disk packed."""
+    return 0 if quantization is not None else _rounded_bytes(tensors, dtype, None)
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

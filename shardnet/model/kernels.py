@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
-from shardnet.model.native import Isa, NativeKernels, native_kernels
+from shardnet.model.native import Isa, native_kernels
 from shardnet.model.native_linear import NativeLinear
 from shardnet.model.quantization import PANEL, Quantization
 from shardnet.model.quantized import QuantizedLinear, pack
@@ -61,7 +61,7 @@ class KernelChoice:
 
     @property
     def stored_dtype(self) -> DType:
-        """What weights that stay where they are must be stored in."""
+        """What weights are stored in that can be made ready without being converted."""
         return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
 
     @property
@@ -130,51 +130,6 @@ class PackedLinear:
         return product[: rows.shape[0]]
 
 
-class InPlaceLinear:
-    """The product of PackedLinear with weights that stay as they lie, bit for bit the same.
-
-    oneDNN reorders them for itself at every call: for weights that are read from disk at every
-    step anyway (streaming.py). They may be transposed.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
-        self._weight = weight  # [N, K]
-        self._bias = bias  # [N]
-        self._padding = _Padding.like(weight, min_rows)
-        self._product = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n_out, n_in = self._weight.shape
-        return n_out, n_in
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply every row."""
-        padded = self._padding.fill(rows)
-        product: Tensor = self._product(padded, self._weight, self._bias, "none", [], "")
-        return product[: rows.shape[0]]
-
-
-class InPlaceNativeLinear:
-    """The product of NativeLinear with weights that stay as they lie, packed anew at every call."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, native: NativeKernels) -> None:
-        self._weight = weight  # [N, K], bfloat16
-        self._bias = bias  # [N]
-        self._native = native
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n_out, n_in = self._weight.shape
-        return n_out, n_in
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply every row."""
-        return NativeLinear(self._weight, self._bias, self._native)(rows)
-
-
 @dataclass(frozen=True, slots=True)
 class _Padding:
     """Rows of zeros for products of too few rows."""
@@ -217,19 +172,6 @@ def make_linear(
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
     owned = whole.to(device, dtype, copy=len(weights) == 1).contiguous()
     return PlainLinear(owned, bias, choice.min_rows)
-
-
-def make_in_place(choice: KernelChoice, weight: Tensor, bias: Tensor | None) -> Linear:
-    """Make a product of a [N, K] weight that stays where it is, in `stored_dtype`, on the CPU.
-
-    Its bits are those of `make_linear`'s.
-    """
-    native = native_kernels() if choice.kernel is Kernel.NATIVE else None
-    if native is not None:
-        return InPlaceNativeLinear(weight, bias, native)
-    if choice.kernel is Kernel.PACKED:
-        return InPlaceLinear(weight, bias, choice.min_rows)
-    return PlainLinear(weight, bias, choice.min_rows)
 
 
 def pack_all(weights: Sequence[Tensor], quantization: Quantization) -> Tensor:

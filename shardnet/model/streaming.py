@@ -25,6 +25,7 @@ from torch import Tensor
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import N_BUFFERS
+from shardnet.model.kernels import Linear
 
 ALIGNMENT: Final = 64
 """Bytes that each product's weights begin at a multiple of."""
@@ -72,6 +73,8 @@ class LayerStream:
         self._buffers: list[Tensor] = []
         self._fetches: deque[_Fetch] = deque()
         self._reader: ThreadPoolExecutor | None = None
+        self.made: dict[int, Linear] = {}
+        """Products that were packed for the layer at work, by where their weights begin."""
         self.n_fetched = 0
         """Layers read so far, those that are being read included."""
 
@@ -147,6 +150,7 @@ class LayerStream:
         """Have another layer read into the buffer of this one."""
         if layer not in self._layers:
             return
+        self.made.clear()
         fetch = self._fetches.popleft()
         if len(self._order) <= len(self._buffers):
             self._fetches.append(fetch)  # each has a buffer for itself
@@ -163,6 +167,7 @@ class LayerStream:
     def _drop(self) -> None:
         wait_for([fetch.done for fetch in self._fetches])  # nothing may write to a buffer now
         self._fetches.clear()
+        self.made.clear()
 
     def _after(self, layer: int) -> int:
         return self._order[(self._order.index(layer) + 1) % len(self._order)]

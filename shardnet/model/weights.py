@@ -19,10 +19,8 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
-    InPlaceLinear,
     KernelChoice,
     Linear,
-    make_in_place,
     make_linear,
     make_quantized,
     pack_all,
@@ -176,26 +174,23 @@ class StageWeights:
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
         begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
-        own = torch_dtype(self._choice.dtype)
-        bias = torch.cat(list(biases)).to(own, copy=True) if biases else None
+        own = [bias.clone() for bias in biases]
+        choice, device = self._choice, self._device
 
         def make(raw: Tensor) -> Linear:
             weight = raw.view(dtype).view(shape)
-            return make_in_place(self._choice, weight.T if transposed else weight, bias)
+            return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
             self._skip(f"{name}.weight")
         n_bytes = shape[0] * shape[1] * dtype.itemsize
-        linear = StreamedLinear(
-            self.stream, layer, begin, n_bytes, shape[::-1] if transposed else shape, make
-        )
-        key = (*linear.shape, self._choice.dtype, InPlaceLinear)
-        if self.exact_rows > 1 and key not in self._tested:
-            whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
-            self._test(names[0], make(whole.view(-1).view(torch.uint8)), self._choice)
-            self._tested.add(key)
+        first = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
+        linear = make(first.view(-1).view(torch.uint8))
+        self._test(names[0], linear, choice)
         self._finish()
-        return linear
+        return StreamedLinear(
+            self.stream, layer, begin, n_bytes, linear.shape, make, is_ready=False
+        )
 
     def _packed_on_disk(
         self,
@@ -224,7 +219,7 @@ class StageWeights:
 
         self._test(names[0], make(packed), self._choice)
         self._finish()
-        return StreamedLinear(self.stream, layer, begin, packed.nbytes, shape, make)
+        return StreamedLinear(self.stream, layer, begin, packed.nbytes, shape, make, is_ready=True)
 
     def _part(self, tensor: ModelTensor) -> FilePart:
         source = tensor.sources[0]
@@ -381,15 +376,22 @@ class StreamedLinear:
         size_bytes: int,
         shape: tuple[int, int],
         make: Callable[[Tensor], Linear],
+        *,
+        is_ready: bool,
     ) -> None:
-        """Take where the weights begin in a buffer, and what makes a product of these bytes."""
+        """Take where the weights begin in a buffer, and what makes a product of these bytes.
+
+        With `is_ready` it multiplies with these very bytes; else it packs them, whenever they have
+        been read, and the product goes with its layer.
+        """
         self._stream = stream
         self._layer = layer
         self._begin = begin
         self._size_bytes = size_bytes
         self._shape = shape
         self._make = make
-        self._made: dict[int, Linear] = {}
+        self._is_ready = is_ready
+        self._by_buffer: dict[int, Linear] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -399,10 +401,12 @@ class StreamedLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
         buffer = self._stream.buffer_of(self._layer)
-        if buffer not in self._made:
-            raw = self._stream.weights(self._begin, self._size_bytes, buffer)
-            self._made[buffer] = self._make(raw)
-        return self._made[buffer](rows)
+        made, key = self._stream.made, self._begin
+        if self._is_ready:
+            made, key = self._by_buffer, buffer
+        if key not in made:
+            made[key] = self._make(self._stream.weights(self._begin, self._size_bytes, buffer))
+        return made[key](rows)
 
 
 def split_stacked(weight: Tensor, bias: Tensor, turns: int) -> tuple[list[Tensor], list[Tensor]]:

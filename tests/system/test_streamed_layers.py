@@ -23,7 +23,7 @@ def test_a_model_larger_than_the_memory_of_its_node_runs(tmp_path: Path) -> None
     folder.mkdir()
     machine = Machine(folder, environment={"SHARDNET_NO_MDNS": "1"})
     try:
-        machine.start_nodes("anna", arguments=["--memory", "28MiB"])
+        machine.start_nodes("anna", arguments=["--memory", "30MiB"])
         where = ["--model", str(model), "--context", "256"]
         refused = machine.run("plan", *where)
         assert refused.code == 1
@@ -31,7 +31,7 @@ def test_a_model_larger_than_the_memory_of_its_node_runs(tmp_path: Path) -> None
         told = machine.run("plan", *where, "--stream-layers", "auto", "--json").json
         [stage] = told["stages"]
         assert 3 <= stage["streamed_layers"] < 8
-        assert stage["weight_bytes"] < 28 * 2**20
+        assert stage["weight_bytes"] < 30 * 2**20
         assert told["predicted_tok_s"] > 0
         shown = machine.run("plan", *where, "--stream-layers", "auto").stdout
         assert f"anna streams {stage['streamed_layers']} of 8 layers from disk" in shown
