@@ -27,7 +27,7 @@ from shardnet.model.kernels import Kernel, KernelChoice, Linear, make_linear, pr
 from shardnet.model.layout import is_rounded, stage_tensors
 from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
-from shardnet.model.sample_model import SampleModel
+from shardnet.model.sample_model import SampleModel, sample_config
 from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
@@ -111,6 +111,8 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     """Make every product of a step in random weights, each with memory of its own."""
     tensors = stage_tensors(config, LayerRange(0, config.n_layers))
     kind = choice.quantization
+    is_native = choice.kernel is Kernel.NATIVE
+    stored = torch.bfloat16 if is_native else torch_dtype(choice.dtype)
     products = []
     for part, rounded_to in (
         *((layer, kind) for layer in tensors.layers.values()),
@@ -118,26 +120,35 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     ):
         for name, shape in part.items():
             if is_rounded(name, shape):
-                weight = torch.randn(shape).mul_(0.02).to(torch_dtype(choice.dtype))
+                weight = torch.randn(shape).mul_(0.02).to(stored)
                 products.append(make_linear(choice, [weight], [], CPU, rounded_to))
     whole = LayerRange(0, config.n_layers)
     return Format(
         name=choice.name,
         rows_dtype=torch_dtype(choice.dtype),
         products=products,
-        read_bytes=read_bytes_per_step(config, whole, choice.dtype, kind),
+        read_bytes=read_bytes_per_step(
+            config, whole, DType.BFLOAT16 if is_native else choice.dtype, kind
+        ),
     )
 
 
 def _products_s(kind: Format, n_rows: int) -> float:
     widths = {product.shape[1] for product in kind.products}
     rows = {width: torch.randn(n_rows, width).to(kind.rows_dtype) for width in widths}
-    return _timed(lambda: [product(rows[product.shape[1]]) for product in kind.products])
+
+    def step() -> None:
+        for product in kind.products:
+            product(rows[product.shape[1]])
+
+    step()  # memory that lay idle comes back slowly
+    return _timed(step)
 
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
     """Milliseconds of one layer of a decode step: products, attention over 256 keys, norms."""
-    sample = config.cut(min(config.n_layers, 6))
+    sample = sample_config(config, choice.dtype, 8 << 30, choice.quantization)
+    assert sample is not None
     model = SampleModel(sample, choice, CPU, lambda: None)
     model.step(1)
     return min(model.step(1).layers_s for _ in range(4 * rounds)) / sample.n_layers * 1e3

@@ -216,7 +216,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("axis", "temperature"),
-    [("position", 1.0), ("position", 0.6), ("sample_index", 1.0), ("seed", 1.0)],
+    [("position", 0.6), ("sample_index", 1.0), ("seed", 1.0)],
 )
 def test_draws_follow_the_softmax(axis: str, temperature: float) -> None:
     """20 000 draws over 8 tokens; 24.32 is the 0.999 quantile of chi-square with 7 degrees."""
