@@ -34,6 +34,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     model_choice,
@@ -89,6 +90,7 @@ def bench(
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
     kv_dtype: KvDTypeOption = "auto",
+    stream_layers: StreamLayers = "",
     optimise: Optimise = "",
     threads: Threads = 0,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
@@ -131,6 +133,7 @@ def bench(
         wire_dtype=wire_dtype,
         quant=quant,
         kv_dtype=kv_dtype,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

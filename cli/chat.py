@@ -35,6 +35,7 @@ from .options import (
     Offline,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -80,6 +81,7 @@ def chat(
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
     kv_dtype: KvDTypeOption = "auto",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     key_file: KeyFile = "",
     insecure: Insecure = False,
@@ -127,6 +129,7 @@ def chat(
         wire_dtype=wire_dtype,
         quant=quant,
         kv_dtype=kv_dtype,
+        stream_layers=stream_layers,
         threads=threads,
         optimise="",
     )

@@ -40,6 +40,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     keep_offline,
@@ -90,6 +91,7 @@ def generate(
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
     kv_dtype: KvDTypeOption = "auto",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -242,6 +244,7 @@ def generate(
         wire_dtype=wire_dtype,
         quant=quant,
         kv_dtype=kv_dtype,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

@@ -12,8 +12,10 @@ from shardnet.api.requests import check_request, name_model
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.control import Generate, ModelChoice, PlanRequest
+from shardnet.wire.schema import StreamLayers as StreamLayersWanted
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
+_STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 _UNITS: Final = {
     "b": 1,
     "kib": 2**10,
@@ -125,6 +127,16 @@ KvDTypeOption = Annotated[
         envvar="SHARDNET_KV_DTYPE",
     ),
 ]
+StreamLayers = Annotated[
+    str,
+    typer.Option(
+        "--stream-layers",
+        metavar="auto|N",
+        help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
+        envvar="SHARDNET_STREAM_LAYERS",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int,
     typer.Option(
@@ -222,6 +234,7 @@ def model_choice(
     wire_dtype: str,
     quant: str,
     kv_dtype: str,
+    stream_layers: str,
     threads: int,
     optimise: str,
 ) -> ModelChoice:
@@ -242,6 +255,10 @@ def model_choice(
         raise typer.BadParameter(f"'{quant}': choose none, int8 or int4", param_hint="--quant")
     if kv_dtype not in ("auto", "int8"):
         raise typer.BadParameter(f"'{kv_dtype}': choose auto or int8", param_hint="--kv-dtype")
+    if not _STREAM_LAYERS.fullmatch(stream_layers):
+        raise typer.BadParameter(
+            f"'{stream_layers}': choose auto or a number of layers", param_hint="--stream-layers"
+        )
     try:
         ranges = parse_layers(layers) if layers else ()
     except UsageError as error:
@@ -257,7 +274,13 @@ def model_choice(
         optimise=optimise,  # type: ignore[arg-type]  # checked above
         quant="" if quant == "none" else quant,  # type: ignore[arg-type]  # checked above
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # checked above
+        stream_layers=_stream_layers(stream_layers),
     )
+
+
+def _stream_layers(text: str) -> StreamLayersWanted:
+    """Read a text that _STREAM_LAYERS matches."""
+    return "auto" if text == "auto" else int(text) if text.isdecimal() else 0
 
 
 def check_sendable(message: Generate | PlanRequest) -> None:

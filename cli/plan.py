@@ -33,6 +33,7 @@ from .options import (
     Optimise,
     Peer,
     QuantName,
+    StreamLayers,
     Threads,
     WireDTypeName,
     check_sendable,
@@ -55,6 +56,7 @@ def plan(
     wire_dtype: WireDTypeName = "",
     quant: QuantName = "none",
     kv_dtype: KvDTypeOption = "auto",
+    stream_layers: StreamLayers = "",
     threads: Threads = 0,
     optimise: Optimise = "",
     key_file: KeyFile = "",
@@ -78,6 +80,7 @@ def plan(
         wire_dtype=wire_dtype,
         quant=quant,
         kv_dtype=kv_dtype,
+        stream_layers=stream_layers,
         threads=threads,
         optimise=optimise,
     )

@@ -41,6 +41,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "layers": list(stage.layers),
                 "weight_bytes": stage.weight_bytes,
                 "kv_bytes": stage.kv_bytes,
+                "streamed_layers": stage.streamed_layers,
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
             }
@@ -170,6 +171,8 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
         f"  rank {stage.rank}: {stage.name}{where}, layers {stage.layers[0]}-{stage.layers[1]}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
     )
+    if stage.streamed_layers:
+        line += f", {stage.streamed_layers} layers streamed from disk"
     if stage.compute_ms is not None:
         line += f", compute {_ms(stage.compute_ms)}"
     if stage.hop_ms is not None:

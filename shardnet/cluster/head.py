@@ -242,6 +242,7 @@ class Head:
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
+            and choice.stream_layers in (0, "auto", had.stream_layers)
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
@@ -285,6 +286,7 @@ def _spec(plan: Plan) -> RingSpec:
         dtype=plan.dtype,
         quant=plan.choice.quant,
         kv_dtype=plan.choice.kv_dtype,
+        streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
         wire_dtype=plan.wire_dtype,
         context=plan.context,
         threads=plan.choice.threads,

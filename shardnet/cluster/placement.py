@@ -27,6 +27,7 @@ from shardnet.cluster.placement_figures import (
     Candidate,
     Exclusion,
     Links,
+    LinkSpeed,
     ModelShape,
     Objective,
     Placement,
@@ -35,6 +36,7 @@ from shardnet.cluster.placement_figures import (
 from shardnet.cluster.placement_room import shortest_ring
 from shardnet.cluster.placement_search import find_ring
 from shardnet.cluster.placement_split import Ring, even_split, given_split
+from shardnet.cluster.placement_streams import best_streamed_ring, streamed_ring
 from shardnet.cluster.placement_words import (
     assumption_words,
     choice_words,
@@ -43,6 +45,7 @@ from shardnet.cluster.placement_words import (
     ring_shortfall_words,
     shortfall_words,
     size,
+    streaming_words,
 )
 from shardnet.errors import PlanError
 from shardnet.types import LayerRange
@@ -119,6 +122,59 @@ def place_exactly(
     return _placement(shape, ring, split, links, left_out=(), why=why)
 
 
+def place_streaming(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    layers: Sequence[LayerRange] | None = None,
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
+    *,
+    exactly: bool,
+    n_streamed: int | None,
+) -> Placement | None:
+    """Place a model of which stages stream layers from disk; see placement_streams.py.
+
+    With `exactly` on all these nodes in this order, `layers` as in place_exactly; else on some of
+    them. Each stage streams `n_streamed` layers, None for as few as make it fit. Returns None where
+    they have no memory for it. Raises PlanError for `layers` that match neither nodes nor model.
+    """
+    if layers is not None:
+        _check_ranges(shape, candidates, layers)
+    if exactly:
+        counts = None if layers is None else [len(part) for part in layers]
+        ring = streamed_ring(
+            shape, candidates, links, objective, n_streamed=n_streamed, counts=counts
+        )
+    else:
+        ring = best_streamed_ring(shape, candidates, links, objective, n_streamed=n_streamed)
+    if ring is None:
+        return None
+    chosen = [stage.candidate for stage in ring.stages]
+    links_on = [measured_link(links, *hop) for hop in hops_of(chosen)] or [None]
+    is_measured = ring.is_measured and not unmeasured_hops(chosen, links)
+    return Placement(
+        stages=tuple(
+            StagePlan(
+                node=stage.candidate.node,
+                layers=stage.layers,
+                weight_bytes=shape.weight_bytes(stage.layers, stage.n_streamed),
+                kv_bytes=shape.kv_bytes(stage.layers),
+                compute_s=stage.stage_s if ring.is_measured else None,
+                hop_s=_hop_s(shape, stage.layers, link),
+                n_streamed=stage.n_streamed,
+            )
+            for stage, link in zip(ring.stages, links_on, strict=True)
+        ),
+        left_out=tuple(
+            Exclusion(node=candidate.node, why="no faster with it, as far as is known")
+            for candidate in candidates
+            if candidate not in chosen
+        ),
+        predicted_tok_s=1 / ring.cost_s if is_measured else None,
+        why=streaming_words(shape, ring, was_asked=n_streamed is not None),
+    )
+
+
 def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
     """Take the shortest ring; the asked node first, the others by memory, largest first."""
     asked, *others = candidates
@@ -173,7 +229,6 @@ def _stages(
     for candidate, count, link in zip(ring, counts, links_on, strict=True):
         layers = LayerRange(start, start + count)
         start = layers.end
-        sent_bytes = TOKEN_BYTES if start == shape.n_layers else shape.hop_bytes
         stages.append(
             StagePlan(
                 node=candidate.node,
@@ -181,10 +236,15 @@ def _stages(
                 weight_bytes=shape.weight_bytes(layers),
                 kv_bytes=shape.kv_bytes(layers),
                 compute_s=_compute_s(shape, candidate, layers),
-                hop_s=link.hop_s(sent_bytes) if link else None,
+                hop_s=_hop_s(shape, layers, link),
             )
         )
     return tuple(stages)
+
+
+def _hop_s(shape: ModelShape, layers: LayerRange, link: LinkSpeed | None) -> float | None:
+    sent_bytes = TOKEN_BYTES if layers.end == shape.n_layers else shape.hop_bytes
+    return link.hop_s(sent_bytes) if link else None
 
 
 def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> float | None:
@@ -199,6 +259,20 @@ def _check_layers(
     shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
 ) -> None:
     """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
+    _check_ranges(shape, ring, layers)
+    for candidate, part in zip(ring, layers, strict=True):
+        needed = shape.memory_bytes(part)
+        if needed > candidate.memory_bytes:
+            raise PlanError(
+                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
+                f"{part} (needs {size(needed)}): give it fewer layers or a smaller --context"
+            )
+
+
+def _check_ranges(
+    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+) -> None:
+    """Raise PlanError unless the ranges are one per node and join from 0 to the end."""
     if len(layers) != len(ring):
         raise PlanError(
             f"--layers names {len(layers)} ranges for {len(ring)} nodes: give one range per node"
@@ -216,10 +290,3 @@ def _check_layers(
             f"--layers ends at {expected} and the model has {shape.n_layers} layers: "
             f"end the last range at {shape.n_layers}"
         )
-    for candidate, part in zip(ring, layers, strict=True):
-        needed = shape.memory_bytes(part)
-        if needed > candidate.memory_bytes:
-            raise PlanError(
-                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
-                f"{part} (needs {size(needed)}): give it fewer layers or a smaller --context"
-            )

@@ -47,8 +47,8 @@ def measured_problem(
         layer_s=[speed.layer_s for speed in filled],
         embed_s=[speed.embed_s for speed in filled],
         head_s=[speed.head_s for speed in filled],
-        hop_s=_ways_s(candidates, links, objective, shape.hop_bytes),
-        home_s=_ways_s(candidates, links, objective, TOKEN_BYTES),
+        hop_s=ways_s(candidates, links, objective, shape.hop_bytes),
+        home_s=ways_s(candidates, links, objective, TOKEN_BYTES),
     )
 
 
@@ -91,9 +91,10 @@ def hops_of(ring: Sequence[Candidate]) -> list[tuple[Candidate, Candidate]]:
     return list(zip(ring, [*ring[1:], ring[0]], strict=True)) if len(ring) > 1 else []
 
 
-def _ways_s(
+def ways_s(
     candidates: Sequence[Candidate], links: Links, objective: Objective, size_bytes: int
 ) -> list[list[float]]:
+    """Seconds that the objective counts for so many bytes, from each candidate to each other."""
     slowest = LinkSpeed(
         round_trip_s=max((link.round_trip_s for link in links.values()), default=0)
         or ASSUMED_LINK.round_trip_s,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardnet.errors import UsageError
+from shardnet.model.footprint import N_BUFFERS
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 
 MARGIN = 0.02
@@ -51,6 +52,18 @@ class Lighter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """What it means to stream a layer from disk, in bytes.
+
+    `read_bytes` of a layer are read at every step and not kept. A stage that streams any takes
+    `working_bytes` besides: what products reorder, and rows that wait for others in a layer.
+    """
+
+    read_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What a model weighs in the dtype it will compute in. All sizes in bytes.
 
@@ -62,6 +75,7 @@ class ModelShape:
     to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
     a layer, None where that is all of it: experts it does not visit. `layer_bytes` is what the
     largest layer weighs, and `spared_bytes` how much less each one does, () where all are alike.
+    `streaming` is None where its weights have to be made of what is on disk.
     """
 
     n_layers: int
@@ -76,6 +90,7 @@ class ModelShape:
     lighter: tuple[Lighter, ...] = ()
     layer_read_bytes: int | None = None
     spared_bytes: tuple[int, ...] = ()
+    streaming: Streaming | None = None
 
     @property
     def n_blocks(self) -> int:
@@ -111,23 +126,40 @@ class ModelShape:
             lighter=(),
         )
 
-    def weight_bytes(self, layers: LayerRange) -> int:
-        """Weights of a stage: its layers, the embedding if first, norm and LM head if last."""
+    def weight_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
+        """Weights of a stage: its layers, the embedding if first, norm and LM head if last.
+
+        Of `n_streamed` layers only what is not streamed, and two buffers for all of them.
+        """
         is_first, is_last = layers.start == 0, layers.end == self.n_layers
+        saved_bytes = 0
+        if n_streamed:
+            assert self.streaming is not None
+            saved_bytes = (n_streamed - min(N_BUFFERS, n_streamed)) * self.streaming.read_bytes
         return (
             len(layers) * self.layer_bytes
             - sum(self.spared_bytes[layers.start : layers.end])
             + is_first * self.embedding_bytes
             + is_last * self.head_bytes
+            - saved_bytes
         )
+
+    def read_bytes(self, n_streamed: int) -> int:
+        """Bytes that a stage reads from disk at every step: of two layers or less nothing."""
+        if self.streaming is None or n_streamed <= N_BUFFERS:
+            return 0
+        return n_streamed * self.streaming.read_bytes
 
     def kv_bytes(self, layers: LayerRange) -> int:
         """KV cache of a stage for one sequence of the whole context."""
         return len(layers) * self.kv_layer_bytes
 
-    def memory_bytes(self, layers: LayerRange) -> int:
-        """Memory a stage needs for one sequence of the whole context."""
-        used = self.weight_bytes(layers) + self.kv_bytes(layers) + self.activation_bytes
+    def memory_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
+        """Memory a stage needs for one sequence of the whole context; see `weight_bytes`."""
+        weight_bytes = self.weight_bytes(layers, n_streamed)
+        used = weight_bytes + self.kv_bytes(layers) + self.activation_bytes
+        if n_streamed and self.streaming is not None:
+            used += self.streaming.working_bytes
         return int(used * (1 + MARGIN))
 
 
@@ -185,13 +217,16 @@ NO_LINKS: Links = MappingProxyType({})
 class Candidate:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
-    `speed` is None where nothing was measured.
+    `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
+    `can_stream`: it could stream layers from there.
     """
 
     node: NodeId
     name: str
     memory_bytes: int
     speed: StageSpeed | None = None
+    disk_bytes_per_s: float | None = None
+    can_stream: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +235,7 @@ class StagePlan:
 
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its way to the next
     stage, from the tail to the head; None where it was not measured, `hop_s` also in a ring of one.
+    `n_streamed` of its layers are streamed from disk.
     """
 
     node: NodeId
@@ -208,6 +244,7 @@ class StagePlan:
     kv_bytes: int
     compute_s: float | None = None
     hop_s: float | None = None
+    n_streamed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardnet.cluster.placement_estimate import unmeasured_hops, unmeasured_nodes
-from shardnet.cluster.placement_figures import Candidate, Links, ModelShape, Objective
+from shardnet.cluster.placement_figures import (
+    NO_LINKS,
+    Candidate,
+    Links,
+    ModelShape,
+    Objective,
+)
 from shardnet.cluster.placement_room import (
     Fits,
     Role,
@@ -27,6 +33,12 @@ from shardnet.cluster.placement_room import (
 )
 from shardnet.cluster.placement_search import best_of, best_pair, best_single, rings_with
 from shardnet.cluster.placement_split import Problem, Ring, stages_of
+from shardnet.cluster.placement_streams import (
+    StreamedRing,
+    StreamedStage,
+    best_streamed_ring,
+    streamed_ring,
+)
 from shardnet.types import LayerRange
 
 LISTED = 8
@@ -119,6 +131,29 @@ def ring_shortfall_words(shape: ModelShape, ring: Sequence[Candidate]) -> str:
     return words + _ways_out(shape, ring, fits_in_order)
 
 
+def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -> str:
+    """Say which stages stream how much from disk, why, and what it costs."""
+    names = "+".join(stage.candidate.name for stage in ring.stages[:LISTED])
+    why = "layers are streamed as was asked" if was_asked else "no memory for the whole model"
+    parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]
+    words = f"on {names}, {why}: {'; '.join(parts[:LISTED]) or 'nothing is streamed'}"
+    if not ring.is_measured:
+        return f"{words} (not everything is measured yet)"
+    tok_s = 1 / ring.cost_s
+    return f"{words}; about {tok_s:.2g} tok/s"
+
+
+def _stream_part(shape: ModelShape, stage: StreamedStage) -> str:
+    name, n_layers = stage.candidate.name, len(stage.layers)
+    streams = f"{name} streams {stage.n_streamed} of {_layers(n_layers)} from disk"
+    read_bytes, read_s = shape.read_bytes(stage.n_streamed), stage.read_s(shape)
+    if not read_bytes:
+        return f"{streams}, once: two fit its buffers"
+    if read_s is None:
+        return f"{streams}, {size(read_bytes)} a step"
+    return f"{streams}, {size(read_bytes)} a step in about {_ms(read_s)}"
+
+
 def _needs_words(shape: ModelShape) -> str:
     needed = size(shape.memory_bytes(shape.whole))
     return f"the model needs {needed} with a context of {shape.context} and does not fit: "
@@ -141,6 +176,8 @@ def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) ->
     if context := context_that_fits(shape, memory, fits):
         ways.append(f"use --context {context}")
     ways += _roundings(shape, memory, fits)
+    if streamed := _streamed_way(shape, candidates, fits):
+        ways.append(streamed)
     if extra := node_that_helps(shape, memory, fits):
         ways.append(f"add a node of {size(extra)}")
     if raised := memory_that_helps(shape, memory, roomiest, fits):
@@ -159,6 +196,20 @@ def _roundings(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str
             needed = size(rounded.memory_bytes(rounded.whole))
             ways.append(f"use {' '.join(lighter.flags)} (needs {needed})")
     return ways
+
+
+def _streamed_way(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) -> str | None:
+    """Name streaming with what it would be like; None where these nodes cannot."""
+    if shape.streaming is None:
+        return None
+    if fits is fits_in_order:
+        ring = streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+    else:
+        ring = best_streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+    if ring is None:
+        return None
+    parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]
+    return f"use --stream-layers auto ({'; '.join(parts[:LISTED])})"
 
 
 def size(size_bytes: int) -> str:

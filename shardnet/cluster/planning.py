@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardnet.cluster.measurement import NOTHING_MEASURED, Measured
-from shardnet.cluster.placement import place, place_exactly
+from shardnet.cluster.placement import place, place_exactly, place_streaming
 from shardnet.cluster.placement_figures import (
     Candidate,
     Lighter,
@@ -19,6 +19,7 @@ from shardnet.cluster.placement_figures import (
     ModelShape,
     Objective,
     Placement,
+    Streaming,
 )
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
@@ -28,8 +29,12 @@ from shardnet.model.footprint import (
     head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
+    layer_scratch_bytes,
+    layer_stream_bytes,
     layers_weight_bytes,
+    waiting_bytes,
 )
+from shardnet.model.in_place import check_in_place
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import (
@@ -121,6 +126,7 @@ class Plan:
                     kv_bytes=stage.kv_bytes,
                     compute_ms=_ms(stage.compute_s),
                     hop_ms=_ms(stage.hop_s),
+                    streamed_layers=stage.n_streamed,
                 )
                 for rank, (node, stage) in enumerate(
                     zip(self.nodes, self.placement.stages, strict=True)
@@ -161,28 +167,21 @@ def make_plan(
     wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
     rounding = Rounding(weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype))
     shape = model_shape(facts.config, dtype, context, wire_dtype, rounding)
+    if rounding.weights is None and facts.dtype_in_place is not dtype:
+        shape = replace(shape, streaming=None)
+    disks = {told.node: told.disk_bytes_per_s for told in measured.told}
     candidates = [
         Candidate(
             node=NodeId(n.node),
             name=n.name,
             memory_bytes=n.memory_bytes,
             speed=measured.speeds.get(NodeId(n.node)),
+            disk_bytes_per_s=disks.get(n.node),
+            can_stream=n.device == "cpu",
         )
         for n in nodes
     ]
-    layers = [LayerRange(start, end) for start, end in choice.layers] or None
-    if choice.nodes:
-        placement = place_exactly(shape, candidates, layers, measured.links, objective)
-    elif layers is not None:
-        if len(layers) > len(candidates):
-            raise PlanError(
-                f"--layers names {len(layers)} stages and {len(candidates)} nodes are known: "
-                "name the nodes with --nodes, or give fewer ranges"
-            )
-        stages = candidates[: len(layers)]
-        placement = place_exactly(shape, stages, layers, measured.links, objective)
-    else:
-        placement = place(shape, candidates, measured.links, objective)
+    placement = _placed(choice, facts, shape, dtype, candidates, measured.links, objective)
     by_node = {node.node: node for node in nodes}
     saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
     return Plan(
@@ -198,6 +197,57 @@ def make_plan(
         measured=measured,
         objective=objective,
     )
+
+
+def _placed(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    shape: ModelShape,
+    dtype: DType,
+    candidates: Sequence[Candidate],
+    links: Links,
+    objective: Objective,
+) -> Placement:
+    """Place the model with as little streaming as `choice` allows. Raises as make_plan."""
+    layers = [LayerRange(start, end) for start, end in choice.layers] or None
+    exactly = bool(choice.nodes or layers)
+    if layers is not None and not choice.nodes:
+        if len(layers) > len(candidates):
+            raise PlanError(
+                f"--layers names {len(layers)} stages and {len(candidates)} nodes are known: "
+                "name the nodes with --nodes, or give fewer ranges"
+            )
+        candidates = candidates[: len(layers)]
+
+    def resident() -> Placement:
+        if exactly:
+            return place_exactly(shape, candidates, layers, links, objective)
+        return place(shape, candidates, links, objective)
+
+    def streaming(n_streamed: int | None) -> Placement | None:
+        if shape.streaming is None:
+            check_in_place(facts.path, facts.dtype_in_place, dtype)
+        return place_streaming(
+            shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
+        )
+
+    if not choice.stream_layers:
+        return resident()
+    if choice.stream_layers == "auto":
+        try:
+            return resident()
+        except PlanError:
+            placement = streaming(None)
+            if placement is None:
+                raise
+            return placement
+    placement = streaming(choice.stream_layers)
+    if placement is None:
+        raise PlanError(
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes, or "
+            "a stage would be on a GPU; use --stream-layers auto"
+        )
+    return placement
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
@@ -258,6 +308,11 @@ def model_shape(
         activation_bytes=weights.activation_bytes,
         activation_position_bytes=weights.activation_position_bytes,
         layer_read_bytes=layer_read_bytes(config, dtype, rounding.weights),
+        streaming=Streaming(
+            read_bytes=layer_stream_bytes(config, dtype, rounding.weights),
+            working_bytes=layer_scratch_bytes(config, dtype, rounding.weights)
+            + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
+        ),
         lighter=tuple(
             _weighed(config, dtype, context, more, flags) for flags, more in rounding.more()
         ),

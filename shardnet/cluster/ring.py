@@ -51,6 +51,8 @@ class RingSpec:
     dtype: DType
     quant: Quant
     kv_dtype: KvDTypeName
+    streamed: tuple[int, ...]
+    """How many layers of each stage are streamed from disk."""
     wire_dtype: WireDType
     context: int
     threads: int
@@ -169,6 +171,7 @@ class Ring:
             dtype=spec.dtype.value,
             quant=spec.quant,
             kv_dtype=spec.kv_dtype,
+            streamed_layers=spec.streamed[rank],
             wire_dtype=spec.wire_dtype.value,
             context=spec.context,
             threads=spec.threads,

@@ -127,6 +127,7 @@ class StageOrders:
             device=self._budget.device.kind,
             quantization=Quantization.named(message.quant),
             kv_dtype=KvDType(message.kv_dtype),
+            n_streamed=message.streamed_layers,
         )
         threads = message.threads or self.threads
 

@@ -6,7 +6,7 @@ wire or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,12 +67,12 @@ class DecoderStage:
         assert self._embedding is not None
         return self._embedding(step.token_ids)
 
-    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
-        """Run the stage's layers: [T, E] in and out."""
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
         rotaries = [table.at(step.positions) for table in self._tables]
         for index, (layer, rope) in enumerate(self._layers):
             hidden = layer(hidden, index, rotaries[rope], step)
-        return hidden
+            yield hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Final norm: [R, E] in and out."""

@@ -22,6 +22,9 @@ from shardnet.model.layout import (
 from shardnet.model.quantization import Quantization
 from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
+N_BUFFERS = 2
+"""Streamed layers in memory: one computes, the next is read."""
+
 
 def layer_weight_bytes(
     config: ModelConfig, dtype: DType, quantization: Quantization | None = None
@@ -56,10 +59,12 @@ def stage_weight_bytes(
     layers: LayerRange,
     dtype: DType,
     quantization: Quantization | None = None,
+    n_streamed: int = 0,
 ) -> int:
     """Bytes that the stage's weights take in memory when computing in `dtype`.
 
-    `quantization` is what the weights of products are rounded to.
+    `quantization` is what the weights of products are rounded to; `n_streamed` layers are streamed
+    from disk, with their buffers.
 
     A tied model's table is held twice by a stage that is first and last: as a table to look rows up
     in, and in the layout the LM head's kernel wants.
@@ -67,7 +72,40 @@ def stage_weight_bytes(
     parts = stage_tensors(config, layers)
     layer_bytes = sum(_table_bytes(t, dtype, quantization) for t in parts.layers.values())
     head_bytes = head_weight_bytes(config, dtype, quantization) if parts.head else 0
-    return _bytes(parts.embedding.values(), dtype) + layer_bytes + head_bytes
+    streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
+    on_disk = [_rounded_bytes(t, dtype, quantization) for t in streamed]
+    scratch_bytes = max((_scratch_bytes(t, dtype, quantization) for t in streamed), default=0)
+    buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
+    return (
+        _bytes(parts.embedding.values(), dtype) + layer_bytes + head_bytes - sum(on_disk) + buffers
+    )
+
+
+def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
+    """Name the layers of a stage that are streamed: spread evenly, so that the disk never rests."""
+    n_layers = len(layers)
+    n_streamed = min(n_streamed, n_layers)
+    return [
+        layers.start + place
+        for place in range(n_layers)
+        if (place + 1) * n_streamed // n_layers > place * n_streamed // n_layers
+    ]
+
+
+def layer_stream_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
+    """Bytes of the layer of which most is read from disk at every step, where it is streamed."""
+    layers = range(config.n_layers)
+    return max(_rounded_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
+
+
+def layer_scratch_bytes(
+    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+) -> int:
+    """Bytes that a streamed layer takes besides its buffer while it computes."""
+    layers = range(config.n_layers)
+    return max(_scratch_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
 
 
 def read_bytes_per_step(
@@ -142,6 +180,13 @@ def activation_peak_bytes(
     return 4 * hidden + max(attention, mlp, head) + growth
 
 
+def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
+    """The most bytes that `rows` rows take while a layer of a streaming stage computes others."""
+    hidden = rows * config.hidden_size * dtype.size_bytes
+    n_masks = len(set(config.windows)) or 1
+    return 2 * hidden + n_masks * rows * context * dtype.size_bytes
+
+
 def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
     """All answers of all experts, their sum in float32, and one expert that every row visits."""
     experts = config.experts
@@ -184,6 +229,17 @@ def _table_bytes(tensors: Table, dtype: DType, quantization: Quantization | None
         else math.prod(shape) * dtype.size_bytes
         for name, shape in tensors.items()
     )
+
+
+def _rounded_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+    """Bytes of those of a layer's tensors that are read at every step where it is streamed."""
+    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    return _table_bytes(products, dtype, quantization)
+
+
+def _scratch_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+    """What a layer's products take once they are packed; rounded weights lie on disk packed."""
+    return 0 if quantization is not None else _rounded_bytes(tensors, dtype, None)
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

@@ -6,6 +6,7 @@ wire or scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +46,11 @@ class Gpt2Stage:
         tokens = self._embedding.wte.index_select(0, step.token_ids)
         return tokens + self._embedding.wpe.index_select(0, step.positions)
 
-    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
-        """Run the stage's layers: [T, E] in and out."""
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, index, step)
-        return hidden
+            yield hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Final norm: [R, E] in and out."""

@@ -60,6 +60,11 @@ class KernelChoice:
     """What the weights of products are rounded to."""
 
     @property
+    def stored_dtype(self) -> DType:
+        """What weights are stored in that can be made ready without being converted."""
+        return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
+
+    @property
     def name(self) -> str:
         """For people: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
         if self.quantization is None:

@@ -24,6 +24,8 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
 _LIBRARY: Final = "_quantized"
+_VERSION: Final = 2
+"""Counts up with what the library and this module tell each other."""
 _KEPT_BYTES: Final = 1 << 18
 """Room for rounded rows that a product keeps: enough for a decode step."""
 _OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
@@ -166,8 +168,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     library = _open() if wanted != "off" else None
     if library is None:
         return None
-    library.shardnet_product_bytes.restype = ctypes.c_int64
-    if library.shardnet_product_bytes() != ctypes.sizeof(_Product):
+    if not hasattr(library, f"shardnet_version_{_VERSION}"):
         return None  # built from another version of the source
     isa = Isa(library.shardnet_isa())
     if wanted == "portable" or (wanted == "avx2" and isa is Isa.AVX512):

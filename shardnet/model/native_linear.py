@@ -45,4 +45,8 @@ def _pack(weight: Tensor) -> Tensor:
     panels, pairs = -(-n_out // PANEL), -(-n_in // 2)
     if n_out % PANEL or n_in % 2:
         weight = F.pad(weight, (0, 2 * pairs - n_in, 0, panels * PANEL - n_out))
-    return weight.reshape(panels, PANEL, pairs, 2).transpose(1, 2).contiguous()
+    rows = weight.reshape(panels, PANEL, 2 * pairs).contiguous()
+    if rows.storage_offset() % 2:
+        rows = rows.clone()
+    together = rows.view(torch.int32)  # [panels, PANEL, pairs]: copied in one piece each
+    return together.transpose(1, 2).contiguous().view(torch.bfloat16)

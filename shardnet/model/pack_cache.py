@@ -95,6 +95,10 @@ class PackCache:
                     os.unlink(unfinished)
                 raise
 
+    def place(self, names: Sequence[str], kind: Quantization) -> tuple[Path, int]:
+        """Say in which file packed weights lie, or would lie, and at which byte they begin."""
+        return self._path(names, kind), hashlib.sha256().digest_size
+
     def touch(self) -> None:
         """Take note that these weights are in use."""
         with contextlib.suppress(OSError):
@@ -126,7 +130,7 @@ def packed_models(folder: Path) -> list[PackedModel]:
 
 
 def remove(model: PackedModel) -> None:
-    """Delete packed weights. A node that uses them has read them long ago."""
+    """Delete packed weights. A node that uses them has read them, unless it streams its layers."""
     shutil.rmtree(model.folder, ignore_errors=True)
 
 

@@ -188,7 +188,8 @@ class SampleModel:
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()
-        hidden = self._family.run_layers(hidden, step)
+        for after in self._family.walk(hidden, step):
+            hidden = after
         through = self._now()
         if n_rows == 1:
             row = SampleRow(params=SamplingParams(), position=position)

@@ -6,7 +6,8 @@ Knows how to load a range and how rows go through it. Must not know wire, thread
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardnet.errors import CapacityError, UsageError
+from shardnet.errors import CapacityError, ShardnetError, UsageError
 from shardnet.model.attention import Step, plan_step
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
@@ -22,11 +23,12 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.decoder import DecoderStage
 from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.model.footprint import stage_weight_bytes
+from shardnet.model.footprint import stage_weight_bytes, streamed_layers
 from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.gpt_oss import load_gpt_oss_layer
 from shardnet.model.granite import GraniteLayer
+from shardnet.model.in_place import check_in_place, dtype_in_place
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
@@ -38,8 +40,9 @@ from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.qwen3_moe import load_qwen3_moe_layer
+from shardnet.model.streaming import LayerStream
 from shardnet.model.weights import Progress, StageWeights, WeightSource
-from shardnet.types import KvDType, LayerRange, MicroBatch, RoutingShape
+from shardnet.types import KvDType, LayerRange, MicroBatch, RoutingShape, SlotId
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +53,8 @@ class FamilyStage(Protocol):
     def embed(self, step: Step) -> Tensor:
         """Token ids to hidden states [T, E]; first stage only."""
 
-    def run_layers(self, hidden: Tensor, step: Step) -> Tensor:
-        """Run the stage's layers: [T, E] in and out."""
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Final norm: [R, E] in and out; last stage only."""
@@ -98,6 +101,15 @@ STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
 """The forward pass of each family in families.py."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A micro-batch on its way through the layers; see StageModel.run."""
+
+    batch: MicroBatch
+    hidden: Tensor | None
+    experts: dict[int, Tensor] | None = None
+
+
 class StageModel:
     """A loaded stage. Not thread-safe: the compute thread owns it."""
 
@@ -110,8 +122,10 @@ class StageModel:
         kv: KvCache,
         context: int,
         exact_rows: int,
+        stream: LayerStream,
     ) -> None:
         self._family = family
+        self._stream = stream
         self._config = checkpoint.config
         self._context = context
         self._windows = checkpoint.config.distinct_windows(layers)
@@ -123,8 +137,18 @@ class StageModel:
         self.first = layers.start == 0
         self.last = layers.end == checkpoint.config.n_layers
         self.weight_bytes = stage_weight_bytes(
-            checkpoint.config, layers, choice.dtype, choice.quantization
+            checkpoint.config, layers, choice.dtype, choice.quantization, stream.n_layers
         )
+
+    @property
+    def n_fetched(self) -> int:
+        """Layers that were read from disk so far, to compute with them."""
+        return self._stream.n_fetched
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers are read from disk at every pass, which then should serve many rows."""
+        return self._stream.n_layers > 0
 
     @property
     def width(self) -> int:
@@ -197,12 +221,78 @@ class StageModel:
         for a position beyond the context or when the KV room is used up, UsageError for a token id
         outside the vocabulary.
         """
+        [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
+        if isinstance(result, ShardnetError):
+            try:
+                raise result
+            finally:
+                del result  # an error that knows this frame would keep the model in memory
+        return result
+
+    @torch.inference_mode()
+    def run_together(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
+        """Run micro-batches through the stage's layers, each layer once for all of them.
+
+        Every one gets the bits that it would get after the ones before it: what `run` returns, or
+        the error it would raise.
+        """
+        results: list[Tensor | ShardnetError] = []
+        for together in self._passes(runs):
+            results += self._pass(together)
+        return results
+
+    def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+        """Cut `runs` where one may not begin before another is through.
+
+        A slot that grows gives up positions that its earlier rows see, where layers have windows.
+        """
+        together: list[Run] = []
+        slots: set[SlotId] = set()
+        for run in runs:
+            own = {group.slot for group in run.batch.groups}
+            if any(self._windows) and own & slots:
+                yield together
+                together, slots = [], set()
+            together.append(run)
+            slots |= own
+        if together:
+            yield together
+
+    def _pass(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
+        results: list[Tensor | ShardnetError] = []
+        walks: dict[int, Iterator[Tensor]] = {}
+        for place, run in enumerate(runs):
+            try:
+                rows, step = self._begin(run)
+            except ShardnetError as error:
+                results.append(error.with_traceback(None))  # it would keep the model in memory
+                continue
+            results.append(rows)
+            if step is not None:
+                walks[place] = self._family.walk(rows, step)
+        if not walks:
+            return results
+        try:
+            for layer in range(len(self.layers)):
+                self._stream.need(layer)
+                for place, walk in walks.items():
+                    results[place] = next(walk)
+                self._stream.done(layer)
+        except ShardnetError as error:  # of no single micro-batch: the layer cannot be had
+            failed = error.with_traceback(None)
+            return [failed if place in walks else result for place, result in enumerate(results)]
+        return results
+
+    def _begin(self, run: Run) -> tuple[Tensor, Step | None]:
+        """Make room for the rows and embed them; without rows there is no step."""
+        batch = run.batch
         self._check_token_ids(batch)
         if batch.n_rows == 0:
-            return torch.empty(0, self.width, device=self.device)
-        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, experts)
-        rows = self._family.embed(step) if hidden is None else hidden.to(self.device, self.dtype)
-        return self._family.run_layers(rows, step)
+            return torch.empty(0, self.width, device=self.device), None
+        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, run.experts)
+        if run.hidden is None:
+            return self._family.embed(step), step
+        return run.hidden.to(self.device, self.dtype), step
 
     def _check_token_ids(self, batch: MicroBatch) -> None:
         wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
@@ -248,15 +338,17 @@ def load_stage(
     context: int | None = None,
     packs: PackCache | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
+    n_streamed: int = 0,
 ) -> StageModel:
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `progress`
-    is called with (bytes done, bytes in all) after every part; what it raises ends the loading, and
-    nothing of it remains. Raises CheckpointError for tensors that do not fit the config, UsageError
-    for layers the model does not have, CapacityError where memory runs out or the model has fewer
-    positions than `context`.
+    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `n_streamed`
+    layers stay on disk. `progress` is called with (bytes done, bytes in all) after every part; what
+    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that
+    do not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    runs out, where the model has fewer positions than `context`, and for layers that cannot be
+    streamed.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:
@@ -270,11 +362,14 @@ def load_stage(
             f"a context of {context} was asked for, the model has {config.max_positions} "
             "positions; ask for a shorter --context"
         )
+    streamed = streamed_layers(layers, n_streamed)
+    if streamed:
+        _check_streamed(checkpoint, choice, device, packs)
     dtype = torch_dtype(choice.dtype)
     before = dict(checkpoint.bytes_read)
     try:
         tensors = stage_tensors(config, layers)
-        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs)
+        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
         family = make_family(config, layers, weights, context, dtype, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -298,4 +393,22 @@ def load_stage(
         config.value_size,
         kv_dtype,
     )
-    return StageModel(family, checkpoint, layers, choice, kv, context, weights.exact_rows)
+    weights.stream.start()
+    return StageModel(
+        family, checkpoint, layers, choice, kv, context, weights.exact_rows, weights.stream
+    )
+
+
+def _check_streamed(
+    checkpoint: Checkpoint, choice: KernelChoice, device: torch.device, packs: PackCache | None
+) -> None:
+    """Raise UsageError or CheckpointError where layers cannot be streamed."""
+    if device.type != "cpu":
+        raise UsageError(
+            f"--stream-layers: {device.type} cannot stream layers, only the CPU can; start the "
+            "node with --device cpu"
+        )
+    if choice.quantization is None:
+        check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)
+    elif packs is None:
+        raise UsageError("--stream-layers: rounded weights are not kept on disk here")

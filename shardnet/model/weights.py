@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardnet.errors import CheckpointError
+from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
@@ -32,6 +32,8 @@ from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
+from shardnet.model.quantized import QuantizedLinear
+from shardnet.model.streaming import FilePart, LayerStream
 from shardnet.types import DType
 
 log = logging.getLogger(__name__)
@@ -78,8 +80,11 @@ class StageWeights:
         device: torch.device,
         progress: Progress,
         packs: PackCache | None = None,
+        streamed: Sequence[int] = (),
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
+
+        Products of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them.
 
         Raises CheckpointError for one that is missing or has the wrong shape or dtype, and for one
         in the checkpoint that the model has no place for.
@@ -93,6 +98,9 @@ class StageWeights:
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
+        self.stream = LayerStream()
+        first = min(tensors.layers, default=0)
+        self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         config = checkpoint.config
         for name in self._shapes:
             self._check(name)
@@ -122,6 +130,9 @@ class StageWeights:
             kind = kind.of_head
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
         choice = self._wide if wide else self._choice
+        layer = self._streamed.get(f"{names[0]}.weight")
+        if layer is not None and not (precise or wide):
+            return self._on_disk(layer, names, biases, kind, transposed=transposed)
         if kind is not None and self._packs is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             linear = make_quantized(packed, shape, biases, self._device, kind)
@@ -138,6 +149,80 @@ class StageWeights:
     def _wide(self) -> KernelChoice:
         """How float32 is computed here."""
         return probe(self._device, DType.FLOAT32, None)
+
+    def _on_disk(
+        self,
+        layer: int,
+        names: Sequence[str],
+        biases: Sequence[Tensor],
+        kind: Quantization | None,
+        *,
+        transposed: bool,
+    ) -> Linear:
+        """Make a product whose weights are read when its layer is at work."""
+        if kind is not None:
+            packed, shape = self._packed(names, kind, transposed=transposed)
+            return self._packed_on_disk(layer, names, packed, shape, biases, kind)
+        dtype = torch_dtype(self._choice.stored_dtype)
+        stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
+        shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
+        assert not transposed or len(names) == 1
+        begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
+        own = [bias.clone() for bias in biases]
+        choice, device = self._choice, self._device
+
+        def make(raw: Tensor) -> Linear:
+            weight = raw.view(dtype).view(shape)
+            return make_linear(choice, [weight.T if transposed else weight], own, device)
+
+        for name in names:
+            self._skip(f"{name}.weight")
+        n_bytes = shape[0] * shape[1] * dtype.itemsize
+        product_shape = shape[::-1] if transposed else shape
+        linear = StreamedLinear(
+            self.stream, layer, begin, n_bytes, product_shape, make, is_ready=False
+        )
+        key = (*product_shape, choice.dtype, StreamedLinear)
+        if self.exact_rows > 1 and key not in self._tested:  # else nothing is read now
+            self._tested.add(key)
+            whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
+            self._test(names[0], make(whole.view(-1).view(torch.uint8)), choice)
+        self._finish()
+        return linear
+
+    def _packed_on_disk(
+        self,
+        layer: int,
+        names: Sequence[str],
+        packed: Tensor,
+        shape: tuple[int, int],
+        biases: Sequence[Tensor],
+        kind: Quantization,
+    ) -> Linear:
+        """Make a product of packed weights that the cache keeps. Raises CapacityError unless so."""
+        assert self._packs is not None
+        path, offset = self._packs.place(names, kind)
+        try:
+            part = FilePart.of(path, offset, packed.nbytes)
+        except CheckpointError as error:
+            raise CapacityError(
+                f"{path}: rounded weights of layers to be streamed could not be kept there; make "
+                "room on that disk (`shardnet cache rm`)"
+            ) from error
+        begin, packed_shape = self.stream.reserve(layer, [part]), packed.shape
+        bias = torch.cat(list(biases)).to(torch.float32, copy=True) if biases else None
+
+        def make(raw: Tensor) -> Linear:
+            return QuantizedLinear(raw.view(packed_shape), shape, kind, bias)
+
+        self._test(names[0], make(packed), self._choice)
+        self._finish()
+        return StreamedLinear(self.stream, layer, begin, packed.nbytes, shape, make, is_ready=True)
+
+    def _part(self, tensor: ModelTensor) -> FilePart:
+        source = tensor.sources[0]
+        path = self._checkpoint.folder / source.file
+        return FilePart.of(path, source.offset, source.size_bytes)
 
     def _test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
         """Find out, once for each shape, whether the product keeps its rows' bits."""
@@ -247,3 +332,47 @@ class StageWeights:
     def _where(self, tensor: ModelTensor) -> str:
         source = tensor.sources[0]
         return f"{self._checkpoint.folder / source.file}: tensor {source.name}"
+
+
+class StreamedLinear:
+    """A product whose weights are in one of the buffers of `stream` while its layer computes."""
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        layer: int,
+        begin: int,
+        size_bytes: int,
+        shape: tuple[int, int],
+        make: Callable[[Tensor], Linear],
+        *,
+        is_ready: bool,
+    ) -> None:
+        """Take where the weights begin in a buffer, and what makes a product of these bytes.
+
+        With `is_ready` it multiplies with these very bytes; else it packs them, whenever they have
+        been read, and the product goes with its layer.
+        """
+        self._stream = stream
+        self._layer = layer
+        self._begin = begin
+        self._size_bytes = size_bytes
+        self._shape = shape
+        self._make = make
+        self._is_ready = is_ready
+        self._by_buffer: dict[int, Linear] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._shape
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        buffer = self._stream.buffer_of(self._layer)
+        made, key = self._stream.made, self._begin
+        if self._is_ready:
+            made, key = self._by_buffer, buffer
+        if key not in made:
+            made[key] = self._make(self._stream.weights(self._begin, self._size_bytes, buffer))
+        return made[key](rows)

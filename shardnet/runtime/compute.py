@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
@@ -165,6 +165,21 @@ class StepFailed:
 
     step: StepId
     error: ShardnetError
+
+
+StepResult = Activations | Samples | ShardnetError
+"""What became of one step's rows."""
+
+
+@runtime_checkable
+class TogetherCompute(Protocol):
+    """What a StageCompute has besides where a pass costs the same for many rows."""
+
+    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        """Run the stage's layers over the rows of these steps, which follow one another.
+
+        Each gets what `compute` would return or raise, called in this order.
+        """
 
 
 StageInput = StepArrived | SlotOperation | StepFailed

@@ -20,9 +20,15 @@ from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint, names_checkpoint
 from shardnet.model.config import ModelConfig
-from shardnet.model.footprint import activation_peak_bytes, kv_block_bytes, stage_weight_bytes
+from shardnet.model.footprint import (
+    activation_peak_bytes,
+    kv_block_bytes,
+    stage_weight_bytes,
+    waiting_bytes,
+)
 from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
+from shardnet.model.in_place import dtype_in_place
 from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
@@ -66,6 +72,8 @@ class StageOrder:
     device: str
     quantization: Quantization | None = None
     kv_dtype: KvDType = KvDType.AUTO
+    n_streamed: int = 0
+    """How many of the layers are streamed from disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +82,8 @@ class ModelFacts:
 
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
-    replica. `sample` is that of its weights then, else "".
+    replica. `sample` is that of its weights then, else "". `dtype_in_place` is that in which all
+    products' weights lie in the files, None where they have to be made.
     """
 
     model_id: str
@@ -84,6 +93,7 @@ class ModelFacts:
     stamp: Stamp
     is_complete: bool
     sample: str
+    dtype_in_place: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +139,7 @@ def identify(path: Path) -> ModelFacts:
         stamp=stamped,
         is_complete=checkpoint.journal is None,
         sample=checkpoint.sample if checkpoint.journal is None else "",
+        dtype_in_place=dtype_in_place(checkpoint),
     )
 
 
@@ -196,7 +207,7 @@ def load(
     from shardnet.model.sampler import Sampler
     from shardnet.model.stage_model import load_stage
     from shardnet.model.tokenizer import Tokenizer
-    from shardnet.runtime.torch_compute import TorchCompute
+    from shardnet.runtime.torch_compute import StreamingCompute, TorchCompute
 
     started = time.perf_counter()
     path = order.folder
@@ -218,6 +229,7 @@ def load(
         memory_bytes,
         order.quantization,
         order.kv_dtype,
+        order.n_streamed,
     )
     model = load_stage(
         checkpoint,
@@ -229,6 +241,7 @@ def load(
         progress=progress,
         packs=_pack_cache(order, stamped, packs),
         kv_dtype=order.kv_dtype,
+        n_streamed=order.n_streamed,
     )
     give_memory_back()  # rounding leaves some behind
     sampler = None
@@ -236,10 +249,11 @@ def load(
         tokenizer = Tokenizer.load_optional(path)
         holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
         sampler = Sampler(config.vocab_size, holes)
+    make_compute = StreamingCompute if model.streams else TorchCompute
     return LoadedStage(
         order=order,
         stamp=stamped,
-        compute=TorchCompute(model, sampler, WireDType.own(order.dtype)),
+        compute=make_compute(model, sampler, WireDType.own(order.dtype)),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
         load_s=time.perf_counter() - started,
@@ -287,14 +301,19 @@ def kv_room_blocks(
     memory_bytes: int,
     quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
+    n_streamed: int = 0,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
+    `n_streamed` of the layers are streamed from disk.
+
     Raises CapacityError when they do not hold one context.
     """
-    weights = stage_weight_bytes(config, layers, dtype, quantization)
+    weights = stage_weight_bytes(config, layers, dtype, quantization, n_streamed)
     rows = PREFILL_CHUNK_ROWS
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
+    if n_streamed:
+        activations += waiting_bytes(config, rows, dtype, context)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)

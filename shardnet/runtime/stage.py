@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardnet.errors import ShardnetError
@@ -23,13 +23,22 @@ from shardnet.runtime.compute import (
     StepArrived,
     StepComputed,
     StepFailed,
+    StepResult,
+    TogetherCompute,
 )
 from shardnet.runtime.executor import Executor
-from shardnet.types import SequenceId, StepId
+from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages import StageTiming
 
 _HANDED_OVER = 2
 """Inputs given to the compute thread and not sent on yet: one computes, one waits at its side."""
+
+
+_TOGETHER = 64
+"""The same where steps are computed together."""
+
+_MAX_ROWS_TOGETHER = 2 * PREFILL_CHUNK_ROWS
+"""Rows of steps that are computed together, unless one step alone has more."""
 
 
 class StageSource(Protocol):
@@ -72,6 +81,9 @@ class StageWorker:
         self._clock_ns = clock_ns
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot here, as far as this stage has taken them in."""
+        self._together = compute if isinstance(compute, TogetherCompute) else None
+        self._limit = _HANDED_OVER if self._together is None else _TOGETHER
+        self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
         self._n_handed_over = 0
         self._room = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,28 +106,30 @@ class StageWorker:
                 self.open_sequences.add(arrived.sequence_id)
             elif isinstance(arrived, SequenceClosed):
                 self.open_sequences.discard(arrived.sequence_id)
-            while self._n_handed_over == _HANDED_OVER:
+            while self._n_handed_over == self._limit:
                 self._room.clear()
                 await self._room.wait()
             self._n_handed_over += 1
-            self._executor.post(partial(self._process, arrived), self._pass_on, self._fail)
+            self._waiting.append(arrived)
+            self._executor.post(self._process, self._pass_on, self._fail)
             await self._sink.drain()
 
     async def _watch(self) -> None:
         """Raise what went wrong outside of `_take_in`."""
         await self._failure
 
-    def _pass_on(self, output: StageOutput) -> None:
+    def _pass_on(self, outputs: Sequence[StageOutput]) -> None:
         """Send on what the compute thread has made. Called by the loop."""
         if self._failure.done():
             return  # what comes after the end is for nobody
         try:
-            self._sink.send(output)
-            if isinstance(output, StepComputed):
-                self._on_step_done(output.batch.step)
+            for output in outputs:
+                self._sink.send(output)
+                if isinstance(output, StepComputed):
+                    self._on_step_done(output.batch.step)
         except Exception as error:  # no task calls this: whatever it is must end the worker
             self._fail(error)
-        self._n_handed_over -= 1
+        self._n_handed_over -= len(outputs)
         self._room.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -124,22 +138,48 @@ class StageWorker:
 
     # --- on the compute thread
 
-    def _process(self, arrived: StageInput) -> StageOutput:
+    def _process(self) -> Sequence[StageOutput]:
+        """Take what waits first; with it, where that is how it is done here, steps behind it.
+
+        Whoever was posted for those finds nothing left to do.
+        """
+        if not self._waiting:
+            return ()
+        arrived = self._waiting.popleft()
         match arrived:
             case StepArrived():
-                return self._step(arrived)
+                return self._steps(arrived)
             case SequenceOpened() | SequenceClosed() | SlotFreed():
                 self._compute.operate(arrived)
             case StepFailed():
                 pass
-        return arrived
+        return (arrived,)
 
-    def _step(self, arrived: StepArrived) -> StepComputed | StepFailed:
+    def _steps(self, first: StepArrived) -> Sequence[StageOutput]:
         started_ns = self._clock_ns()
+        if self._together is None:
+            return (self._output(first, self._computed(first), started_ns),)
+        steps, n_rows = [first], first.batch.n_rows
+        while self._waiting and isinstance(step := self._waiting[0], StepArrived):
+            n_rows += step.batch.n_rows
+            if n_rows > _MAX_ROWS_TOGETHER:
+                break
+            self._waiting.popleft()
+            steps.append(step)
+        results = self._together.compute_together(steps)
+        return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
+
+    def _computed(self, arrived: StepArrived) -> StepResult:
         try:
-            result = self._compute.compute(arrived.batch, arrived.activations)
+            return self._compute.compute(arrived.batch, arrived.activations)
         except ShardnetError as error:
-            return StepFailed(step=arrived.batch.step, error=error)
+            return error
+
+    def _output(
+        self, arrived: StepArrived, result: StepResult, started_ns: int
+    ) -> StepComputed | StepFailed:
+        if isinstance(result, ShardnetError):
+            return StepFailed(step=arrived.batch.step, error=result)
         timing = StageTiming(
             rank=self._rank,
             compute_us=(self._clock_ns() - started_ns) // 1000,

@@ -11,10 +11,10 @@ from typing import assert_never
 
 import torch
 
-from shardnet.errors import RemoteProtocolError, UsageError
+from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
 from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.sampler import Sampler
-from shardnet.model.stage_model import StageModel
+from shardnet.model.stage_model import Run, StageModel
 from shardnet.runtime.compute import (
     Activations,
     Samples,
@@ -22,6 +22,8 @@ from shardnet.runtime.compute import (
     SequenceOpened,
     SlotFreed,
     SlotOperation,
+    StepArrived,
+    StepResult,
 )
 from shardnet.runtime.routing import tell_routing
 from shardnet.runtime.tail import Tail
@@ -74,6 +76,11 @@ class TorchCompute:
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
         """Run the layers; see StageCompute. Raises RemoteProtocolError for rows of no owner."""
+        run = self._prepare(batch, activations)
+        return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+
+    def _prepare(self, batch: MicroBatch, activations: Activations | None) -> Run:
+        """Hold rows against their owners, and turn what came with them into tensors."""
         for group in batch.groups:
             owner = self._owners.get(group.slot)
             if owner is None or owner.sequence_id != group.sequence_id:
@@ -81,10 +88,21 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        asking = [g.sequence_id for g in batch.groups if self._owners[g.slot].outputs.routing]
-        experts: dict[int, torch.Tensor] | None = {} if asking else None
-        output = self._model.run(batch, self._hidden(batch, activations), experts)
-        routing = () if experts is None else self._routing(batch, asking, experts)
+        is_asked = any(self._owners[group.slot].outputs.routing for group in batch.groups)
+        return Run(
+            batch=batch,
+            hidden=self._hidden(batch, activations),
+            experts={} if is_asked else None,
+        )
+
+    def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
+        """Turn what the layers gave into what leaves the stage."""
+        batch = run.batch
+        routing: tuple[StageExperts, ...] = ()
+        if run.experts is not None:
+            owners = self._owners
+            asking = [g.sequence_id for g in batch.groups if owners[g.slot].outputs.routing]
+            routing = tuple(self._routing(batch, asking, run.experts))
         if self._tail is not None:
             return replace(self._tail.answer(batch, output), routing=routing)
         payload = pack_rows(output, self._wire_dtype)
@@ -137,3 +155,32 @@ class TorchCompute:
             self._model.device,
         )
         return hidden.to(self._model.dtype)
+
+
+class StreamingCompute(TorchCompute):
+    """The same where layers are streamed: each serves all rows that wait, once read."""
+
+    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        """Run the layers over the rows of several steps; see TogetherCompute."""
+        results: list[StepResult] = []
+        runs: dict[int, Run] = {}
+        for place, step in enumerate(steps):
+            try:
+                runs[place] = self._prepare(step.batch, step.activations)
+            except ShardnetError as error:
+                results.append(error.with_traceback(None))
+            else:
+                results.append(_NOT_YET)
+        outputs = self._model.run_together([*runs.values()])
+        for (place, run), output in zip(runs.items(), outputs, strict=True):
+            if isinstance(output, ShardnetError):
+                results[place] = output
+                continue
+            try:
+                results[place] = self._finish(run, output)
+            except ShardnetError as error:
+                results[place] = error.with_traceback(None)
+        return results
+
+
+_NOT_YET = ShardnetError("not computed")

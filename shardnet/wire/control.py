@@ -46,6 +46,7 @@ from shardnet.wire.schema import (
     RequestId,
     Row,
     Seconds,
+    StreamLayers,
     Strict,
     Tagged,
     Text,
@@ -203,7 +204,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
-    keys and values.
+    keys and values. `streamed_layers` of the layers stay on disk.
     """
 
     request: RequestId
@@ -222,6 +223,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     sources: Addresses = msgspec.field(default_factory=list)
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    streamed_layers: U32 = 0
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -291,7 +293,10 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
-    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best."""
+    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
+
+    Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
+    """
 
     model: PathText
     nodes: Addresses = msgspec.field(default_factory=list)
@@ -305,6 +310,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     optimise: Literal["", "latency", "throughput"] = ""
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    stream_layers: StreamLayers = 0
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -325,7 +331,10 @@ class LastRunRequest(Tagged, frozen=True, kw_only=True):
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):
-    """One stage of a plan: its memory, compute and way to the next stage as predicted."""
+    """One stage of a plan: its memory, compute and way to the next stage as predicted.
+
+    `streamed_layers` of its layers are streamed from disk.
+    """
 
     rank: Rank
     node: Name
@@ -336,6 +345,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     kv_bytes: Count
     compute_ms: Seconds | None = None
     hop_ms: Seconds | None = None
+    streamed_layers: U32 = 0
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):

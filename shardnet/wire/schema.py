@@ -32,6 +32,8 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256)]
 Quant = Literal["", "int8", "int4"]
 KvDTypeName = Literal["auto", "int8"]
+StreamLayers = U32 | Literal["auto"]
+"""How many layers of a stage stay on disk."""
 Address = Annotated[str, Meta(max_length=300)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from shardnet.cluster.measurement import Measured
 from shardnet.cluster.placement_figures import LinkSpeed, StageSpeed
@@ -16,7 +17,7 @@ from shardnet.cluster.planning import (
     settle_dtype,
     settle_wire_dtype,
 )
-from shardnet.errors import PlanError, UsageError
+from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.model.families import parse_config
 from shardnet.model.footprint import stage_weight_bytes
 from shardnet.model.quantization import Quantization
@@ -255,7 +256,10 @@ def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
         ("--quant int4", "--kv-dtype int8"),
     ]
     lightest = plain.rounded(plain.lighter[-1])
-    assert replace(lightest, layer_read_bytes=rounded.layer_read_bytes) == rounded
+    assert (
+        replace(lightest, layer_read_bytes=rounded.layer_read_bytes, streaming=rounded.streaming)
+        == rounded
+    )
     choice = ModelChoice(model="/m", kv_dtype="int8")
     reply = make_plan(choice, facts(), [node("a")]).reply(1)
     assert (reply.kv_dtype, reply.stages[0].kv_bytes) == ("int8", 6 * 2 * rounded.kv_block_bytes)
@@ -271,3 +275,23 @@ def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
             make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=needed[least])])
         assert f"use {flags} (needs " in str(refused.value)
         assert ("--quant int8 --kv-dtype" in str(refused.value)) is False
+
+
+def test_layers_are_streamed_only_where_they_must_be() -> None:
+    choice = ModelChoice(model="/m", stream_layers="auto", context=256)
+    told = replace(facts("float32"), dtype_in_place=DType.FLOAT32)
+    shape = model_shape(told.config, DType.FLOAT32, 256)
+    enough = shape.memory_bytes(shape.whole)
+    roomy = make_plan(choice, told, [node("anna", memory=enough)])
+    assert [stage.n_streamed for stage in roomy.placement.stages] == [0]
+    little = node("bert", memory=enough - 1)
+    with pytest.raises(PlanError):
+        make_plan(structs.replace(choice, stream_layers=0), told, [little])
+    [stage] = make_plan(choice, told, [little]).reply(1).stages
+    assert stage.streamed_layers >= 3
+    both = make_plan(choice, told, [little, node("anna", memory=enough)])
+    assert sum(stage.n_streamed for stage in both.placement.stages) == 0
+    with pytest.raises(CheckpointError, match="have to be made"):
+        make_plan(choice, facts("float32"), [little])
+    asked = make_plan(structs.replace(choice, stream_layers=4), told, [node("anna")])
+    assert [stage.n_streamed for stage in asked.placement.stages] == [4]

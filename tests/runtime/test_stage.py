@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
-from shardnet.errors import LinkClosedError
+from shardnet.errors import LinkClosedError, UsageError
 from shardnet.runtime.compute import (
     Activations,
     Samples,
+    SlotFreed,
     StageInput,
     StageOutput,
     StepArrived,
     StepComputed,
+    StepFailed,
+    StepResult,
 )
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.stage import StageWorker
@@ -224,3 +227,92 @@ def test_a_result_that_comes_after_the_end_is_not_sent() -> None:
         stage.executor.join()
 
     asyncio.run(main())
+
+
+class TogetherStage(Compute):
+    """Computes what waits together, and notes what that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[list[int]] = []
+        self.has_begun = threading.Event()
+
+    def operate(self, operation: SlotFreed) -> None:
+        self.passes.append([])
+
+    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        self.has_begun.set()
+        assert self.may_compute.wait(DEADLINE_S)
+        self.passes.append([step.batch.step for step in steps])
+        return [
+            UsageError("no") if step.batch.step == 4 else Samples(token_ids=[], logprobs=[])
+            for step in steps
+        ]
+
+
+def test_steps_that_wait_are_computed_together_in_order() -> None:
+    """What waits behind the first pass is one pass; operations keep their place between steps."""
+
+    async def main() -> None:
+        compute = TogetherStage()
+        outputs: list[StageOutput] = []
+        inputs: asyncio.Queue[StageInput] = asyncio.Queue()
+        everything_out = asyncio.Event()
+        taken: asyncio.Queue[None] = asyncio.Queue()
+
+        class Ends:
+            async def receive(self) -> StageInput:
+                return await inputs.get()
+
+            def send(self, output: StageOutput) -> None:
+                outputs.append(output)
+                if len(outputs) == 9:
+                    everything_out.set()
+
+            async def drain(self) -> None:
+                taken.put_nowait(None)
+
+        ends, executor = Ends(), Executor("stage")
+        worker = StageWorker(
+            rank=0,
+            compute=compute,
+            executor=executor,
+            source=ends,
+            sink=ends,
+            on_step_done=lambda step: None,
+        )
+        compute.may_compute.clear()
+        task = asyncio.create_task(worker.run())
+        try:
+            inputs.put_nowait(arrived(1))
+            await asyncio.to_thread(compute.has_begun.wait, DEADLINE_S)
+            for step in (2, 3, 4, 5):
+                inputs.put_nowait(arrived(step))
+            inputs.put_nowait(SlotFreed(slot=SlotId(3)))
+            for step in (6, 7):
+                inputs.put_nowait(arrived(step))
+            inputs.put_nowait(arrived(8))
+            for _ in range(9):
+                await taken.get()
+            compute.may_compute.set()
+            await everything_out.wait()
+        finally:
+            compute.may_compute.set()
+            task.cancel()
+            await asyncio.wait([task])
+            executor.join()
+        assert compute.passes == [[1], [2, 3, 4, 5], [], [6, 7, 8]]
+        kinds = [type(output) for output in outputs]
+        assert kinds == [
+            *([StepComputed] * 3),
+            StepFailed,
+            StepComputed,
+            SlotFreed,
+            *([StepComputed] * 3),
+        ]
+
+    async def within_deadline() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await main()
+
+    asyncio.run(within_deadline())

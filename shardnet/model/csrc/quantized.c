@@ -654,8 +654,8 @@ int32_t shardnet_has_bf16_tiles(void) {
 #endif
 }
 
-/* The size of struct product, so that both sides can tell that they mean the same. */
-int64_t shardnet_product_bytes(void) { return (int64_t)sizeof(struct product); }
+/* Says by its name what struct product is: native.py looks for its own version. */
+void shardnet_version_2(void) {}
 
 /* out = rows * weights^T + bias. Everything in `p` has been checked by the caller. */
 void shardnet_multiply(const struct product *p) {
