@@ -57,7 +57,7 @@ def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "tekken"])
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(text=trained.TEXTS)
 @example(text="zzqq")
 def test_ranked_tokens_give_the_ids_of_tiktoken(kind: str, text: str) -> None:

@@ -51,7 +51,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, bos="off", parse_special=False)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(text=trained.TEXTS)
 @example(text="zzqq zzqqz")
 @example(text="aaaaaaa abababab bababab")
@@ -62,7 +62,7 @@ def test_llama3_ids_are_those_of_tiktoken(llama3: Tokenizer, text: str) -> None:
     assert b"".join(llama3.token_bytes(token_id) for token_id in ids) == text.encode()
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(text=trained.TEXTS)
 @example(text="Café ABCdef fooBar 123/\n")
 def test_tekken_ids_are_those_of_tiktoken_behind_the_special_ones(

@@ -41,7 +41,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", trained.KINDS)
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(text=trained.TEXTS)
 @example(text="")
 @example(text=" ")
@@ -56,7 +56,7 @@ def test_ids_are_those_of_sentencepiece(
 
 
 @pytest.mark.parametrize("kind", trained.KINDS)
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(text=trained.TEXTS)
 def test_text_is_that_of_sentencepiece(
     tokenizer_of: Callable[[str], Tokenizer], kind: str, text: str

@@ -43,6 +43,7 @@ class Stages:
     context: int = 512
     window: int | None = None
     routing: RoutingShape | None = None
+    exact_rows: int = 1
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,11 @@ def load_stages(folder: Path, n_stages: int) -> Stages:
         )
         for layers in even_split(4, n_stages)
     ]
-    return Stages(computes=[load(order, 1 << 30, lambda *_: None).compute for order in orders])
+    loaded = [load(order, 1 << 30, lambda *_: None) for order in orders]
+    return Stages(
+        computes=[stage.compute for stage in loaded],
+        exact_rows=min(stage.exact_rows for stage in loaded),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,10 @@ def _check_plans(anna: Machine, trouble: Trouble, tmp_path: Path) -> None:
         names = [stage["name"] for stage in told["stages"]]
         return told, names, {out["name"]: out["why"] for out in told["left_out"]}
 
+    # Anna alone first: bert then takes her figures, instead of measuring beside her.
+    [address] = [n["address"] for n in anna.run("nodes", "--json").json if n["name"] == "anna"]
+    alone = ["--context", str(FITS_ANNA), "--nodes", address]
+    assert anna.run("plan", "--model", str(model), *alone).code == 0
     told, names, left_out = plan(FITS_ANNA)
     assert names == ["anna"], told["why"]
     assert told["why"].startswith("alone on anna: ")
