@@ -112,7 +112,7 @@ def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parro
         bert.stop()
     [cached] = machines[1].call("cache", "ls", "--json").json
     assert (cached["name"], cached["in_use"]) == (MODEL, False)
-    assert 0 < cached["bytes"] < cached["whole_bytes"] * 2 / 3
+    assert 0 < cached["bytes"] < cached["whole_bytes"]
     assert machines[0].call("cache", "ls", "--json").json == []
 
 
