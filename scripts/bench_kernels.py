@@ -114,10 +114,8 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     is_native = choice.kernel is Kernel.NATIVE
     stored = torch.bfloat16 if is_native else torch_dtype(choice.dtype)
     products = []
-    for part, rounded_to in (
-        *((layer, kind) for layer in tensors.layers.values()),
-        (tensors.head, kind.of_head if kind else None),
-    ):
+    for part in (*tensors.layers.values(), tensors.head):
+        rounded_to = choice.rounding(is_head=part is tensors.head)
         for name, shape in part.items():
             if is_rounded(name, shape):
                 weight = torch.randn(shape).mul_(0.02).to(stored)

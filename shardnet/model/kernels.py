@@ -64,6 +64,12 @@ class KernelChoice:
         """What weights are stored in that can be made ready without being converted."""
         return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
 
+    def rounding(self, *, is_head: bool) -> Quantization | None:
+        """What the weights of a layer's product, or of the LM head, are rounded to."""
+        if self.quantization is None or not is_head:
+            return self.quantization
+        return self.quantization.of_head
+
     @property
     def name(self) -> str:
         """For people: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""

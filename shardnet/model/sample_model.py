@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 
 import torch
@@ -231,16 +232,20 @@ class _Noise:
     ) -> Linear:
         """Make a product of the shapes that the parameters have."""
         self._tick()
-        kind = None if precise or wide else self._choice.quantization
-        if kind is not None and f"{names[0]}.weight" in self._head:
-            kind = kind.of_head
+        is_head = f"{names[0]}.weight" in self._head
+        kind = None if precise or wide else self._choice.rounding(is_head=is_head)
         weights = [self._noise(self._shapes[f"{name}.weight"]) for name in names]
         biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
         if transposed:
             weights = [weight.T for weight in weights]
         made = [self._noise(shape) for shape in biases]
-        choice = probe(self._device, DType.FLOAT32, None) if wide else self._choice
+        choice = self._wide if wide else self._choice
         return make_linear(choice, weights, made, self._device, kind)
+
+    @cached_property
+    def _wide(self) -> KernelChoice:
+        """How float32 is computed here; found out once, not for every router."""
+        return probe(self._device, DType.FLOAT32, None)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""

@@ -125,9 +125,8 @@ class StageWeights:
         them as they are where products are rounded, `wide` is also in float32 whatever else is
         computed in.
         """
-        kind = None if precise or wide else self._choice.quantization
-        if kind is not None and f"{names[0]}.weight" in self._head:
-            kind = kind.of_head
+        is_head = f"{names[0]}.weight" in self._head
+        kind = None if precise or wide else self._choice.rounding(is_head=is_head)
         biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
         choice = self._wide if wide else self._choice
         layer = self._streamed.get(f"{names[0]}.weight")
