@@ -24,6 +24,15 @@ QkNorm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What the rows of a micro-batch bring to attention, rotated by their positions."""
+
+    queries: Tensor  # [T, H, D]
+    keys: Tensor  # [T, KV heads, D]
+    values: Tensor  # [T, KV heads, D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
     """Queries, keys and values in one product, rotary positions, attention, output product.
 
@@ -77,21 +86,25 @@ class SelfAttention:
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
+        return self.o_proj(self.attend(self.heads(hidden, rotary), index, step))
+
+    def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
+        """Make of rows [T, E] what looks, what is looked at and what is found there."""
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
         looking = heads[:, :n_rotated]
         if self.qk_norm is not None:
             looking = self.qk_norm(looking)
         rotated = rotary.rotate(looking)
-        attended = attention(
-            rotated[:, : self.n_heads],
-            rotated[:, self.n_heads :],
-            heads[:, n_rotated:],
-            index,
-            step,
-            self.kind,
+        return Heads(
+            queries=rotated[:, : self.n_heads],
+            keys=rotated[:, self.n_heads :],
+            values=heads[:, n_rotated:],
         )
-        return self.o_proj(attended)
+
+    def attend(self, heads: Heads, index: int, step: Step) -> Tensor:
+        """Attend, in the layer `index` within the stage: [T, H x D], before the output product."""
+        return attention(heads.queries, heads.keys, heads.values, index, step, self.kind)
 
 
 class Attention(Protocol):

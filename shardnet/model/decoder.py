@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig, Rope
+from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm
-from shardnet.model.rotary import Rotary, rotary_tables
+from shardnet.model.rotary import rotary_tables
 from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
 
-
-class DecoderLayer(Protocol):
-    """One layer of a family."""
-
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run the layer, `index` within the stage: [T, E] in and out."""
-
-
-LoadLayer = Callable[[ModelConfig, WeightSource, int], DecoderLayer]
+LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
 """Takes the parameters of the layer with an absolute number."""
 
 

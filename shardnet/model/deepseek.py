@@ -20,12 +20,11 @@ from torch import Tensor
 from shardnet.model.attention import AttentionKind, Step, attention
 from shardnet.model.blocks import GatedMlp
 from shardnet.model.config import Experts, Latent, ModelConfig
-from shardnet.model.decoder import DecoderLayer
 from shardnet.model.experts import Choice, Router, SparseMlp, best_experts, best_groups
+from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm, row_sigmoid
-from shardnet.model.llama import LlamaLayer
-from shardnet.model.mixtral import SparseLayer
+from shardnet.model.llama import llama_layer
 from shardnet.model.qwen3_moe import load_experts
 from shardnet.model.rotary import Rotary
 from shardnet.model.weights import WeightSource
@@ -181,7 +180,7 @@ def _row_sum(weights: Tensor) -> Tensor:
     return total
 
 
-def load_deepseek_v2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:
+def load_deepseek_v2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
 
     def router(experts: Experts, gate: str) -> Router:
@@ -190,7 +189,7 @@ def load_deepseek_v2_layer(config: ModelConfig, weights: WeightSource, layer: in
     return _load_layer(config, weights, layer, router)
 
 
-def load_deepseek_v3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:
+def load_deepseek_v3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
 
     def router(experts: Experts, gate: str) -> Router:
@@ -208,15 +207,15 @@ def _load_layer(
     weights: WeightSource,
     layer: int,
     make_router: Callable[[Experts, str], Router],
-) -> DecoderLayer:
+) -> Layer:
     mlp, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
     self_attn = LatentAttention.load(config, weights, layer)
     if experts is None:
         dense = GatedMlp.load(config, weights, mlp)
-        return LlamaLayer.of(config, weights, layer, self_attn, dense)
+        return llama_layer(config, weights, layer, self_attn, dense)
     sparse = SparseMlp(
         router=make_router(experts, f"{mlp}.gate"),
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
         shared=GatedMlp.load(config, weights, f"{mlp}.shared_experts"),
     )
-    return SparseLayer.of(config, weights, layer, self_attn, sparse)
+    return llama_layer(config, weights, layer, self_attn, sparse)

@@ -13,9 +13,10 @@ from torch import Tensor
 from shardnet.model.blocks import SelfAttention
 from shardnet.model.config import ModelConfig
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
+from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import row_sigmoid
-from shardnet.model.mixtral import SparseLayer
+from shardnet.model.llama import llama_layer
 from shardnet.model.weights import WeightSource
 
 
@@ -36,7 +37,7 @@ class ClampedMlp:
         return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
 
 
-def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> SparseLayer:
+def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     experts = config.experts
     assert experts is not None
@@ -58,4 +59,4 @@ def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -
         ],
     )
     self_attn = replace(plain, kind=replace(plain.kind, sinks=sinks))
-    return SparseLayer.of(config, weights, layer, self_attn, sparse)
+    return llama_layer(config, weights, layer, self_attn, sparse)

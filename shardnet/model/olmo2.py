@@ -11,53 +11,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardnet.model.attention import Step
 from shardnet.model.blocks import GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
+from shardnet.model.halves import Layer, Residual
 from shardnet.model.layers import Norm
-from shardnet.model.rotary import Rotary
 from shardnet.model.weights import WeightSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Olmo2Layer:
-    """Attention, norm, added to what went in; the same with the MLP."""
+def load_olmo2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    prefix = f"model.layers.{layer}"
+    attn = f"{prefix}.self_attn"
 
-    self_attn: SelfAttention
-    post_attention_layernorm: Norm
-    mlp: GatedMlp
-    post_feedforward_layernorm: Norm
+    def norm(name: str) -> Norm:
+        return weights.norm(f"{prefix}.{name}", config.norm_eps)
 
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> Olmo2Layer:
-        """Take the parameters of the absolute `layer`."""
-        prefix = f"model.layers.{layer}"
-        attn = f"{prefix}.self_attn"
-
-        def norm(name: str) -> Norm:
-            return weights.norm(f"{prefix}.{name}", config.norm_eps)
-
-        qk_norm = _WholeNorm(
-            n_heads=config.n_heads, queries=norm("self_attn.q_norm"), keys=norm("self_attn.k_norm")
-        )
-        return cls(
-            self_attn=SelfAttention.of(
-                config,
-                layer,
-                qkv_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                o_proj=weights.linear(f"{attn}.o_proj"),
-                qk_norm=qk_norm,
-            ),
-            post_attention_layernorm=norm("post_attention_layernorm"),
-            mlp=GatedMlp.load(config, weights, f"{prefix}.mlp"),
-            post_feedforward_layernorm=norm("post_feedforward_layernorm"),
-        )
-
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run the layer, `index` within the stage: [T, E] in and out."""
-        attended = self.self_attn(hidden, index, rotary, step)
-        hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
+    qk_norm = _WholeNorm(
+        n_heads=config.n_heads, queries=norm("self_attn.q_norm"), keys=norm("self_attn.k_norm")
+    )
+    self_attn = SelfAttention.of(
+        config,
+        layer,
+        qkv_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+        o_proj=weights.linear(f"{attn}.o_proj"),
+        qk_norm=qk_norm,
+    )
+    return Layer.of(
+        Residual(after=norm("post_attention_layernorm")),
+        self_attn,
+        Residual(after=norm("post_feedforward_layernorm")),
+        GatedMlp.load(config, weights, f"{prefix}.mlp"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from shardnet.model.blocks import GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
-from shardnet.model.llama import LlamaLayer
+from shardnet.model.halves import Layer
+from shardnet.model.llama import llama_layer
 from shardnet.model.weights import WeightSource
 
 
-def load_phi3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> LlamaLayer:
+def load_phi3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-    return LlamaLayer.of(
+    return llama_layer(
         config,
         weights,
         layer,

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from shardnet.model.blocks import GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
-from shardnet.model.decoder import DecoderLayer
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
+from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import row_sigmoid
-from shardnet.model.llama import LlamaLayer
-from shardnet.model.mixtral import SparseLayer
+from shardnet.model.llama import llama_layer, load_llama_layer
 from shardnet.model.qwen3_moe import load_experts
 from shardnet.model.weights import WeightSource
 
@@ -34,11 +33,11 @@ class SharedExpert:
         return self.expert(hidden).mul_(row_sigmoid(self.gate(hidden)))
 
 
-def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:
+def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     experts = config.layer_experts(layer)
     if experts is None:
-        return LlamaLayer.load(config, weights, layer)
+        return load_llama_layer(config, weights, layer)
     mlp = f"model.layers.{layer}.mlp"
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
@@ -49,4 +48,4 @@ def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
         ),
     )
     self_attn = SelfAttention.load(config, weights, layer)
-    return SparseLayer.of(config, weights, layer, self_attn, sparse)
+    return llama_layer(config, weights, layer, self_attn, sparse)

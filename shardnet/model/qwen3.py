@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from shardnet.model.blocks import GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
-from shardnet.model.llama import LlamaLayer
+from shardnet.model.halves import Layer
+from shardnet.model.llama import llama_layer
 from shardnet.model.weights import WeightSource
 
 
-def load_qwen3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> LlamaLayer:
+def load_qwen3_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
     mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return LlamaLayer.of(config, weights, layer, self_attn, mlp)
+    return llama_layer(config, weights, layer, self_attn, mlp)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from shardnet.model.blocks import GatedMlp, SelfAttention
 from shardnet.model.config import ModelConfig
-from shardnet.model.decoder import DecoderLayer
 from shardnet.model.experts import SoftmaxRouter, SparseMlp
-from shardnet.model.mixtral import SparseLayer
+from shardnet.model.halves import Layer
+from shardnet.model.llama import llama_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.weights import WeightSource
 
 
-def load_qwen3_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> DecoderLayer:
+def load_qwen3_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     experts = config.layer_experts(layer)
     if experts is None:
@@ -26,7 +26,7 @@ def load_qwen3_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
     )
     self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
-    return SparseLayer.of(config, weights, layer, self_attn, sparse)
+    return llama_layer(config, weights, layer, self_attn, sparse)
 
 
 def load_experts(

@@ -24,17 +24,16 @@ from shardnet.model.decoder import DecoderStage
 from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.footprint import stage_weight_bytes, streamed_layers
-from shardnet.model.gemma import GemmaLayer, load_gemma3_layer
+from shardnet.model.gemma import load_gemma2_layer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.gpt_oss import load_gpt_oss_layer
-from shardnet.model.granite import GraniteLayer
 from shardnet.model.in_place import check_in_place, dtype_in_place
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
-from shardnet.model.llama import LlamaLayer
+from shardnet.model.llama import load_llama_layer
 from shardnet.model.mixtral import load_mixtral_layer
-from shardnet.model.olmo2 import Olmo2Layer
+from shardnet.model.olmo2 import load_olmo2_layer
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen2_moe import load_qwen2_moe_layer
@@ -80,15 +79,15 @@ class FamilyMaker(Protocol):
 
 STAGES: Mapping[str, FamilyMaker] = MappingProxyType(
     {
-        "llama": partial(DecoderStage, LlamaLayer.load),
-        "mistral": partial(DecoderStage, LlamaLayer.load),
-        "qwen2": partial(DecoderStage, LlamaLayer.load),
+        "llama": partial(DecoderStage, load_llama_layer),
+        "mistral": partial(DecoderStage, load_llama_layer),
+        "qwen2": partial(DecoderStage, load_llama_layer),
         "qwen3": partial(DecoderStage, load_qwen3_layer),
         "phi3": partial(DecoderStage, load_phi3_layer),
-        "gemma2": partial(DecoderStage, GemmaLayer.load),
+        "gemma2": partial(DecoderStage, load_gemma2_layer),
         "gemma3_text": partial(DecoderStage, load_gemma3_layer),
-        "granite": partial(DecoderStage, GraniteLayer.load),
-        "olmo2": partial(DecoderStage, Olmo2Layer.load),
+        "granite": partial(DecoderStage, load_llama_layer),
+        "olmo2": partial(DecoderStage, load_olmo2_layer),
         "mixtral": partial(DecoderStage, load_mixtral_layer),
         "qwen2_moe": partial(DecoderStage, load_qwen2_moe_layer),
         "qwen3_moe": partial(DecoderStage, load_qwen3_moe_layer),
