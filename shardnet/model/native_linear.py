@@ -1,6 +1,6 @@
 """Products with bfloat16 weights by the compiled library: how they are packed, and the product.
 
-Knows the layout, which csrc/quantized.c reads too. Must not know models.
+Knows the layout, which csrc/products.c reads too. Must not know models.
 
 Packed weights are bfloat16 [panels, pairs of inputs, 16 outputs, 2]: what fills up is zero.
 """

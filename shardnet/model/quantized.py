@@ -1,6 +1,6 @@
 """Weights rounded to int8 or int4 in groups: how they are rounded and packed, and their product.
 
-Knows the packed layout, which csrc/quantized.c reads too. Must not know models.
+Knows the packed layout, which csrc/products.c reads too. Must not know models.
 
 A group of inputs of one output shares a scale; its weights are integers times that. Packed weights
 are uint8 [panels, groups, bytes]: a panel is 16 outputs, and of each group first the 16 float16
