@@ -26,6 +26,7 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     activation_peak_bytes,
     embedding_weight_bytes,
+    graph_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
@@ -170,11 +171,12 @@ def make_plan(
     if rounding.weights is None and facts.dtype_in_place is not dtype:
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.told}
+    graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, rounding.weights)}
     candidates = [
         Candidate(
             node=NodeId(n.node),
             name=n.name,
-            memory_bytes=n.memory_bytes,
+            memory_bytes=max(0, n.memory_bytes - graphs_bytes.get(n.device, 0)),
             speed=measured.speeds.get(NodeId(n.node)),
             disk_bytes_per_s=disks.get(n.node),
             can_stream=n.device == "cpu",
