@@ -179,7 +179,6 @@ def make_plan(
             memory_bytes=max(0, n.memory_bytes - graphs_bytes.get(n.device, 0)),
             speed=measured.speeds.get(NodeId(n.node)),
             disk_bytes_per_s=disks.get(n.node),
-            can_stream=n.device == "cpu",
         )
         for n in nodes
     ]
@@ -246,8 +245,8 @@ def _placed(
     placement = streaming(choice.stream_layers)
     if placement is None:
         raise PlanError(
-            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes, or "
-            "a stage would be on a GPU; use --stream-layers auto"
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes; "
+            "use --stream-layers auto"
         )
     return placement
 

@@ -416,10 +416,9 @@ def _check_streamed(
     checkpoint: Checkpoint, choice: KernelChoice, device: torch.device, packs: PackCache | None
 ) -> None:
     """Raise UsageError or CheckpointError where layers cannot be streamed."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"--stream-layers: {device.type} cannot stream layers, only the CPU can; start the "
-            "node with --device cpu"
+            f"--stream-layers: {device.type} cannot stream layers; start the node with --device cpu"
         )
     if choice.quantization is None:
         check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)
