@@ -54,6 +54,8 @@ class LateTransfers:
         self._failing = failing
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._used_at: dict[int, int] = {}
+        self._copied_from: dict[int, tuple[int, Tensor]] = {}
+        self._n_known = 0  # copies that the host knows to be done
         self._now = 0
         self._lock = threading.RLock()
 
@@ -79,9 +81,13 @@ class LateTransfers:
     def copy(self, target: Tensor, source: Tensor, after: Mark) -> Mark:
         with self._lock:
             if after.at < self._used_at.get(target.data_ptr(), 0):
-                self.too_early.append(f"copy {self.n_copies}")
+                self.too_early.append(f"copy {self.n_copies} to what is computed with")
+            number, before = self._copied_from.get(source.data_ptr(), (0, source))
+            if number > self._n_known and not torch.equal(before, source):
+                self.too_early.append(f"reading over what copy {number} is made of")
             target.fill_(POISON)
             self.n_copies += 1
+            self._copied_from[source.data_ptr()] = (self.n_copies, source.clone())
             self._waiting.append((target, source))
             return Mark(at=self._tick(), n_copies=self.n_copies)
 
@@ -93,7 +99,10 @@ class LateTransfers:
                 target.copy_(source)
             del self._waiting[: max(0, mark.n_copies - n_done)]
 
-    block = wait
+    def block(self, mark: Mark) -> None:
+        self.wait(mark)
+        with self._lock:
+            self._n_known = max(self._n_known, mark.n_copies)
 
     def _tick(self) -> int:
         self._now += 1
