@@ -1,11 +1,12 @@
-"""Check on a machine with CUDA what is tested elsewhere without: decode steps by graphs.
+"""Check on a machine with CUDA what is tested elsewhere without: graphs, and layers that stream.
 
     python scripts/check_cuda.py
     python scripts/check_cuda.py --layers 8 --steps 50
 
-First the logits of a small random model, replayed against eager, for every number of rows up to 33;
-then decode steps of a stage of Llama-3-8B's shape in noise, at one row in bfloat16, with graphs
-and without. Exits 1 where logits differ, 2 where torch finds no CUDA device.
+First the logits of a small random model, replayed against eager and streamed against resident, for
+every number of rows up to 33; then decode steps of a stage of Llama-3-8B's shape in noise, at one
+row in bfloat16, with graphs and without. Exits 1 where logits differ, 2 where torch finds no CUDA
+device.
 """
 
 from __future__ import annotations
@@ -93,40 +94,53 @@ def _without_graphs(make: Callable[[], Made]) -> Made:
 
 def _check_logits(device: torch.device) -> bool:
     with tempfile.TemporaryDirectory() as name:
-        script = Path(__file__).with_name("make_checkpoint.py")
+        script, folder = Path(__file__).with_name("make_checkpoint.py"), Path(name)
         shape = ["--hidden=512", "--layers=6", "--intermediate=1408", "--heads=8", "--kv-heads=2"]
         subprocess.run([sys.executable, str(script), name, *shape, "--vocab=4000"], check=True)
-        agree = [_logits_agree(Path(name), dtype, device) for dtype in TOLERANCES]
+
+        def load(dtype: DType, n_streamed: int = 0) -> StageModel:
+            return _load(folder, dtype, device, n_streamed)
+
+        agree = []
+        for dtype in TOLERANCES:
+            pair = load(dtype), _without_graphs(lambda dtype=dtype: load(dtype))
+            agree.append(_logits_agree(f"{dtype.value}, graphs against eager", dtype, *pair))
+        own = DType.BFLOAT16
+        for n_streamed in (2, 5):
+            pair = load(own, n_streamed), load(own)
+            agree.append(_logits_agree(f"{n_streamed} of 6 layers streamed", own, *pair))
     return all(agree)
 
 
-def _logits_agree(folder: Path, dtype: DType, device: torch.device) -> bool:
-    def load() -> StageModel:
-        checkpoint = Checkpoint.open(folder)
-        return load_stage(
-            checkpoint,
-            LayerRange(0, checkpoint.config.n_layers),
-            choice=probe(device, dtype, dtype),
-            device=device,
-            room_blocks=MAX_ROWS,
-            progress=lambda done, total: None,
-        )
+def _load(folder: Path, dtype: DType, device: torch.device, n_streamed: int) -> StageModel:
+    checkpoint = Checkpoint.open(folder)
+    return load_stage(
+        checkpoint,
+        LayerRange(0, checkpoint.config.n_layers),
+        choice=probe(device, dtype, dtype),
+        device=device,
+        room_blocks=MAX_ROWS,
+        progress=lambda done, total: None,
+        n_streamed=n_streamed,
+    )
 
-    graphs, eager = load(), _without_graphs(load)
+
+def _logits_agree(what: str, dtype: DType, one: StageModel, other: StageModel) -> bool:
+    """Hold steps of one row of each of 33 to 1 sequences against each other."""
     ends = [0] * MAX_ROWS
     apart, n_equal = [], 0
     counts = [*range(MAX_ROWS, 0, -1), 1, 5, 32, 2]
     for n_rows in counts:
         batch = _batch(ends[:n_rows])
-        got, want = graphs.forward(batch, None), eager.forward(batch, None)
+        got, want = one.forward(batch, None), other.forward(batch, None)
         apart.append((got - want).abs().max() / want.abs().max())
         n_equal += torch.equal(got, want)
         ends[:n_rows] = [end + 1 for end in ends[:n_rows]]
     worst = float(torch.stack(apart).max())  # of NaN: NaN
     is_good = worst <= TOLERANCES[dtype]
     print(
-        f"{dtype.value}: logits by graphs differ by at most {worst:.2g} of the largest, "
-        f"{n_equal} of {len(counts)} steps have the same bits: {'ok' if is_good else 'WRONG'}"
+        f"{what}: logits differ by at most {worst:.2g} of the largest, {n_equal} of {len(counts)} "
+        f"steps have the same bits: {'ok' if is_good else 'WRONG'}"
     )
     return is_good
 

@@ -127,7 +127,8 @@ class DeviceBuffers(Generic[Mark]):
 
     def make(self, layers: Sequence[int], n_buffers: int, size_bytes: int) -> None:
         """Take the memory here and there. Raises CapacityError."""
-        if len(layers) * size_bytes <= self._spare_bytes:
+        pinned_bytes = 1 << (size_bytes - 1).bit_length()  # torch takes powers of two
+        if len(layers) * pinned_bytes <= self._spare_bytes:
             try:
                 kept = _taken(self._transfers.pinned, len(layers), size_bytes)
                 self._kept = dict(zip(layers, kept, strict=True))
