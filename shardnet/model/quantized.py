@@ -18,15 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.native import NativeProduct, native_kernels
-from shardnet.model.quantization import PANEL, SCALE_BYTES, Quantization
+from shardnet.model.quantization import PANEL, SCALE_BYTES, UNPACKED_PANELS, Quantization
 
 _QUAD: Final = 4
 _ROUNDED_AT_A_TIME: Final = 1 << 17
 """Weights that are rounded at one time: what this takes stays in the caches."""
 _SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
 """Scales that are tried for a group of int4, as parts of the one with which nothing is cut off."""
-_UNPACKED_AT_A_TIME: Final = 64
-"""Panels that torch unpacks at one time where there is no compiled product."""
 
 
 def pack(weight: Tensor, quantization: Quantization) -> Tensor:
@@ -149,7 +147,7 @@ class QuantizedLinear:
     def _multiply(self, rows: Tensor) -> Tensor:
         n_out, n_in = self._shape
         parts = []
-        for some in torch.split(self._packed, _UNPACKED_AT_A_TIME):
+        for some in torch.split(self._packed, UNPACKED_PANELS):
             weight = unpack(some, self._quantization, rows.dtype)[:, :n_in]
             parts.append(F.linear(rows, weight))
         product = torch.cat(parts, dim=-1)[:, :n_out]

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.buffers import find_buffers
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
     Kernel,
     KernelChoice,
     Linear,
+    PlainLinear,
     make_linear,
     make_quantized,
     pack_all,
@@ -100,7 +102,7 @@ class StageWeights:
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
-        self.stream = LayerStream()
+        self.stream = LayerStream(find_buffers(device) if streamed else None)
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         config = checkpoint.config
@@ -171,9 +173,13 @@ class StageWeights:
         begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
         own = [bias.clone() for bias in biases]
         choice, device = self._choice, self._device
+        bias = torch.cat(own).to(device, dtype) if own else None
+        is_ready = choice.kernel is Kernel.PLAIN and not transposed
 
         def make(raw: Tensor) -> Linear:
             weight = raw.view(dtype).view(shape)
+            if is_ready:
+                return PlainLinear(weight, bias, choice.min_rows)
             return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
@@ -194,7 +200,7 @@ class StageWeights:
         if self.exact_rows > 1 and key not in self._tested:  # else nothing is read now
             self._tested.add(key)
             whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
-            self._test(names[0], make(whole.view(-1).view(torch.uint8)), choice)
+            self._test(names[0], make(whole.view(-1).view(torch.uint8).to(device)), choice)
         self._finish()
         return linear
 
@@ -218,12 +224,13 @@ class StageWeights:
                 "room on that disk (`shardnet cache rm`)"
             ) from error
         begin, packed_shape = self.stream.reserve(layer, [part]), packed.shape
-        bias = torch.cat(list(biases)).to(torch.float32, copy=True) if biases else None
+        device = self._device
+        bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
 
         def make(raw: Tensor) -> Linear:
             return QuantizedLinear(raw.view(packed_shape), shape, kind, bias)
 
-        self._test(names[0], make(packed), self._choice)
+        self._test(names[0], make(packed.to(device)), self._choice)
         self._finish()
         return StreamedLinear(
             self.stream,
