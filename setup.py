@@ -22,12 +22,12 @@ class BuildKernels(build_ext):
 
 FOLDER = "shardnet/model/csrc"
 
-flags = [] if sys.platform == "win32" else ["-O3", "-std=c11", "-ffp-contract=off"]
+flags = ["-O3", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
 setup(
     ext_modules=[
         Extension(
             "shardnet.model._quantized",
-            sources=[f"{FOLDER}/quantized.c", f"{FOLDER}/halves.c"],
+            sources=[f"{FOLDER}/{name}.c" for name in ("quantized", "halves", "pack")],
             depends=[f"{FOLDER}/products.h", f"{FOLDER}/halves_body.h"],
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

@@ -3,46 +3,36 @@
  * quantized.c describes the layouts; quantized.py and native_linear.py do the same with torch, to
  * the same bits: every sum, product and comparison here is one of theirs, in their order.
  *
- * Eight outputs of a panel are the lanes of vectors, which compilers fit to the machine.
+ * Some outputs of a panel are the lanes of vectors, which compilers fit to the machine.
  */
 
 #include <math.h>
-#include <stdatomic.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#define PANEL 16       /* outputs of a panel */
-#define QUAD_BYTES 64  /* [16 outputs][4 inputs] of bytes */
-#define SCALE_BYTES 32 /* 16 float16 */
-#define MAX_GROUP 64   /* inputs that share a scale */
-#define LANES 8        /* outputs that are rounded at once */
+#include "products.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#define MAX_GROUP 64 /* inputs that share a scale */
+#if defined(__x86_64__)
+#define LANES 8 /* outputs that are rounded at once: of 16 a panel has */
+#else
+#define LANES 4
+#endif
 
-enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 enum type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-/* Runs a function on several threads, as GOMP_parallel does. */
-typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 
 struct packing {
     const void *weights; /* [n_out, n_in], rows `stride` elements apart */
     uint8_t *packed;
-    parallel_function parallel;
+    struct team team;
     int64_t n_out, n_in, stride;
-    int32_t type;  /* of the weights; bfloat16 where bits are 16 */
-    int32_t group; /* inputs of a group: 32 or 64 */
-    int32_t bits;  /* 8, 4, or 16 for bfloat16 */
-    int32_t isa;
-    int32_t n_threads;
+    int32_t type; /* of the weights */
+    int32_t bits; /* 8, 4, or 16 for bfloat16 as it is */
 };
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bit_lanes __attribute__((vector_size(4 * LANES)));
-
-#pragma GCC diagnostic ignored "-Wpsabi" /* every function with such arguments is inline */
 
 /* --- numbers */
 
@@ -253,32 +243,19 @@ static void turned_panel(const struct packing *p, int64_t panel) { turn_panel(p,
 static panel_function panel_for(const struct packing *p) {
     if (p->bits == 16) return turned_panel;
 #if defined(__x86_64__)
-    if (p->isa == AVX512) return avx512_panel;
-    if (p->isa == AVX2) return avx2_panel;
+    if (p->team.isa == AVX512) return avx512_panel;
+    if (p->team.isa == AVX2) return avx2_panel;
 #endif
     return portable_panel;
 }
 
-struct pack_job {
-    const struct packing *packing;
-    atomic_long next;
-};
-
-static void pack_panels(void *argument) {
-    struct pack_job *job = argument;
-    const struct packing *p = job->packing;
+static void pack_panels(const void *argument, int64_t begin, int64_t end) {
+    const struct packing *p = argument;
     const panel_function pack = panel_for(p);
-    const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
-    long panel;
-    while ((panel = atomic_fetch_add(&job->next, 1)) < n_panels) pack(p, panel);
+    for (int64_t panel = begin; panel < end; panel++) pack(p, panel);
 }
 
 /* Packs weights. Everything in `p` has been checked by the caller. */
 void shardnet_pack(const struct packing *p) {
-    struct pack_job job = {.packing = p};
-    atomic_init(&job.next, 0);
-    if (p->parallel && p->n_threads > 1)
-        p->parallel(pack_panels, &job, (unsigned)p->n_threads, 0);
-    else
-        pack_panels(&job);
+    shardnet_share_out(&p->team, pack_panels, p, (p->n_out + PANEL - 1) / PANEL, 1);
 }

@@ -6,6 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#define PANEL 16       /* outputs of a panel */
+#define QUAD_BYTES 64  /* [16 outputs][4 inputs] of bytes */
+#define SCALE_BYTES 32 /* 16 float16 */
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3 };
