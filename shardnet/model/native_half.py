@@ -23,7 +23,7 @@ from shardnet.model.config import Activation
 from shardnet.model.halves import AttentionHalf, Half, Layer, MlpHalf, Residual
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import HeadNorm, Norm
-from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team, native_kernels
+from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team
 from shardnet.model.rotary import Rotary
 
 _BEFORE: Final = 1
@@ -138,9 +138,8 @@ class _MlpArguments(ctypes.Structure):
     )
 
 
-def with_native_halves(layer: Layer) -> Layer:
-    """Have the library compute the halves that it can."""
-    kernels = native_kernels()
+def with_native_halves(layer: Layer, kernels: NativeKernels | None) -> Layer:
+    """Have the library compute the halves that it can, where there is one."""
     if kernels is None:
         return layer
     return replace(
