@@ -30,7 +30,8 @@ struct packing {
     int32_t bits; /* 8, 4, or 16 for bfloat16 as it is */
 };
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
+/* Weights are put into lanes one by one, as bits. */
+typedef float lanes __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bit_lanes __attribute__((vector_size(4 * LANES)));
 
