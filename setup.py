@@ -23,12 +23,12 @@ class BuildKernels(build_ext):
 
 FOLDER = "shardnet/model/csrc"
 
-flags = [] if sys.platform == "win32" else ["-O3", "-std=c11", "-ffp-contract=off"]
+flags = ["-O3", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
 setup(
     ext_modules=[
         Extension(
             "shardnet.model._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves")],
+            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

@@ -1,6 +1,6 @@
 /* Products with int8, int4 and bfloat16 weights, for AVX-512, AVX2, NEON and plain C.
  *
- * quantized.py and native_linear.py define the layouts and pack weights; native.py finds this
+ * quantized.py and native_linear.py define the layouts, pack.c packs weights; native.py finds this
  * library and calls it. It is optional: built where a C compiler is at hand, and torch does its work elsewhere.
  *
  * Packed weights: panels of 16 outputs; in a panel the groups of inputs, one behind the other; of a
@@ -229,7 +229,7 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Says by its name what the structs are: native.py looks for its own version. */
-void shardnet_version_3(void) {}
+void shardnet_version_4(void) {}
 
 void shardnet_multiply(struct product* p) {
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
