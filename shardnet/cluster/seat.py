@@ -104,7 +104,8 @@ class RingSeat:
         """Open the links to both neighbours and start to work.
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
-        Raises LinkError when a neighbour does not answer.
+        Raises LinkError when a neighbour does not answer, PeerFailedError when the seat is left
+        meanwhile.
         """
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
