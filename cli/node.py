@@ -22,7 +22,8 @@ from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .mdns import told_interfaces
-from .options import Insecure, Json, KeyFile, NoMdns, Offline, Peer, keep_offline, parse_size
+from .option_groups import takes_groups
+from .options import Json, NoMdns, Offline, Peer, keep_offline, parse_size
 from .run import run_command, say
 
 if TYPE_CHECKING:  # it imports torch
@@ -49,7 +50,9 @@ class _Flags:
     until_stdin_closes: bool
 
 
+@takes_groups
 def node(
+    *,
     host: Annotated[
         str,
         typer.Option(
@@ -131,8 +134,7 @@ def node(
     peer: Peer = None,
     no_mdns: NoMdns = False,
     offline: Offline = False,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    access: Access,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -152,7 +154,7 @@ def node(
         share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
         peers=tuple(peer or ()),
         no_mdns=no_mdns,
-        access=Access(key_file=key_file, insecure=insecure),
+        access=access,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
