@@ -18,7 +18,7 @@ from shardnet.runtime.compute import (
     Samples,
     SequenceOpened,
 )
-from shardnet.runtime.engine import (
+from shardnet.runtime.requests import (
     GenerationEvent,
     GenerationFinished,
     GenerationRequest,

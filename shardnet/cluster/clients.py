@@ -23,15 +23,15 @@ from shardnet.errors import UsageError
 from shardnet.model.chat_template import ChatTemplate
 from shardnet.model.text import TextStream
 from shardnet.model.tokenizer import Tokenizer, check_token_ids
-from shardnet.runtime.engine import (
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
+from shardnet.runtime.requests import (
     GenerationFinished,
     GenerationRequest,
     RequestMoved,
     RequestTiming,
     TokenGenerated,
 )
-from shardnet.runtime.executor import Executor
-from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
 from shardnet.runtime.routing import MAX_ROUTING_BYTES
 from shardnet.types import OutputKind, TokenLogprobs
 from shardnet.wire.control import (
