@@ -15,7 +15,7 @@ import typer
 
 from shardnet.api.client import GREEDY
 from shardnet.types import OutputParams
-from shardnet.wire.control import PlanReply
+from shardnet.wire.plans import PlanReply
 
 from .access import Access
 from .option_groups import takes_groups

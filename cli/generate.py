@@ -18,7 +18,7 @@ from shardnet.api.requests import (
 )
 from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
-from shardnet.wire.control import PlanReply
+from shardnet.wire.plans import PlanReply
 
 from .access import Access
 from .option_groups import takes_groups

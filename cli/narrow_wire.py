@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardnet.wire.control import NodeProgress, PlanReply
 from shardnet.wire.narrow import NarrowWire, WireError
+from shardnet.wire.plans import NodeProgress, PlanReply
 
 from .run import say
 

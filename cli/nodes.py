@@ -13,7 +13,7 @@ import typer
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ShardnetError
-from shardnet.wire.control import NodeInfo
+from shardnet.wire.neighbours import NodeInfo
 
 from .access import Access
 from .mdns import find_nearest

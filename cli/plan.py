@@ -14,7 +14,8 @@ from shardnet.api.requests import check_request
 from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.last_run import read_last_run
 from shardnet.errors import UsageError
-from shardnet.wire.control import LastRun, ModelChoice, PlanRequest
+from shardnet.wire.generation import LastRun
+from shardnet.wire.plans import ModelChoice, PlanRequest
 
 from .access import Access
 from .narrow_wire import WireBar

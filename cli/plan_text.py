@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shardnet.wire.control import LastRun, PlannedStage, PlanReply, StageShare
+from shardnet.wire.generation import LastRun, StageShare
 from shardnet.wire.measured import NodeMeasured, WayMeasured
+from shardnet.wire.plans import PlannedStage, PlanReply
 
 from .narrow_wire import narrow_wire_json, narrow_wire_words
 

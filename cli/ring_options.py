@@ -16,7 +16,7 @@ from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 from .access import Access
 from .options import Nodes, NoMdns, Offline, Peer, keep_offline, split_nodes

@@ -20,7 +20,7 @@ from .run import run_command
 from .target import named_or_here
 
 if TYPE_CHECKING:
-    from shardnet.wire.control import NodeInfo, ReportReply
+    from shardnet.wire.neighbours import NodeInfo, ReportReply
     from shardnet.wire.reports import NodeReport, StageState
 
 ANSWER_S = 3.0

@@ -19,7 +19,7 @@ from shardnet.api.client import Client, connect
 from shardnet.api.opening import node_in_process
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 from .access import Access
 from .local_processes import local_processes

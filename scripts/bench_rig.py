@@ -45,7 +45,7 @@ from shardnet.types import (
     SlotId,
     StepId,
 )
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 MAX_CONTEXT = 4096
 

@@ -22,8 +22,8 @@ from shardnet.cluster.probes import HANDSHAKE_S, look
 from shardnet.cluster.soundings import Sounding
 from shardnet.errors import ShardnetError
 from shardnet.runtime.loading import ModelFacts, identify_at
-from shardnet.wire.control import NodeInfo, ReportReply
 from shardnet.wire.frames import PROTOCOL_VERSION
+from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import AddressView, RecordSeen
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them

@@ -40,22 +40,11 @@ from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
-from shardnet.wire.control import (
-    Done,
-    LastRun,
-    LastRunRequest,
-    ModelChoice,
-    NodeProgress,
-    PlanReply,
-    PlanRequest,
-    Redirect,
-    ReportReply,
-    ReportRequest,
-    Status,
-    StatusReply,
-    Unload,
-)
+from shardnet.wire.control import Done, Redirect
+from shardnet.wire.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import ReportReply, ReportRequest, Status, StatusReply
+from shardnet.wire.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity

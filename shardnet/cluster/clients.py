@@ -34,16 +34,13 @@ from shardnet.runtime.requests import (
 )
 from shardnet.runtime.routing import MAX_ROUTING_BYTES
 from shardnet.types import OutputKind, TokenLogprobs
-from shardnet.wire.control import (
+from shardnet.wire.control import Done, Redirect
+from shardnet.wire.generation import (
     MAX_ROWS_BYTES,
-    Done,
     Finished,
     Generate,
     LastRun,
     LastRunRequest,
-    NodeProgress,
-    PlanRequest,
-    Redirect,
     RowsPiece,
     StageShare,
     StateChanged,
@@ -53,6 +50,7 @@ from shardnet.wire.control import (
     TopToken,
     Unload,
 )
+from shardnet.wire.plans import NodeProgress, PlanRequest
 
 _PIECE_BYTES = 1 << 20
 _PIECE_LOGPROBS = 64

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, Topic, age, problem
 from shardnet.cluster.peer_book import MDNS
-from shardnet.wire.control import ReportReply
+from shardnet.wire.neighbours import ReportReply
 from shardnet.wire.reports import AddressView, InterfaceAddress, NodeReport, PeerView, Seen
 
 SETTLED_S = 6.0

@@ -22,7 +22,8 @@ from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.control import ModelChoice, NodeInfo, RingLoad
+from shardnet.wire.neighbours import NodeInfo, RingLoad
+from shardnet.wire.plans import ModelChoice
 from shardnet.wire.schema import MAX_STAGES
 
 CLOSE_S = 3.0

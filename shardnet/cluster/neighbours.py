@@ -15,7 +15,7 @@ from shardnet.cluster.peers import Peers
 from shardnet.cluster.presence import Presence
 from shardnet.errors import ShardnetError, UsageError, first_error
 from shardnet.types import NodeId
-from shardnet.wire.control import NodeInfo, Status, StatusReply
+from shardnet.wire.neighbours import NodeInfo, Status, StatusReply
 
 PEER_STATUS_S = 1.5
 """How long a node waits for a peer's status before it plans without that one."""

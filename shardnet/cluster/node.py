@@ -61,28 +61,22 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.control import (
-    ConnectRing,
-    Done,
-    Generate,
+from shardnet.wire.control import Done
+from shardnet.wire.generation import Generate, LastRunRequest, Unload
+from shardnet.wire.measured import MeasureLinks, MeasureStage
+from shardnet.wire.messages import Hello, Purpose, Role, error_frame
+from shardnet.wire.neighbours import (
     IdentifyModel,
-    LastRunRequest,
-    LoadStage,
     NodeInfo,
     PeersKnown,
     Ping,
-    PlanRequest,
     ReportRequest,
-    RingBroken,
     StageInfo,
-    StageReady,
     Status,
     StatusReply,
-    Unload,
-    UnloadStage,
 )
-from shardnet.wire.measured import MeasureLinks, MeasureStage
-from shardnet.wire.messages import Hello, Purpose, Role, error_frame
+from shardnet.wire.plans import PlanRequest
+from shardnet.wire.stages import ConnectRing, LoadStage, RingBroken, StageReady, UnloadStage
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0

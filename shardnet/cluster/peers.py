@@ -22,7 +22,7 @@ from shardnet.cluster.soundings import N_PINGS, Knock, Sounding, compare, ping
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError, UsageError
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
-from shardnet.wire.control import KnownPeer, PeersKnown
+from shardnet.wire.neighbours import KnownPeer, PeersKnown
 from shardnet.wire.schema import MAX_PEER_ADDRESSES
 
 MAX_PEERS: Final = 32

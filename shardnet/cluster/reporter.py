@@ -27,9 +27,10 @@ from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import identify_at
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, NodeInfo, ReportReply, ReportRequest
+from shardnet.wire.control import Done
 from shardnet.wire.frames import PROTOCOL_VERSION
 from shardnet.wire.messages import explanation
+from shardnet.wire.neighbours import NodeInfo, ReportReply, ReportRequest
 from shardnet.wire.reports import (
     MAX_REASON,
     MAX_TELLERS,

@@ -37,8 +37,9 @@ from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
-from shardnet.wire.control import IdentifyModel, LoadStage, ModelIdentity, NodeInfo
 from shardnet.wire.messages import Hello, Role
+from shardnet.wire.neighbours import IdentifyModel, ModelIdentity, NodeInfo
+from shardnet.wire.stages import LoadStage
 
 PEER_ANSWER_S = 3.0
 """How long a node that need not be in the ring may take to say which model it has."""

@@ -27,9 +27,9 @@ from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.reporter import Reporter
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, WireDType
-from shardnet.wire.control import LoadStage
 from shardnet.wire.messages import Hello
 from shardnet.wire.reports import StageState
+from shardnet.wire.stages import LoadStage
 
 T = TypeVar("T")
 

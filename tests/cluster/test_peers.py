@@ -24,8 +24,9 @@ from shardnet.transport.link import Link
 from shardnet.transport.machine_link import MachineLink
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, PeersKnown, Ping
+from shardnet.wire.control import Done
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import PeersKnown, Ping
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=0.05, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 HERE = rank([Interface(name="eth0", is_up=True, addresses=("10.0.0.99/24",))])
