@@ -35,9 +35,9 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.control import ControlLink, Incoming
-from shardnet.cluster.peers import split_address
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
+from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
 from shardnet.wire.control import Done, Redirect

@@ -29,7 +29,7 @@ from shardnet.cluster.local_nodes import LocalNodes
 from shardnet.cluster.model_cache import ModelCache
 from shardnet.cluster.neighbours import Neighbours
 from shardnet.cluster.own_figures import OwnFigures
-from shardnet.cluster.peers import Peers, split_address
+from shardnet.cluster.peers import Peers
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.probes import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.profile import MemoryBudget, available_cores, make_host_id
@@ -57,6 +57,7 @@ from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, find_folder
 from shardnet.transport import tcp
+from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
@@ -159,7 +160,7 @@ class Node:
             local_nodes=settings.local_nodes,
             log=settings.log,
         )
-        links = LinkFigures(link_of=self._peers.link_of, turn=self._host.turn)
+        links = LinkFigures(link_of=self._peers.lines.link_of, turn=self._host.turn)
         self._survey = Survey(
             node=settings.node,
             own=OwnFigures(
@@ -338,7 +339,9 @@ class Node:
                 self._load_own,
                 lambda ring: self._orders.unload(self.node, ring),
             )
-        return RemotePort(await self._sharing.control(node), self._peers.watch, self._peers.latest)
+        return RemotePort(
+            await self._sharing.control(node), self._peers.lines.watch, self._peers.lines.latest
+        )
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""

@@ -18,8 +18,9 @@ from shardnet.cluster.addresses import (
     read_interfaces,
 )
 from shardnet.cluster.discovery import Candidate, Discovery, Goodbye
-from shardnet.cluster.peers import Peers, split_address
+from shardnet.cluster.peers import Peers
 from shardnet.cluster.profile import make_host_id
+from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.frames import PROTOCOL_VERSION
 
