@@ -27,7 +27,7 @@ from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import AddressView, RecordSeen
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
-    from shardnet.cluster.discovery import Candidate
+    from shardnet.cluster.node_record import Candidate
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
