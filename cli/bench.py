@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardnet.api.client import GREEDY
-from shardnet.types import OutputParams
+from shardnet.types import NO_OUTPUTS, OutputParams
 from shardnet.wire.plans import PlanReply
 
 from .access import Access
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 AT_ONCE: Final = 16
 """Pieces of a text that are scored at one time."""
-_NO_ROWS: Final = OutputParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,7 @@ class _Bench:
         self,
         prompts: Sequence[list[int] | str],
         n_tokens: int,
-        outputs: OutputParams = _NO_ROWS,
+        outputs: OutputParams = NO_OUTPUTS,
     ) -> list[GenerationResult]:
         with LoadBars() as bars:
 

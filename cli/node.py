@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.addresses import LOOPBACK_HOST
 from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.cluster.model_cache import ModelCache
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node import Node
 
 DEFAULT_PORT = 7433
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ def _host(flags: _Flags, has_key: bool) -> str:
     """
     if has_key:
         return flags.host
-    host = flags.host or LOOPBACK
+    host = flags.host or LOOPBACK_HOST
     if flags.access.insecure:
         say(
             f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "

@@ -24,6 +24,7 @@ from shardnet.api.generation import (
     OnLoading,
     OnPlan,
     ShouldStop,
+    sent_on_and_on,
 )
 from shardnet.api.requests import (
     GenerationOptions,
@@ -35,7 +36,7 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.control import ControlLink, Incoming
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
@@ -223,7 +224,7 @@ class Client:
             if not isinstance(answer, Redirect):
                 raise RemoteProtocolError(f"{control.peer_name} sent {type(answer).__name__}")
             control = await self._link_to(answer.address)
-        raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+        raise sent_on_and_on(self.address)
 
     async def _link_to(self, address: str) -> ControlLink:
         """Return the link to another node; it stays as long as the client."""

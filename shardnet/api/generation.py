@@ -318,9 +318,7 @@ class Generations:
         running.leave(give_up=False)
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
-            return running.failed(
-                PeerFailedError(f"{address} and others keep sending us on; try again")
-            )
+            return running.failed(sent_on_and_on(address))
         try:
             control = await self._link_to(address)
         except ShardnetError as error:
@@ -385,3 +383,8 @@ def _timing(timing: wire.Timing) -> Timing:
         n_drafted=timing.n_drafted,
         n_accepted=timing.n_accepted,
     )
+
+
+def sent_on_and_on(address: str) -> PeerFailedError:
+    """Say that nobody answers but with MAX_REDIRECTS redirects."""
+    return PeerFailedError(f"{address} and others keep sending us on; try again")

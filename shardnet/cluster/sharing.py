@@ -34,7 +34,7 @@ from shardnet.errors import (
 )
 from shardnet.model.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts
+from shardnet.runtime.loading import ModelFacts, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages import Hello, Role
@@ -189,11 +189,7 @@ class Sharing:
         if facts is None or not facts.is_complete:
             facts = await self._disk.run(partial(self._holdings.by_id, order.model_id))
         if facts is not None and facts.is_complete:
-            if facts.model_id != order.model_id:
-                raise CheckpointError(
-                    f"{facts.path} holds model {facts.model_id[:12]} and the plan was made for "
-                    f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
-                )
+            check_model_id(facts.path, facts.model_id, order.model_id)
             self.release()
             return facts.path
         latest = (0, 0)

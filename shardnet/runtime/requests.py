@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardnet.errors import SamplingError
-from shardnet.runtime.compute import NO_OUTPUTS
 from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, Guesser
 from shardnet.runtime.outputs import OutputEvent
 from shardnet.runtime.sequences import FinishReason
-from shardnet.types import MAX_STOP_IDS, LiveState, OutputParams, SamplingParams, TokenLogprobs
+from shardnet.types import (
+    MAX_STOP_IDS,
+    NO_OUTPUTS,
+    LiveState,
+    OutputParams,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class TextAssembler(Protocol):
