@@ -52,7 +52,10 @@ class DecoderStage:
             rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
         ]
         self._layers = [
-            (with_native_halves(load_layer(config, weights, layer), native_kernels()), distinct.index(rope))
+            (
+                with_native_halves(load_layer(config, weights, layer), native_kernels()),
+                distinct.index(rope),
+            )
             for layer, rope in zip(layers, ropes, strict=True)
         ]
 
