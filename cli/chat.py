@@ -59,7 +59,7 @@ def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
     Needs a model with a chat template. /exit or Ctrl-D leaves, /reset forgets what was said, Ctrl-C
     stops an answer. Standard input may be a file or a pipe: each of its lines is a message.
     """
-    params, options = sampling.sampling(), sampling.generation()
+    params, options = sampling.params(), sampling.generation()
     wanted = ring.wanted(access)
     with exit_codes():
         from shardnet.api.blocking import opened

@@ -97,7 +97,7 @@ def generate(
     The node of this machine is asked, or the nodes named with --nodes or started with --local;
     without any, the model runs in this process.
     """
-    params = sampling.sampling(logprobs)
+    params = sampling.params(logprobs)
     options = sampling.generation()
     wanted = ring.wanted(access)
     outputs = save.outputs(prompt_logprobs)

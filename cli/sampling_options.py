@@ -132,7 +132,7 @@ class SamplingOptions:
         ),
     ] = False
 
-    def sampling(self, n_logprobs: int | None = None) -> SamplingParams:
+    def params(self, n_logprobs: int | None = None) -> SamplingParams:
         """Say how tokens are drawn. Raises typer.BadParameter for what cannot be."""
         params = SamplingParams(
             temperature=self.temperature,
