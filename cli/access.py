@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from shardnet.api.opening import key_path, load_identity
 
+from .options import Insecure, KeyFile
+
 if TYPE_CHECKING:  # not every command needs the library behind it
     from shardnet.transport.identity import Identity
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:  # not every command needs the library behind it
 class Access:
     """The flags of a command: `key_file` is "" for the default place."""
 
-    key_file: str
-    insecure: bool
+    key_file: KeyFile = ""
+    insecure: Insecure = False
 
     def identity(self) -> Identity | None:
         """Load the key and make an identity of it, None without a key or with --insecure.

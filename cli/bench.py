@@ -14,34 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardnet.api.client import GREEDY
-from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.types import OutputParams
-from shardnet.wire.control import ModelChoice, PlanReply
+from shardnet.types import NO_OUTPUTS, OutputParams
+from shardnet.wire.plans import PlanReply
 
 from .access import Access
-from .options import (
-    Context,
-    DTypeName,
-    Insecure,
-    Json,
-    KeyFile,
-    KvDTypeOption,
-    Layers,
-    Local,
-    Model,
-    Nodes,
-    NoMdns,
-    Optimise,
-    Peer,
-    QuantName,
-    StreamLayers,
-    Threads,
-    WireDTypeName,
-    model_choice,
-)
+from .option_groups import takes_groups
+from .options import Json
 from .progress import LoadBars
+from .ring_options import OnlineRingOptions
 from .run import run_command, say
-from .target import Target, open_target
+from .target import Target, Wanted, open_target
 from .texts import print_json
 
 if TYPE_CHECKING:
@@ -49,7 +31,6 @@ if TYPE_CHECKING:
 
 AT_ONCE: Final = 16
 """Pieces of a text that are scored at one time."""
-_NO_ROWS: Final = OutputParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +59,10 @@ class Quality:
     took_s: float
 
 
+@takes_groups
 def bench(
-    model: Model = DEFAULT_MODEL_NAME,
-    nodes: Nodes = "",
-    local: Local = 0,
-    peer: Peer = None,
-    no_mdns: NoMdns = False,
-    layers: Layers = "",
-    context: Context = 0,
-    dtype: DTypeName = "auto",
-    wire_dtype: WireDTypeName = "",
-    quant: QuantName = "none",
-    kv_dtype: KvDTypeOption = "auto",
-    stream_layers: StreamLayers = "",
-    optimise: Optimise = "",
-    threads: Threads = 0,
+    *,
+    ring: OnlineRingOptions,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to generate.")] = 64,
     parallel: Annotated[
@@ -115,8 +85,7 @@ def bench(
             "--piece", min=100, help="Characters of the text that are scored with each other."
         ),
     ] = 2000,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    access: Access,
     as_json: Json = False,
 ) -> None:
     """Measure the ring: time to the first token and tokens per second, or --perplexity of a text.
@@ -124,21 +93,8 @@ def bench(
     The text is cut into pieces, each of which is predicted from its own beginning on: compare the
     figures of one file and one --piece with each other, not with those of other programs.
     """
-    choice = model_choice(
-        model=model,
-        nodes=nodes,
-        layers=layers,
-        context=context,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        quant=quant,
-        kv_dtype=kv_dtype,
-        stream_layers=stream_layers,
-        threads=threads,
-        optimise=optimise,
-    )
     job = _Job(
-        choice=choice,
+        wanted=ring.wanted(access),
         n_prompt=prompt,
         n_tokens=tokens,
         parallel=parallel or [1, 4],
@@ -146,13 +102,12 @@ def bench(
         pieces=_pieces(perplexity, piece) if perplexity else [],
         as_json=as_json,
     )
-    access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(job, local, peer or [], access, not no_mdns))
+    run_command(_run(job))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    choice: ModelChoice
+    wanted: Wanted
     n_prompt: int
     n_tokens: int
     parallel: Sequence[int]
@@ -179,10 +134,8 @@ def _pieces(file: str, n_characters: int) -> list[str]:
     return pieces
 
 
-async def _run(job: _Job, local: int, peers: list[str], access: Access, mdns: bool) -> None:
-    async with open_target(
-        job.choice, local=local, peers=peers, access=access, mdns=mdns
-    ) as target:
+async def _run(job: _Job) -> None:
+    async with open_target(job.wanted) as target:
         bench = _Bench(job, target)
         if job.pieces:
             quality = await bench.score()
@@ -281,7 +234,7 @@ class _Bench:
         self,
         prompts: Sequence[list[int] | str],
         n_tokens: int,
-        outputs: OutputParams = _NO_ROWS,
+        outputs: OutputParams = NO_OUTPUTS,
     ) -> list[GenerationResult]:
         with LoadBars() as bars:
 

@@ -7,59 +7,24 @@ the ring still holds what it has computed of it and computes only what is new.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
-from shardnet.api.requests import GenerationOptions, Message, name_model
-from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import SamplingError, ShardnetError
+from shardnet.api.requests import GenerationOptions, Message
+from shardnet.errors import ShardnetError
 from shardnet.types import SamplingParams
-from shardnet.wire.control import ModelChoice
 
 from .access import Access
-from .options import (
-    Context,
-    DTypeName,
-    Insecure,
-    KeyFile,
-    KvDTypeOption,
-    Layers,
-    Local,
-    Model,
-    Nodes,
-    NoMdns,
-    Offline,
-    Peer,
-    QuantName,
-    StreamLayers,
-    Threads,
-    WireDTypeName,
-    keep_offline,
-    model_choice,
-)
+from .option_groups import takes_groups
 from .progress import LoadBars
+from .ring_options import RingOptions
 from .run import EXIT_FAILURE, exit_codes, say
-from .sampling_options import (
-    Deterministic,
-    DraftTokens,
-    FrequencyPenalty,
-    MaxTokens,
-    MinP,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Speculate,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
-from .target import open_target
+from .sampling_options import MaxTokens, SamplingOptions, Temperature
+from .target import Wanted, open_target
 
 if TYPE_CHECKING:
     from shardnet.api.blocking import Client
@@ -68,91 +33,44 @@ if TYPE_CHECKING:
 HELP = "/exit or Ctrl-D leaves, /reset begins anew, Ctrl-C stops an answer"
 
 
-def chat(
-    model: Model = DEFAULT_MODEL_NAME,
-    nodes: Nodes = "",
-    local: Local = 0,
-    peer: Peer = None,
-    no_mdns: NoMdns = False,
-    offline: Offline = False,
-    layers: Layers = "",
-    context: Context = 0,
-    dtype: DTypeName = "auto",
-    wire_dtype: WireDTypeName = "",
-    quant: QuantName = "none",
-    kv_dtype: KvDTypeOption = "auto",
-    stream_layers: StreamLayers = "",
-    threads: Threads = 0,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
-    system: System = "",
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.7,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    speculate: Speculate = "off",
-    draft_tokens: DraftTokens = 0,
-    deterministic: Deterministic = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring(RingOptions):
+    optimise: str = ""  # no flag here: there is one sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampling(SamplingOptions):
+    """Those of `generate`, but for the flags that a conversation has no use for."""
+
+    max_tokens: MaxTokens = 1024
+    min_tokens: int = 0
+    temperature: Temperature = 0.7
+    logit_bias: list[str] | None = None
+    stop_token_id: list[int] | None = None
+    ignore_eos: bool = False
+    bos: str = "auto"
+    keep_special_tokens: bool = False
+
+
+@takes_groups
+def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
     """Talk with the model: a line is a message, the answer streams.
 
     Needs a model with a chat template. /exit or Ctrl-D leaves, /reset forgets what was said, Ctrl-C
     stops an answer. Standard input may be a file or a pipe: each of its lines is a message.
     """
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=secrets.randbits(32) if seed is None else seed,
-    )
-    try:
-        sampling.check()
-    except SamplingError as error:
-        raise typer.BadParameter(str(error)) from error
-    keep_offline(offline)
-    choice = model_choice(
-        model=model,
-        nodes=nodes,
-        layers=layers,
-        context=context,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        quant=quant,
-        kv_dtype=kv_dtype,
-        stream_layers=stream_layers,
-        threads=threads,
-        optimise="",
-    )
-    options: GenerationOptions = {
-        "max_tokens": max_tokens,
-        "stop": stop or [],
-        "speculate": speculate if speculate in ("off", "ngram") else name_model(speculate),
-        "draft_tokens": draft_tokens,
-        "deterministic": deterministic,
-    }
-    access = Access(key_file=key_file, insecure=insecure)
+    params, options = sampling.params(), sampling.generation()
+    wanted = ring.wanted(access)
     with exit_codes():
         from shardnet.api.blocking import opened
 
-        with opened(_client(choice, local, peer or [], access, not no_mdns)) as client:
-            _talk(Conversation(client, sampling, options, system))
+        with opened(_client(wanted)) as client:
+            _talk(Conversation(client, params, options, sampling.system))
 
 
 @contextlib.asynccontextmanager
-async def _client(
-    choice: ModelChoice, local: int, peers: list[str], access: Access, mdns: bool
-) -> AsyncIterator[AsyncClient]:
-    async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
+async def _client(wanted: Wanted) -> AsyncIterator[AsyncClient]:
+    async with open_target(wanted) as target:
         target.client.choice = target.choice
         yield target.client
 

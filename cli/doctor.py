@@ -15,7 +15,8 @@ from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
 from .access import Access
-from .options import Insecure, Json, KeyFile, ModelToCheck, NoMdns, Peer
+from .option_groups import takes_groups
+from .options import Json, NoMdns, Peer
 from .run import EXIT_FAILURE, run_command
 
 if TYPE_CHECKING:
@@ -28,8 +29,18 @@ MOST_FINE = 40
 _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 
 
+@takes_groups
 def doctor(
-    model: ModelToCheck = "",
+    *,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Say also whether the nodes have this checkpoint, and memory and disk for it.",
+            show_default=False,
+        ),
+    ] = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
     timeout: Annotated[
@@ -38,15 +49,13 @@ def doctor(
             "--timeout", metavar="S", min=0.1, help="Seconds to wait for the nodes' reports."
         ),
     ] = 10.0,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    access: Access,
     as_json: Json = False,
 ) -> None:
     """Say what is wrong with this machine's node and those it knows, and what to do.
 
     One line per finding. Ends with 1 when something is wrong.
     """
-    access = Access(key_file=key_file, insecure=insecure)
     model = name_model(model) if model else ""
     run_command(_run(model, peer or [], access, not no_mdns, timeout, as_json))
 

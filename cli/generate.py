@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,86 +15,33 @@ from shardnet.api.requests import (
     Message,
     Prompt,
     make_requests,
-    name_model,
 )
-from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import SamplingError, UsageError
+from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
-from shardnet.wire.control import ModelChoice, PlanReply
+from shardnet.wire.plans import PlanReply
 
 from .access import Access
-from .options import (
-    Context,
-    DTypeName,
-    Insecure,
-    Json,
-    KeyFile,
-    KvDTypeOption,
-    Layers,
-    Local,
-    Model,
-    Nodes,
-    NoMdns,
-    Offline,
-    Optimise,
-    Peer,
-    QuantName,
-    StreamLayers,
-    Threads,
-    WireDTypeName,
-    keep_offline,
-    model_choice,
-)
+from .option_groups import takes_groups
+from .options import Json
 from .progress import LoadBars
 from .prompts_file import read_prompts
+from .ring_options import RingOptions
 from .run import EXIT_FAILURE, run_command
-from .sampling_options import (
-    Deterministic,
-    DraftTokens,
-    FrequencyPenalty,
-    LogitBias,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Speculate,
-    Stop,
-    StopTokenId,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    parse_bias,
-)
+from .sampling_options import SamplingOptions
 from .saved_rows import SavedRows, SaveFlags
-from .target import Target, open_target
+from .target import Target, Wanted, open_target
 from .texts import ListedTexts, OneText
 
 
+@takes_groups
 def generate(
+    *,
     prompt: Annotated[
         str | None,
         typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input."),
     ] = None,
-    model: Model = DEFAULT_MODEL_NAME,
-    nodes: Nodes = "",
-    local: Local = 0,
-    peer: Peer = None,
-    no_mdns: NoMdns = False,
-    offline: Offline = False,
-    layers: Layers = "",
-    context: Context = 0,
-    dtype: DTypeName = "auto",
-    wire_dtype: WireDTypeName = "",
-    quant: QuantName = "none",
-    kv_dtype: KvDTypeOption = "auto",
-    stream_layers: StreamLayers = "",
-    threads: Threads = 0,
-    optimise: Optimise = "",
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    ring: RingOptions,
+    access: Access,
     token_ids: Annotated[
         str,
         typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
@@ -112,37 +58,7 @@ def generate(
         bool,
         typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
     ] = False,
-    system: System = "",
-    max_tokens: MaxTokens = 256,
-    min_tokens: MinTokens = 0,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: LogitBias = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token_id: StopTokenId = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
-    ] = False,
-    bos: Annotated[
-        str,
-        typer.Option(
-            "--bos",
-            metavar="auto|on|off",
-            help="Put the bos token in front: as the tokenizer says, always, or never.",
-        ),
-    ] = "auto",
-    keep_special_tokens: Annotated[
-        bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
-    ] = False,
-    speculate: Speculate = "off",
-    draft_tokens: DraftTokens = 0,
-    deterministic: Deterministic = False,
+    sampling: SamplingOptions,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -157,45 +73,7 @@ def generate(
             help="With --json: the same for the prompt's tokens.",
         ),
     ] = None,
-    save_logits: Annotated[
-        str,
-        typer.Option("--save-logits", metavar="FILE.npz", help="Save the raw logits of rows."),
-    ] = "",
-    logits_rows: Annotated[
-        str,
-        typer.Option(
-            "--logits-rows",
-            metavar="all|last|K",
-            help="Of all rows, those of the prompt and of new tokens but the last, or of the last "
-            "K. Default: all.",
-        ),
-    ] = "",
-    save_hidden: Annotated[
-        str,
-        typer.Option("--save-hidden", metavar="FILE.npz", help="Save the hidden states of rows."),
-    ] = "",
-    hidden_rows: Annotated[
-        str,
-        typer.Option(
-            "--hidden-rows",
-            metavar="all|last|K|mean",
-            help="As --logits-rows, or the mean of all. Default: all.",
-        ),
-    ] = "",
-    hidden_before_norm: Annotated[
-        bool,
-        typer.Option(
-            "--hidden-before-norm", help="Hidden states in front of the final norm, not behind it."
-        ),
-    ] = False,
-    record_routing: Annotated[
-        str,
-        typer.Option(
-            "--record-routing",
-            metavar="FILE.npz",
-            help="Save which experts each row visited, layer by layer.",
-        ),
-    ] = "",
+    save: SaveFlags,
     priority: Annotated[
         int,
         typer.Option(
@@ -219,75 +97,34 @@ def generate(
     The node of this machine is asked, or the nodes named with --nodes or started with --local;
     without any, the model runs in this process.
     """
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=tuple(parse_bias(entry) for entry in logit_bias or ()),
-        min_tokens=min_tokens,
-        seed=secrets.randbits(32) if seed is None else seed,
-        n_logprobs=logprobs,
-    )
-    if bos not in ("auto", "on", "off"):
-        raise typer.BadParameter(f"'{bos}': choose auto, on or off", param_hint="--bos")
-    keep_offline(offline)
-    choice = model_choice(
-        model=model,
-        nodes=nodes,
-        layers=layers,
-        context=context,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        quant=quant,
-        kv_dtype=kv_dtype,
-        stream_layers=stream_layers,
-        threads=threads,
-        optimise=optimise,
-    )
-    save = SaveFlags(
-        save_logits=save_logits,
-        logits_rows=logits_rows,
-        save_hidden=save_hidden,
-        hidden_rows=hidden_rows,
-        hidden_before_norm=hidden_before_norm,
-        record_routing=record_routing,
-    )
+    params = sampling.params(logprobs)
+    options = sampling.generation()
+    wanted = ring.wanted(access)
     outputs = save.outputs(prompt_logprobs)
-    if system and not chat:
+    if sampling.system and not chat:
         raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
-    lines, prompts = _prompts(prompt, token_ids, prompts_file, _checked(sampling))
+    lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
     if chat:
-        prompts = [replace(asked, content=_conversation(asked, system)) for asked in prompts]
+        prompts = [
+            replace(asked, content=_conversation(asked, sampling.system)) for asked in prompts
+        ]
     job = _Job(
         prompts=prompts,
         lines=lines,
         file=prompts_file,
-        choice=choice,
-        sampling=sampling,
+        wanted=wanted,
+        sampling=params,
         options={
-            "max_tokens": max_tokens,
-            "stop": stop or [],
-            "stop_token_ids": stop_token_id or [],
-            "ignore_eos": ignore_eos,
-            "bos": bos,  # type: ignore[typeddict-item]  # checked above
-            "keep_special_tokens": keep_special_tokens,
+            **options,
             "priority": priority,
             "deadline_s": deadline,
-            "speculate": speculate if speculate in ("off", "ngram") else name_model(speculate),
-            "draft_tokens": draft_tokens,
-            "deterministic": deterministic,
             "outputs": outputs,
         },
         saved=SavedRows(save.files(), len(prompts)),
         as_json=as_json,
     )
     job.check()
-    access = Access(key_file=key_file, insecure=insecure)
-    run_command(_run(job, local, peer or [], access, not no_mdns))
+    run_command(_run(job))
 
 
 def _conversation(asked: Prompt, system: str) -> list[Message]:
@@ -306,7 +143,7 @@ class _Job:
     prompts: Sequence[Prompt]
     lines: Sequence[int]
     file: str
-    choice: ModelChoice
+    wanted: Wanted
     sampling: SamplingParams
     options: GenerationOptions
     saved: SavedRows
@@ -317,7 +154,7 @@ class _Job:
         for number, prompt in enumerate(self.prompts):
             where = f"{self.file} line {self.lines[number]}: " if self.file else ""
             try:
-                make_requests(prompt, self.sampling, self.choice, **self.options)
+                make_requests(prompt, self.sampling, self.wanted.choice, **self.options)
             except UsageError as error:
                 raise typer.BadParameter(f"{where}{error}") from error
 
@@ -326,14 +163,6 @@ class _Job:
         if not self.file:
             return OneText(as_json=self.as_json)
         return ListedTexts(self.file, self.lines, as_json=self.as_json)
-
-
-def _checked(sampling: SamplingParams) -> SamplingParams:
-    try:
-        sampling.check()
-    except SamplingError as error:
-        raise typer.BadParameter(str(error)) from error
-    return sampling
 
 
 def _prompts(
@@ -364,12 +193,10 @@ def _parse_ids(text: str) -> list[int]:
         ) from error
 
 
-async def _run(job: _Job, local: int, peers: list[str], access: Access, mdns: bool) -> None:
+async def _run(job: _Job) -> None:
     output = job.output()
     with job.saved:
-        async with open_target(
-            job.choice, local=local, peers=peers, access=access, mdns=mdns
-        ) as target:
+        async with open_target(job.wanted) as target:
             await _show(job, target, output)
         job.saved.write()
     if not output.close():

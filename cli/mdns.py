@@ -23,7 +23,7 @@ from shardnet.cluster.addresses import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.cluster.discovery import Candidate
+    from shardnet.cluster.node_record import Candidate
     from shardnet.cluster.soundings import Sounding
     from shardnet.transport.identity import Identity
 

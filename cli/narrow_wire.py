@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardnet.wire.control import NodeProgress, PlanReply
 from shardnet.wire.narrow import NarrowWire, WireError
+from shardnet.wire.plans import NodeProgress, PlanReply
 
 from .run import say
 
@@ -87,18 +87,18 @@ def _saving_words(plan: PlanReply, wire: NarrowWire) -> str:
     if wire.saves_ms is None:
         return "which saves an unknown time, as not all links are measured"
     verb = "saves" if wire.saves_ms >= 0 else "loses"
-    words = f"{verb} {_number(abs(wire.saves_ms))} ms"
+    words = f"{verb} {short_number(abs(wire.saves_ms))} ms"
     if plan.predicted_tok_s:
         exact_ms = 1e3 / plan.predicted_tok_s + wire.saves_ms
-        words += f" of {_number(exact_ms)} ms"
+        words += f" of {short_number(exact_ms)} ms"
     words += " per token at these links"
     return words if wire.saves_ms >= 0 else f"{words}: rounding takes longer than it saves"
 
 
 def _error_words(error: WireError) -> str:
     return (
-        f"logits off by at most {_number(error.max_error)} of their spread "
-        f"({_number(error.rms_error)} rms, KL {error.kl:.1g}), "
+        f"logits off by at most {short_number(error.max_error)} of their spread "
+        f"({short_number(error.rms_error)} rms, KL {error.kl:.1g}), "
         f"{error.n_changed} of {error.n_rows} likeliest tokens differ"
     )
 
@@ -107,5 +107,6 @@ def _kb(size_bytes: int) -> str:
     return f"{size_bytes / 1e3:.1f}"
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
+    """Write two significant digits, whole numbers from 10 on."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

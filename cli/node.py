@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.addresses import LOOPBACK_HOST
 from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.cluster.model_cache import ModelCache
@@ -22,14 +23,14 @@ from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .mdns import told_interfaces
-from .options import Insecure, Json, KeyFile, NoMdns, Offline, Peer, keep_offline, parse_size
+from .option_groups import takes_groups
+from .options import Json, NoMdns, Offline, Peer, keep_offline, parse_size
 from .run import run_command, say
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node import Node
 
 DEFAULT_PORT = 7433
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,9 @@ class _Flags:
     until_stdin_closes: bool
 
 
+@takes_groups
 def node(
+    *,
     host: Annotated[
         str,
         typer.Option(
@@ -131,8 +134,7 @@ def node(
     peer: Peer = None,
     no_mdns: NoMdns = False,
     offline: Offline = False,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    access: Access,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -152,7 +154,7 @@ def node(
         share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
         peers=tuple(peer or ()),
         no_mdns=no_mdns,
-        access=Access(key_file=key_file, insecure=insecure),
+        access=access,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
@@ -211,7 +213,7 @@ def _host(flags: _Flags, has_key: bool) -> str:
     """
     if has_key:
         return flags.host
-    host = flags.host or LOOPBACK
+    host = flags.host or LOOPBACK_HOST
     if flags.access.insecure:
         say(
             f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "

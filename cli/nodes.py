@@ -13,11 +13,12 @@ import typer
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ShardnetError
-from shardnet.wire.control import NodeInfo
+from shardnet.wire.neighbours import NodeInfo
 
 from .access import Access
 from .mdns import find_nearest
-from .options import Insecure, Json, KeyFile, Nodes, NoMdns, Peer, split_nodes
+from .option_groups import takes_groups
+from .options import Json, Nodes, NoMdns, Peer, split_nodes
 from .run import run_command, say
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -32,20 +33,20 @@ FOUND_S = 0.5
 """How long one that was found may take before others are asked."""
 
 
+@takes_groups
 def nodes(
+    *,
     nodes: Nodes = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    access: Access,
     as_json: Json = False,
 ) -> None:
     """Show the nodes of this machine, those they know, and those that are named.
 
     Without any of these, nodes are looked for on the network.
     """
-    access = Access(key_file=key_file, insecure=insecure)
     named = [*split_nodes(nodes), *(peer or [])]
     run_command(_run(named, access, not no_mdns, watch, as_json))
 

@@ -10,57 +10,28 @@ import msgspec
 import typer
 
 from shardnet.api.client import connect
-from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.api.requests import check_request
 from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.last_run import read_last_run
 from shardnet.errors import UsageError
-from shardnet.wire.control import LastRun, ModelChoice, PlanRequest
+from shardnet.wire.generation import LastRun
+from shardnet.wire.plans import ModelChoice, PlanRequest
 
 from .access import Access
 from .narrow_wire import WireBar
-from .options import (
-    Context,
-    DTypeName,
-    Insecure,
-    Json,
-    KeyFile,
-    KvDTypeOption,
-    Layers,
-    Local,
-    Model,
-    Nodes,
-    NoMdns,
-    Optimise,
-    Peer,
-    QuantName,
-    StreamLayers,
-    Threads,
-    WireDTypeName,
-    check_sendable,
-    model_choice,
-)
+from .option_groups import takes_groups
+from .options import Json
 from .plan_text import plan_json, plan_text, run_json, run_text
+from .ring_options import OnlineRingOptions
 from .run import run_command
-from .target import connect_here, open_target
+from .target import Wanted, connect_here, open_target
 
 
+@takes_groups
 def plan(
-    model: Model = DEFAULT_MODEL_NAME,
-    nodes: Nodes = "",
-    local: Local = 0,
-    peer: Peer = None,
-    no_mdns: NoMdns = False,
-    layers: Layers = "",
-    context: Context = 0,
-    dtype: DTypeName = "auto",
-    wire_dtype: WireDTypeName = "",
-    quant: QuantName = "none",
-    kv_dtype: KvDTypeOption = "auto",
-    stream_layers: StreamLayers = "",
-    threads: Threads = 0,
-    optimise: Optimise = "",
-    key_file: KeyFile = "",
-    insecure: Insecure = False,
+    *,
+    ring: OnlineRingOptions,
+    access: Access,
     again: Annotated[
         bool, typer.Option("--again", help="Measure nodes and links anew, whatever they remember.")
     ] = False,
@@ -71,44 +42,28 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the plan that would be used, why, what was measured, and which nodes were left out."""
-    choice = model_choice(
-        model=model,
-        nodes=nodes,
-        layers=layers,
-        context=context,
-        dtype=dtype,
-        wire_dtype=wire_dtype,
-        quant=quant,
-        kv_dtype=kv_dtype,
-        stream_layers=stream_layers,
-        threads=threads,
-        optimise=optimise,
-    )
-    check_sendable(PlanRequest(request=0, choice=choice))
-    access = Access(key_file=key_file, insecure=insecure)
-    if last:
-        run_command(_show_last(choice, peer or [], access, as_json))
-    else:
-        run_command(_show(choice, local, peer or [], access, not no_mdns, again, as_json))
+    wanted = ring.wanted(access)
+    _check(wanted.choice)
+    run_command(_show_last(wanted, as_json) if last else _show(wanted, again, as_json))
 
 
-async def _show(
-    choice: ModelChoice,
-    local: int,
-    peers: list[str],
-    access: Access,
-    mdns: bool,
-    again: bool,
-    as_json: bool,
-) -> None:
-    async with open_target(choice, local=local, peers=peers, access=access, mdns=mdns) as target:
-        with WireBar(choice.wire_dtype) as bar:
+def _check(choice: ModelChoice) -> None:
+    """Raise typer.BadParameter for values that the protocol has no room for."""
+    try:
+        check_request(PlanRequest(request=0, choice=choice))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
+    async with open_target(wanted) as target:
+        with WireBar(wanted.choice.wire_dtype) as bar:
             reply = await target.client.plan(target.choice, bar.update, again=again)
     print(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
 
 
-async def _show_last(choice: ModelChoice, peers: list[str], access: Access, as_json: bool) -> None:
-    run = await _last_run(choice.nodes[:1] or peers[:1], access)
+async def _show_last(wanted: Wanted, as_json: bool) -> None:
+    run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], wanted.access)
     print(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shardnet.wire.control import LastRun, PlannedStage, PlanReply, StageShare
+from shardnet.wire.generation import LastRun, StageShare
 from shardnet.wire.measured import NodeMeasured, WayMeasured
+from shardnet.wire.plans import PlannedStage, PlanReply
 
-from .narrow_wire import narrow_wire_json, narrow_wire_words
+from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
 
 NOT_MEASURED = "not measured"
 
@@ -71,7 +72,7 @@ def plan_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {number_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
-        lines.append(f"  predicted: {_number(plan.predicted_tok_s)} tokens/s{of_what}")
+        lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [_stage_line(plan, stage) for stage in plan.stages]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
@@ -212,15 +213,15 @@ def _predicted_ms(ms: float | None) -> str:
 
 
 def _rate(tok_s: float | None) -> str:
-    return NOT_MEASURED if tok_s is None else _number(tok_s)
+    return NOT_MEASURED if tok_s is None else short_number(tok_s)
 
 
 def _rate_of(bytes_per_s: float) -> str:
-    return f"{_number(bytes_per_s / 1e6)} MB/s"
+    return f"{short_number(bytes_per_s / 1e6)} MB/s"
 
 
 def _ms(ms: float) -> str:
-    return f"{_number(ms)} ms"
+    return f"{short_number(ms)} ms"
 
 
 def _in_ms(seconds: float) -> float:
@@ -230,8 +231,3 @@ def _in_ms(seconds: float) -> float:
 
 def _date(since_1970_s: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(since_1970_s or 0))
-
-
-def _number(value: float) -> str:
-    """Write two significant digits, whole numbers from 10 on."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardnet.wire.control import NodeProgress, PlanReply
+from shardnet.wire.plans import NodeProgress, PlanReply
 from shardnet.wire.schema import Phase
 
 from .plan_text import number_words

@@ -1,109 +1,177 @@
-"""The options of how text is made, for the commands that make some: `generate` and `chat`.
+"""How text is made: the flags of the commands that make some, `generate` and `chat`.
 
-Knows flags and their help. Must not know what is done with them, but for reading --logit-bias.
+Knows each flag once, and what it becomes in a request. Must not know prompts or rings.
 """
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-System = Annotated[
-    str,
-    typer.Option("--system", metavar="TEXT", help="What a chat model is told beforehand."),
-]
+from shardnet.api.requests import GenerationOptions, name_model
+from shardnet.errors import SamplingError
+from shardnet.types import SamplingParams
+
 MaxTokens = Annotated[
     int,
     typer.Option(
         "--max-tokens", min=0, help="Make at most so many tokens; 0 only reads the prompt."
     ),
 ]
-MinTokens = Annotated[
-    int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
-]
 Temperature = Annotated[
     float, typer.Option("--temperature", help="0 takes the likeliest token every time.")
 ]
-TopK = Annotated[int, typer.Option("--top-k", help="Draw among the K likeliest tokens; 0 is off.")]
-TopP = Annotated[
-    float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
-]
-MinP = Annotated[
-    float,
-    typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="X",
-        help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty",
-        metavar="X",
-        help="Lower the logit of tokens of the answer by X each time they come.",
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias",
-        metavar="ID=X",
-        help="Add X, from -100 to 100, to a token's logit; may be given several times.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="STR", help="End before this text.")
-]
-StopTokenId = Annotated[
-    list[int] | None,
-    typer.Option("--stop-token-id", metavar="ID", min=0, help="End after this token."),
-]
-Speculate = Annotated[
-    str,
-    typer.Option(
-        "--speculate",
-        metavar="off|ngram|PATH",
-        help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
-        "small model at PATH on the head.",
-        envvar="SHARDNET_SPECULATE",
-    ),
-]
-DraftTokens = Annotated[
-    int,
-    typer.Option(
-        "--draft-tokens",
-        metavar="N",
-        min=0,
-        help="Guess at most N tokens at once. Default: as many as pay.",
-        show_default=False,
-    ),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        help="The same tokens whoever else is served, with speculation or without; slower.",
-    ),
-]
 
 
-def parse_bias(entry: str) -> tuple[int, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The flags, in the order in which --help shows them."""
+
+    system: Annotated[
+        str,
+        typer.Option("--system", metavar="TEXT", help="What a chat model is told beforehand."),
+    ] = ""
+    max_tokens: MaxTokens = 256
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
+    ] = 0
+    temperature: Temperature = 0.0
+    top_k: Annotated[
+        int, typer.Option("--top-k", help="Draw among the K likeliest tokens; 0 is off.")
+    ] = 0
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="X",
+            help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(
+            "--frequency-penalty",
+            metavar="X",
+            help="Lower the logit of tokens of the answer by X each time they come.",
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="ID=X",
+            help="Add X, from -100 to 100, to a token's logit; may be given several times.",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="STR", help="End before this text.")
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", metavar="ID", min=0, help="End after this token."),
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
+    ] = False
+    bos: Annotated[
+        str,
+        typer.Option(
+            "--bos",
+            metavar="auto|on|off",
+            help="Put the bos token in front: as the tokenizer says, always, or never.",
+        ),
+    ] = "auto"
+    keep_special_tokens: Annotated[
+        bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
+    ] = False
+    speculate: Annotated[
+        str,
+        typer.Option(
+            "--speculate",
+            metavar="off|ngram|PATH",
+            help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
+            "small model at PATH on the head.",
+            envvar="SHARDNET_SPECULATE",
+        ),
+    ] = "off"
+    draft_tokens: Annotated[
+        int,
+        typer.Option(
+            "--draft-tokens",
+            metavar="N",
+            min=0,
+            help="Guess at most N tokens at once. Default: as many as pay.",
+            show_default=False,
+        ),
+    ] = 0
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="The same tokens whoever else is served, with speculation or without; slower.",
+        ),
+    ] = False
+
+    def params(self, n_logprobs: int | None = None) -> SamplingParams:
+        """Say how tokens are drawn. Raises typer.BadParameter for what cannot be."""
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(_parse_bias(entry) for entry in self.logit_bias or ()),
+            min_tokens=self.min_tokens,
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            n_logprobs=n_logprobs,
+        )
+        try:
+            params.check()
+        except SamplingError as error:
+            raise typer.BadParameter(str(error)) from error
+        return params
+
+    def generation(self) -> GenerationOptions:
+        """Say how a request is carried out. Raises typer.BadParameter for a wrong value."""
+        if self.bos not in ("auto", "on", "off"):
+            raise typer.BadParameter(f"'{self.bos}': choose auto, on or off", param_hint="--bos")
+        is_path = self.speculate not in ("off", "ngram")
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop or [],
+            "stop_token_ids": self.stop_token_id or [],
+            "ignore_eos": self.ignore_eos,
+            "bos": self.bos,  # type: ignore[typeddict-item]  # checked above
+            "keep_special_tokens": self.keep_special_tokens,
+            "speculate": name_model(self.speculate) if is_path else self.speculate,
+            "draft_tokens": self.draft_tokens,
+            "deterministic": self.deterministic,
+        }
+
+
+def _parse_bias(entry: str) -> tuple[int, float]:
     """Read ID=X. Raises typer.BadParameter for anything else."""
     token_id, equals, bias = entry.partition("=")
     try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -31,12 +31,45 @@ if TYPE_CHECKING:  # the command line starts faster without
 class SaveFlags:
     """The flags as they were given: "" where one was not."""
 
-    save_logits: str
-    logits_rows: str
-    save_hidden: str
-    hidden_rows: str
-    hidden_before_norm: bool
-    record_routing: str
+    save_logits: Annotated[
+        str,
+        typer.Option("--save-logits", metavar="FILE.npz", help="Save the raw logits of rows."),
+    ] = ""
+    logits_rows: Annotated[
+        str,
+        typer.Option(
+            "--logits-rows",
+            metavar="all|last|K",
+            help="Of all rows, those of the prompt and of new tokens but the last, or of the last "
+            "K. Default: all.",
+        ),
+    ] = ""
+    save_hidden: Annotated[
+        str,
+        typer.Option("--save-hidden", metavar="FILE.npz", help="Save the hidden states of rows."),
+    ] = ""
+    hidden_rows: Annotated[
+        str,
+        typer.Option(
+            "--hidden-rows",
+            metavar="all|last|K|mean",
+            help="As --logits-rows, or the mean of all. Default: all.",
+        ),
+    ] = ""
+    hidden_before_norm: Annotated[
+        bool,
+        typer.Option(
+            "--hidden-before-norm", help="Hidden states in front of the final norm, not behind it."
+        ),
+    ] = False
+    record_routing: Annotated[
+        str,
+        typer.Option(
+            "--record-routing",
+            metavar="FILE.npz",
+            help="Save which experts each row visited, layer by layer.",
+        ),
+    ] = ""
 
     def files(self) -> dict[OutputKind, Path]:
         """Give the file of each kind. Raises typer.BadParameter for one that cannot be made."""

@@ -9,44 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardnet.api.client import Client, connect
-from shardnet.errors import PeerSilentError, PeerUnreachableError
+from shardnet.api.client import Client
+from shardnet.errors import PeerSilentError
 from shardnet.types import BLOCK_POSITIONS
 
 from .access import Access
-from .options import Insecure, Json, KeyFile, Nodes, split_nodes
+from .option_groups import takes_groups
+from .options import Json, Nodes, split_nodes
 from .run import run_command
-from .target import connect_here
+from .target import named_or_here
 
 if TYPE_CHECKING:
-    from shardnet.wire.control import NodeInfo, ReportReply
+    from shardnet.wire.neighbours import NodeInfo, ReportReply
     from shardnet.wire.reports import NodeReport, StageState
 
 ANSWER_S = 3.0
 """How long the node may take to tell."""
 
 
-def status(
-    nodes: Nodes = "", key_file: KeyFile = "", insecure: Insecure = False, as_json: Json = False
-) -> None:
+@takes_groups
+def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
     """Show what the node of this machine, or each that is named, holds and does."""
-    access = Access(key_file=key_file, insecure=insecure)
     run_command(_run(split_nodes(nodes), access, as_json))
 
 
 async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
-    identity = access.identity()
     async with contextlib.AsyncExitStack() as stack:
-        if addresses:
-            clients = [await stack.enter_async_context(connect(a, identity)) for a in addresses]
-        else:
-            here = await connect_here(stack, identity)
-            if here is None:
-                raise PeerUnreachableError(
-                    "no node runs on this machine: start one with `shardnet node`, or name one "
-                    "with --nodes HOST:PORT"
-                )
-            clients = [here]
+        clients = await named_or_here(stack, addresses, access)
         for reply in await asyncio.gather(*(_ask(client) for client in clients)):
             assert reply.info is not None
             assert reply.report is not None

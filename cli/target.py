@@ -19,7 +19,7 @@ from shardnet.api.client import Client, connect
 from shardnet.api.opening import node_in_process
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 from .access import Access
 from .local_processes import local_processes
@@ -38,43 +38,51 @@ class Target:
     choice: ModelChoice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a command wants of a ring, and where it looks for one: with `mdns` on the network too.
+
+    With `local` so many processes are started for this run.
+    """
+
+    choice: ModelChoice
+    local: int
+    peers: Sequence[str]
+    mdns: bool
+    access: Access
+
+
 @asynccontextmanager
-async def open_target(
-    choice: ModelChoice, *, local: int, peers: Sequence[str], access: Access, mdns: bool
-) -> AsyncIterator[Target]:
-    """Find the node to ask for `choice`; with `mdns` also by looking for one.
+async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
+    """Find the node to ask.
 
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
     answer, ConfigurationError when the cluster key cannot be used.
     """
+    choice = wanted.choice
     async with contextlib.AsyncExitStack() as stack:
-        if choice.nodes and local:
+        if choice.nodes and wanted.local:
             raise UsageError("--nodes and --local exclude each other: give one of them")
-        if local:
+        if wanted.local:
             addresses = await stack.enter_async_context(
-                local_processes(local, choice.threads, access)
+                local_processes(wanted.local, choice.threads, wanted.access)
             )
             choice = replace(choice, nodes=addresses)
-        client = await _client(stack, choice, peers, access, mdns)
+        client = await _client(stack, choice, wanted)
         yield Target(client=client, choice=choice)
 
 
-async def _client(
-    stack: contextlib.AsyncExitStack,
-    choice: ModelChoice,
-    peers: Sequence[str],
-    access: Access,
-    mdns: bool,
-) -> Client:
+async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted: Wanted) -> Client:
+    access = wanted.access
     identity = access.identity()
     if choice.nodes:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
     here = await connect_here(stack, identity)
     if here is not None:
         return here
-    if peers:
-        return await _nearest(stack, peers, identity)
-    if mdns and (found := await find_nearest(identity, insecure=access.insecure)):
+    if wanted.peers:
+        return await _nearest(stack, wanted.peers, identity)
+    if wanted.mdns and (found := await find_nearest(identity, insecure=access.insecure)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")
@@ -98,6 +106,25 @@ async def connect_here(
             say(f"asking the node of this machine, {node.name} ({node.address})")
             return client
     return None
+
+
+async def named_or_here(
+    stack: contextlib.AsyncExitStack, addresses: Sequence[str], access: Access
+) -> list[Client]:
+    """Connect to the nodes at these addresses, where there are none to that of this machine.
+
+    Raises PeerUnreachableError when none runs here, LinkError when a named one does not answer.
+    """
+    identity = access.identity()
+    if addresses:
+        return [await stack.enter_async_context(connect(a, identity)) for a in addresses]
+    here = await connect_here(stack, identity)
+    if here is None:
+        raise PeerUnreachableError(
+            "no node runs on this machine: start one with `shardnet node`, or name one with "
+            "--nodes HOST:PORT"
+        )
+    return [here]
 
 
 async def _nearest(

@@ -22,7 +22,7 @@ from shardnet.api.events import (
     TokenLogprob,
 )
 from shardnet.errors import ShardnetError
-from shardnet.wire.control import PlanReply
+from shardnet.wire.plans import PlanReply
 
 from .progress import ProgressLine
 from .run import say

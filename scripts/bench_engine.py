@@ -21,8 +21,9 @@ from bench_ring import random_1b
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.drafting import NgramGuesser
-from shardnet.runtime.engine import Engine, Speculation
+from shardnet.runtime.engine import Engine
 from shardnet.runtime.executor import Executor
+from shardnet.runtime.requests import Speculation
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.runtime.sequences import Outcome, SendStep, SequenceRequest
 from shardnet.transport.loop import run

@@ -25,8 +25,9 @@ from shardnet_cli.local_processes import local_processes
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.transport.loop import run
-from shardnet.wire.control import Generate, LastRun, ModelChoice
+from shardnet.wire.generation import Generate, LastRun
 from shardnet.wire.messages import Sampling
+from shardnet.wire.plans import ModelChoice
 
 PROMPT = tuple(range(2, 34))
 

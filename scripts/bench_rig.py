@@ -28,8 +28,8 @@ from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
-from shardnet.runtime.engine import (
-    Engine,
+from shardnet.runtime.engine import Engine
+from shardnet.runtime.requests import (
     GenerationFinished,
     GenerationRequest,
     Speculation,
@@ -45,7 +45,7 @@ from shardnet.types import (
     SlotId,
     StepId,
 )
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 MAX_CONTEXT = 4096
 

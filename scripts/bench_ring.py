@@ -46,8 +46,9 @@ from shardnet.types import (
     StepId,
     parse_layers,
 )
-from shardnet.wire.control import Generate, ModelChoice
+from shardnet.wire.generation import Generate
 from shardnet.wire.messages import Sampling
+from shardnet.wire.plans import ModelChoice
 
 READ_BYTES = 1536 * 2**20
 CHUNKS_TO_TRY = (64, 128, 256, 512)

@@ -27,8 +27,9 @@ from shardnet.runtime.loading import ModelFacts, identify
 from shardnet.runtime.wire_error import measure_logit_error
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
-from shardnet.wire.control import Finished, Generate, ModelChoice
+from shardnet.wire.generation import Finished, Generate
 from shardnet.wire.messages import Sampling
+from shardnet.wire.plans import ModelChoice
 
 ROWS = (1, 256)
 REPEATS = 50

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NewType
+from typing import Final, NewType
 
 from shardnet.errors import SamplingError, UsageError
 
@@ -410,6 +410,9 @@ class OutputParams:
                 raise SamplingError(f"{kind.value} must be of 1 row or more, or of all, not {rows}")
         if self.hidden_mean and self.hidden_rows != ALL_ROWS:
             raise SamplingError("the mean of hidden states is that of all rows")
+
+
+NO_OUTPUTS: Final = OutputParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ def is_pure(path: str) -> bool:
         (
             "shardnet/wire/",
             "shardnet/runtime/scheduler.py",
+            "shardnet/runtime/roster.py",
             "shardnet/runtime/sequences.py",
             "shardnet/runtime/slot_book.py",
             "shardnet/runtime/step_cost.py",

@@ -14,11 +14,8 @@ from stage_chain import StageChain
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.sampler import Sampler
-from shardnet.runtime.compute import (
-    Samples,
-    SequenceOpened,
-)
-from shardnet.runtime.engine import (
+from shardnet.runtime.compute import Samples, SequenceOpened
+from shardnet.runtime.requests import (
     GenerationEvent,
     GenerationFinished,
     GenerationRequest,

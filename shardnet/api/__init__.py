@@ -20,7 +20,7 @@ from shardnet.api.events import (
 from shardnet.api.opening import connect, in_process, local_ring
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 __all__ = [
     "ALL_ROWS",

@@ -23,7 +23,8 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import LinkClosedError
 from shardnet.transport.loop import run
 from shardnet.types import SamplingParams
-from shardnet.wire.control import ModelChoice, PlanReply, StatusReply
+from shardnet.wire.neighbours import StatusReply
+from shardnet.wire.plans import ModelChoice, PlanReply
 
 T = TypeVar("T")
 

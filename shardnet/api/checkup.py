@@ -22,12 +22,12 @@ from shardnet.cluster.probes import HANDSHAKE_S, look
 from shardnet.cluster.soundings import Sounding
 from shardnet.errors import ShardnetError
 from shardnet.runtime.loading import ModelFacts, identify_at
-from shardnet.wire.control import NodeInfo, ReportReply
 from shardnet.wire.frames import PROTOCOL_VERSION
+from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import AddressView, RecordSeen
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
-    from shardnet.cluster.discovery import Candidate
+    from shardnet.cluster.node_record import Candidate
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0

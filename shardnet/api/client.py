@@ -24,6 +24,7 @@ from shardnet.api.generation import (
     OnLoading,
     OnPlan,
     ShouldStop,
+    sent_on_and_on,
 )
 from shardnet.api.requests import (
     GenerationOptions,
@@ -35,27 +36,16 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.control import ControlLink, Incoming
-from shardnet.cluster.peers import split_address
-from shardnet.errors import LinkClosedError, PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import LinkClosedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
+from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
-from shardnet.wire.control import (
-    Done,
-    LastRun,
-    LastRunRequest,
-    ModelChoice,
-    NodeProgress,
-    PlanReply,
-    PlanRequest,
-    Redirect,
-    ReportReply,
-    ReportRequest,
-    Status,
-    StatusReply,
-    Unload,
-)
+from shardnet.wire.control import Done, Redirect
+from shardnet.wire.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import ReportReply, ReportRequest, Status, StatusReply
+from shardnet.wire.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -235,7 +225,7 @@ class Client:
             if not isinstance(answer, Redirect):
                 raise RemoteProtocolError(f"{control.peer_name} sent {type(answer).__name__}")
             control = await self._link_to(answer.address)
-        raise PeerFailedError(f"{self.address} and others keep sending us on; try again")
+        raise sent_on_and_on(self.address)
 
     async def _link_to(self, address: str) -> ControlLink:
         """Return the link to another node; it stays as long as the client."""

@@ -41,8 +41,9 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
-from shardnet.wire import control as wire
-from shardnet.wire.control import ControlMessage, NodeProgress, PlanReply
+from shardnet.wire import generation as wire
+from shardnet.wire.control import ControlMessage, Failed, Redirect, reported_error
+from shardnet.wire.plans import NodeProgress, PlanReply
 
 MAX_REDIRECTS = 3
 
@@ -115,8 +116,8 @@ class _Running:
                 return self._more_rows(answer)
             case wire.Finished():
                 return self._finished(answer)
-            case wire.Failed():
-                return self.failed(wire.reported_error(answer, peer))
+            case Failed():
+                return self.failed(reported_error(answer, peer))
             case ShardnetError():
                 return self.failed(answer)
             case _:
@@ -304,7 +305,7 @@ class Generations:
                 if self._hooks.on_loading is not None:
                     self._hooks.on_loading(answer)
                 return None
-            case wire.Redirect(address=address):
+            case Redirect(address=address):
                 event = await self._follow(running, address)
             case _:
                 event = running.take(answer, (running.control or self._first).peer_name)
@@ -317,9 +318,7 @@ class Generations:
         running.leave(give_up=False)
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
-            return running.failed(
-                PeerFailedError(f"{address} and others keep sending us on; try again")
-            )
+            return running.failed(sent_on_and_on(address))
         try:
             control = await self._link_to(address)
         except ShardnetError as error:
@@ -384,3 +383,8 @@ def _timing(timing: wire.Timing) -> Timing:
         n_drafted=timing.n_drafted,
         n_accepted=timing.n_accepted,
     )
+
+
+def sent_on_and_on(address: str) -> PeerFailedError:
+    """Say that nobody answers but with MAX_REDIRECTS redirects."""
+    return PeerFailedError(f"{address} and others keep sending us on; try again")

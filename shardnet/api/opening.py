@@ -21,7 +21,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.cluster_key import default_key_path, load_key
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity

@@ -16,17 +16,10 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
 from shardnet.model.hub_cache import HubName
 from shardnet.types import OutputParams, SamplingParams
-from shardnet.wire.control import (
-    ChatMessage,
-    Generate,
-    LastRunRequest,
-    ModelChoice,
-    PlanRequest,
-    Unload,
-    control_frame,
-    read_control,
-)
+from shardnet.wire.control import control_frame, read_control
+from shardnet.wire.generation import ChatMessage, Generate, LastRunRequest, Unload
 from shardnet.wire.messages import Outputs, Sampling
+from shardnet.wire.plans import ModelChoice, PlanRequest
 
 
 class GenerationOptions(TypedDict, total=False):

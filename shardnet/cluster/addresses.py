@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from shardnet.transport.link import format_address
+from shardnet.transport.address import format_address
 
 LOOPBACK_HOST: Final = "127.0.0.1"
 

@@ -23,27 +23,24 @@ from shardnet.errors import UsageError
 from shardnet.model.chat_template import ChatTemplate
 from shardnet.model.text import TextStream
 from shardnet.model.tokenizer import Tokenizer, check_token_ids
-from shardnet.runtime.engine import (
+from shardnet.runtime.executor import Executor
+from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
+from shardnet.runtime.requests import (
     GenerationFinished,
     GenerationRequest,
     RequestMoved,
     RequestTiming,
     TokenGenerated,
 )
-from shardnet.runtime.executor import Executor
-from shardnet.runtime.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
 from shardnet.runtime.routing import MAX_ROUTING_BYTES
 from shardnet.types import OutputKind, TokenLogprobs
-from shardnet.wire.control import (
+from shardnet.wire.control import Done, Redirect
+from shardnet.wire.generation import (
     MAX_ROWS_BYTES,
-    Done,
     Finished,
     Generate,
     LastRun,
     LastRunRequest,
-    NodeProgress,
-    PlanRequest,
-    Redirect,
     RowsPiece,
     StageShare,
     StateChanged,
@@ -53,6 +50,7 @@ from shardnet.wire.control import (
     TopToken,
     Unload,
 )
+from shardnet.wire.plans import NodeProgress, PlanRequest
 
 _PIECE_BYTES = 1 << 20
 _PIECE_LOGPROBS = 64

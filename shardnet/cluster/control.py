@@ -21,30 +21,19 @@ from shardnet.errors import (
 )
 from shardnet.transport.link import Link
 from shardnet.wire.control import (
-    Cancel,
-    ConnectRing,
     ControlMessage,
     Failed,
-    Generate,
-    IdentifyModel,
-    LastRunRequest,
-    LoadProgress,
-    LoadStage,
-    PeersKnown,
-    Ping,
-    PlanRequest,
-    ReportRequest,
-    RingBroken,
-    Status,
-    Unload,
-    UnloadStage,
     control_frame,
     read_control,
     reported_error,
 )
 from shardnet.wire.frames import FrameKind
+from shardnet.wire.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.measured import MeasureLinks, MeasureStage
 from shardnet.wire.messages import error_frame, explanation
+from shardnet.wire.neighbours import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
+from shardnet.wire.plans import PlanRequest
+from shardnet.wire.stages import ConnectRing, LoadProgress, LoadStage, RingBroken, UnloadStage
 
 REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""

@@ -20,7 +20,7 @@ from shardnet.cluster.diagnosis_peers import (
     seconds_apart,
 )
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
-from shardnet.wire.control import NodeInfo, ReportReply
+from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import AddressView, NodeReport, RecordSeen, RefusedHost
 
 RECENT_S = 120.0

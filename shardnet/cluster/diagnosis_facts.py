@@ -13,7 +13,7 @@ from typing import Literal
 
 from shardnet.cluster.placement_figures import ModelShape
 from shardnet.types import DType
-from shardnet.wire.control import NodeInfo, ReportReply
+from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import AddressView, RecordSeen
 
 Topic = Literal[

@@ -12,7 +12,7 @@ from shardnet.cluster.placement_figures import Candidate, ModelShape
 from shardnet.cluster.placement_room import Role, rooms_of, shortest_ring
 from shardnet.cluster.placement_words import shortfall_words, size
 from shardnet.types import LayerRange, NodeId
-from shardnet.wire.control import ReportReply
+from shardnet.wire.neighbours import ReportReply
 
 
 def model_findings(facts: Facts) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 from shardnet.cluster.diagnosis_facts import Facts, Finding, Severity, Topic, age, problem
 from shardnet.cluster.peer_book import MDNS
-from shardnet.wire.control import ReportReply
+from shardnet.transport.address import host_of
+from shardnet.wire.neighbours import ReportReply
 from shardnet.wire.reports import AddressView, InterfaceAddress, NodeReport, PeerView, Seen
 
 SETTLED_S = 6.0
@@ -292,7 +293,7 @@ def _ends(
     ours: NodeReport, theirs: NodeReport, address: str
 ) -> tuple[InterfaceAddress, InterfaceAddress] | None:
     """Return the addresses at both ends of the way to `address`, None where they are not known."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address)
     far = next((a for a in theirs.interfaces if a.host == host), None)
     if far is None:
         return None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.drafting import MAX_DRAFT_TOKENS, NgramGuesser
-from shardnet.runtime.engine import Speculation
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import find_folder, stamp
+from shardnet.runtime.requests import Speculation
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.draft_model import DraftModel

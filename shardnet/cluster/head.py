@@ -16,13 +16,15 @@ from typing import Protocol
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
+from shardnet.cluster.stage_host import generating_with
 from shardnet.cluster.stage_port import StagePort
 from shardnet.cluster.survey import Survey
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.control import ModelChoice, NodeInfo, RingLoad
+from shardnet.wire.neighbours import NodeInfo, RingLoad
+from shardnet.wire.plans import ModelChoice
 from shardnet.wire.schema import MAX_STAGES
 
 CLOSE_S = 3.0
@@ -120,10 +122,7 @@ class Head:
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
         if self._lead is not None and self._lead.ring.is_busy:
-            raise BusyError(
-                f"this node is generating with {self._lead.plan.choice.model}: wait until that "
-                "ends, or stop it"
-            )
+            raise generating_with(self._lead.plan.choice.model)
 
     async def plan(
         self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False

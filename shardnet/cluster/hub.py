@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardnet import __version__
+from shardnet.cluster.disk_room import check_room
 from shardnet.cluster.web_file import GO_ON, Report, sha256_of
 from shardnet.errors import HubError
 from shardnet.model.contents import TENSOR_SUFFIXES
@@ -68,7 +68,13 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         present = _present(name, commit, files, root)
         missing = [file for file in files if file.name not in present]
         n_missing = sum(file.size_bytes for file in missing)
-        _check_room(name, n_missing, root)
+        check_room(
+            str(name),
+            n_missing,
+            root,
+            else_do="set HF_HOME to a folder on a larger disk",
+            error=HubError,
+        )
         total = sum(file.size_bytes for file in files)
         done = total - n_missing
         for file in sorted(missing, key=lambda file: file.size_bytes):
@@ -124,17 +130,6 @@ def _present(name: HubName, commit: str, files: Iterable[HubFile], root: Path) -
     """Say which of a commit's files are here."""
     folder = _snapshot(name, commit, root)
     return {file.name for file in files if (folder / file.name).is_file()}
-
-
-def _check_room(name: HubName, n_bytes: int, root: Path) -> None:
-    """Raise HubError where the disk has no room for so many bytes."""
-    place = next(p for p in (root, *root.parents) if p.exists())
-    free = shutil.disk_usage(place).free
-    if n_bytes > free:
-        raise HubError(
-            f"{name} needs {n_bytes / 2**30:.1f} GiB more in {root} and {free / 2**30:.1f} GiB are "
-            "free: make room, or set HF_HOME to a folder on a larger disk"
-        )
 
 
 class _Counter:

@@ -197,12 +197,13 @@ class _HubRanges:
 
     def header(self, file: HubFile) -> bytes:
         """Fetch the header of a safetensors file, with its length in front."""
+        damaged = HubError(f"{self._name}: {file.name} is no safetensors file; tell its authors")
         if file.size_bytes < _LENGTH_BYTES:
-            raise HubError(f"{self._name}: {file.name} is no safetensors file; tell its authors")
+            raise damaged
         length = b"".join(self.stream(file.name, 0, _LENGTH_BYTES))
         end = _LENGTH_BYTES + int.from_bytes(length, "little")
         if end > min(file.size_bytes, _LENGTH_BYTES + MAX_HEADER_BYTES):
-            raise HubError(f"{self._name}: {file.name} is no safetensors file; tell its authors")
+            raise damaged
         return length + b"".join(self.stream(file.name, _LENGTH_BYTES, end))
 
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:

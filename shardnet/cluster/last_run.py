@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shardnet.cluster.cache_dir import write_whole
-from shardnet.wire.control import LastRun
+from shardnet.wire.generation import LastRun
 
 FILE_NAME = "last_run.json"
 

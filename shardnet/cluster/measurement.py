@@ -14,7 +14,6 @@ from typing import Protocol
 from shardnet.cluster.placement_figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import NodeId
-from shardnet.wire.control import NodeInfo
 from shardnet.wire.measured import (
     LinksMeasured,
     MeasureLinks,
@@ -24,6 +23,7 @@ from shardnet.wire.measured import (
     WayMeasured,
 )
 from shardnet.wire.messages import explanation
+from shardnet.wire.neighbours import NodeInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

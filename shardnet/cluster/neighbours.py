@@ -15,7 +15,7 @@ from shardnet.cluster.peers import Peers
 from shardnet.cluster.presence import Presence
 from shardnet.errors import ShardnetError, UsageError, first_error
 from shardnet.types import NodeId
-from shardnet.wire.control import NodeInfo, Status, StatusReply
+from shardnet.wire.neighbours import NodeInfo, Status, StatusReply
 
 PEER_STATUS_S = 1.5
 """How long a node waits for a peer's status before it plans without that one."""
@@ -62,7 +62,7 @@ class Neighbours:
         That it is here is known from its link.
         """
         answers = {info.node: info for info in await self._ask_all(LISTED_S)}
-        linked = [control.link.peer.node for control in self._peers.linked()]
+        linked = [control.link.peer.node for control in self._peers.lines.linked()]
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
@@ -74,7 +74,7 @@ class Neighbours:
             except (ShardnetError, TimeoutError):
                 return None
 
-        answers = await asyncio.gather(*(ask(control) for control in self._peers.linked()))
+        answers = await asyncio.gather(*(ask(control) for control in self._peers.lines.linked()))
         infos = [
             replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
             for info in answers

@@ -23,7 +23,6 @@ from shardnet.cluster.placement_estimate import (
 )
 from shardnet.cluster.placement_figures import (
     NO_LINKS,
-    TOKEN_BYTES,
     Candidate,
     Exclusion,
     Links,
@@ -49,6 +48,7 @@ from shardnet.cluster.placement_words import (
 )
 from shardnet.errors import PlanError
 from shardnet.types import LayerRange
+from shardnet.wire.data import TOKEN_BYTES
 
 
 def place(

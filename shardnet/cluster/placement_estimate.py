@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.cluster.placement_figures import (
-    TOKEN_BYTES,
     Candidate,
     Links,
     LinkSpeed,
@@ -18,6 +17,7 @@ from shardnet.cluster.placement_figures import (
 )
 from shardnet.cluster.placement_room import rooms_of
 from shardnet.cluster.placement_split import Problem
+from shardnet.wire.data import TOKEN_BYTES
 
 ASSUMED_LINK = LinkSpeed(round_trip_s=1e-3, bytes_per_s=12.5e6)
 """What a link is taken to be when none at all was measured: Ethernet of 100 Mbit/s."""

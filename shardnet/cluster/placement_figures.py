@@ -19,9 +19,6 @@ from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 MARGIN = 0.02
 """Share of a stage's predicted memory that is kept free for what nothing predicts."""
 
-TOKEN_BYTES = 4
-"""What the tail sends the head for each sampled row."""
-
 
 class Objective(enum.Enum):
     """What a plan makes least. The value is the name used in flags.

@@ -12,15 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardnet.cluster.placement_estimate import ways_s
-from shardnet.cluster.placement_figures import (
-    TOKEN_BYTES,
-    Candidate,
-    Links,
-    ModelShape,
-    Objective,
-    StageSpeed,
-)
+from shardnet.cluster.placement_figures import Candidate, Links, ModelShape, Objective, StageSpeed
 from shardnet.types import LayerRange
+from shardnet.wire.data import TOKEN_BYTES
 
 ASSUMED_DISK_BYTES_PER_S = 500e6
 """What a disk is taken to give when none was measured."""

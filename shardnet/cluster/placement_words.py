@@ -11,13 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardnet.cluster.placement_estimate import unmeasured_hops, unmeasured_nodes
-from shardnet.cluster.placement_figures import (
-    NO_LINKS,
-    Candidate,
-    Links,
-    ModelShape,
-    Objective,
-)
+from shardnet.cluster.placement_figures import NO_LINKS, Candidate, Links, ModelShape, Objective
 from shardnet.cluster.placement_room import (
     Fits,
     Role,

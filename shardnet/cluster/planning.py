@@ -47,14 +47,9 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
-from shardnet.wire.control import (
-    LeftOut,
-    ModelChoice,
-    NodeInfo,
-    PlannedStage,
-    PlanReply,
-)
 from shardnet.wire.narrow import NarrowWire
+from shardnet.wire.neighbours import NodeInfo
+from shardnet.wire.plans import LeftOut, ModelChoice, PlannedStage, PlanReply
 
 NARROW_WIRES = ("bfloat16", "float16", "int8")
 """What may be asked for with --wire-dtype."""

@@ -17,9 +17,12 @@ from shardnet.cluster.addresses import (
     reachable_hosts,
     read_interfaces,
 )
-from shardnet.cluster.discovery import Candidate, Discovery, Goodbye
-from shardnet.cluster.peers import Peers, split_address
+from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.node_record import Candidate
+from shardnet.cluster.peers import Peers
 from shardnet.cluster.profile import make_host_id
+from shardnet.cluster.record_watch import Goodbye
+from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.frames import PROTOCOL_VERSION
 

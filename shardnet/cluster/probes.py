@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from shardnet.cluster.peers import split_address
 from shardnet.cluster.soundings import Knock, Sounding, sound
 from shardnet.errors import (
     AuthenticationError,
@@ -19,6 +18,7 @@ from shardnet.errors import (
     ShardnetError,
     VersionMismatchError,
 )
+from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.messages import explanation
 from shardnet.wire.reports import MAX_REASON, AddressView, Seen

@@ -18,7 +18,7 @@ from shardnet import __version__
 from shardnet.cluster.addresses import is_loopback
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.discovery import Discovery
-from shardnet.cluster.peers import PeerReport, Peers, split_address
+from shardnet.cluster.peers import PeerReport, Peers
 from shardnet.cluster.presence import Presence
 from shardnet.cluster.probes import judge, probe
 from shardnet.cluster.refusals import Refusals
@@ -26,10 +26,12 @@ from shardnet.cluster.soundings import Knock
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import identify_at
+from shardnet.transport.address import host_of, split_address
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, NodeInfo, ReportReply, ReportRequest
+from shardnet.wire.control import Done
 from shardnet.wire.frames import PROTOCOL_VERSION
 from shardnet.wire.messages import explanation
+from shardnet.wire.neighbours import NodeInfo, ReportReply, ReportRequest
 from shardnet.wire.reports import (
     MAX_REASON,
     MAX_TELLERS,
@@ -109,7 +111,7 @@ class Reporter:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
-                    for peer in self._peers.linked():
+                    for peer in self._peers.lines.linked():
                         tasks.create_task(self._relay(control, message, peer))
                 control.send(await self._own(message, received_at))
         except* ShardnetError as group:
@@ -118,7 +120,7 @@ class Reporter:
 
     def _check_member(self, control: ControlLink) -> None:
         address = control.link.peer_address
-        if self._cluster is None and not is_loopback(address.rpartition(":")[0].strip("[]")):
+        if self._cluster is None and not is_loopback(host_of(address)):
             raise AuthenticationError(
                 "a node without a cluster key tells only its own machine what it knows; run "
                 "`shardnet key new` on one machine and `shardnet key join` on the others"
@@ -220,7 +222,7 @@ class Reporter:
                 bytes_per_s = await self._bandwidth(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
-        link, record = self._peers.link_of(known.node), None
+        link, record = self._peers.lines.link_of(known.node), None
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""

@@ -20,8 +20,8 @@ from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
-from shardnet.wire.control import LoadStage, StageReady
 from shardnet.wire.schema import KvDTypeName, Phase, Quant
+from shardnet.wire.stages import LoadStage, StageReady
 
 MAX_SLOTS = 64
 """Sequences that run at once; more wait."""

@@ -34,11 +34,12 @@ from shardnet.errors import (
 )
 from shardnet.model.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
 from shardnet.runtime.executor import Executor
-from shardnet.runtime.loading import ModelFacts
+from shardnet.runtime.loading import ModelFacts, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
-from shardnet.wire.control import IdentifyModel, LoadStage, ModelIdentity, NodeInfo
 from shardnet.wire.messages import Hello, Role
+from shardnet.wire.neighbours import IdentifyModel, ModelIdentity, NodeInfo
+from shardnet.wire.stages import LoadStage
 
 PEER_ANSWER_S = 3.0
 """How long a node that need not be in the ring may take to say which model it has."""
@@ -140,7 +141,7 @@ class Sharing:
         own = await self._disk.run(partial(self._holdings.at, model))
         if own is not None and own.is_complete:
             return own
-        answers = await self._ask_peers(self._peers.linked(), model, "")
+        answers = await self._ask_peers(self._peers.lines.linked(), model, "")
         holders = agreed([answer for answer in answers.values() if isinstance(answer, Holder)])
         if not holders:
             if own is None:
@@ -169,13 +170,13 @@ class Sharing:
         if all(holder.is_complete for holder in found):
             return found
         known = {holder.node for holder in found}
-        rest = [c for c in self._peers.linked() if c.link.peer.node not in known]
+        rest = [c for c in self._peers.lines.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, Holder)]
 
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node."""
-        control = self._peers.link_of(NodeId(node.node))
+        control = self._peers.lines.link_of(NodeId(node.node))
         return control if control is not None else await self._peers.link_to(node.address)
 
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
@@ -188,11 +189,7 @@ class Sharing:
         if facts is None or not facts.is_complete:
             facts = await self._disk.run(partial(self._holdings.by_id, order.model_id))
         if facts is not None and facts.is_complete:
-            if facts.model_id != order.model_id:
-                raise CheckpointError(
-                    f"{facts.path} holds model {facts.model_id[:12]} and the plan was made for "
-                    f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
-                )
+            check_model_id(facts.path, facts.model_id, order.model_id)
             self.release()
             return facts.path
         latest = (0, 0)

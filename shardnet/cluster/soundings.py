@@ -18,7 +18,8 @@ from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, Ping
+from shardnet.wire.control import Done
+from shardnet.wire.neighbours import Ping
 
 N_PINGS: Final = 3
 """Round trips of which the shortest counts."""

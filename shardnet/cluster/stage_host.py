@@ -27,9 +27,9 @@ from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.reporter import Reporter
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, WireDType
-from shardnet.wire.control import LoadStage
 from shardnet.wire.messages import Hello
 from shardnet.wire.reports import StageState
+from shardnet.wire.stages import LoadStage
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class StageHost:
     def check_idle(self) -> None:
         """Raise BusyError while sequences are open here."""
         if self.seat is not None and self.seat.is_busy:
-            raise _busy(self.seat)
+            raise generating_with(self.seat.model)
 
     async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
         """Connect the seat to its neighbours and start to work; see RingSeat.join."""
@@ -214,7 +214,7 @@ class StageHost:
     def refuse_if_busy(self, owner: str) -> None:
         """Raise BusyError while sequences of another head than `owner` are open."""
         if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
-            raise _busy(self.seat)
+            raise generating_with(self.seat.model)
 
     async def _leave(self) -> None:
         if self.seat is not None:
@@ -227,8 +227,9 @@ class StageHost:
             await self._loader.run(give_memory_back)
 
 
-def _busy(seat: RingSeat) -> BusyError:
-    return BusyError(f"this node is generating with {seat.model}: wait until that ends, or stop it")
+def generating_with(model: str) -> BusyError:
+    """Say that nothing else can be done now."""
+    return BusyError(f"this node is generating with {model}: wait until that ends, or stop it")
 
 
 async def _to_its_end(executor: Executor, job: Callable[[], T], reporter: Reporter) -> T:

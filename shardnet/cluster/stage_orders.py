@@ -19,9 +19,9 @@ from shardnet.errors import ShardnetError
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import StageOrder
 from shardnet.types import DType, KvDType, LayerRange
-from shardnet.wire.control import LoadProgress, LoadStage, RingBroken, StageReady
 from shardnet.wire.messages import explanation
 from shardnet.wire.schema import Phase
+from shardnet.wire.stages import LoadProgress, LoadStage, RingBroken, StageReady
 
 
 class StageOrders:

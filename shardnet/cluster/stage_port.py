@@ -14,8 +14,9 @@ from shardnet.cluster.control import ControlLink
 from shardnet.cluster.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.runtime.pipeline import Pipeline
-from shardnet.wire.control import ConnectRing, Done, LoadStage, StageReady, UnloadStage
+from shardnet.wire.control import Done
 from shardnet.wire.schema import Phase
+from shardnet.wire.stages import ConnectRing, LoadStage, StageReady, UnloadStage
 
 Progress = Callable[[Phase, int, int], None]
 """Takes (what is done, bytes done, bytes in all)."""

@@ -17,8 +17,10 @@ from shardnet.cluster.own_figures import OwnFigures
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
-from shardnet.wire.control import LoadProgress, ModelChoice, NodeInfo
 from shardnet.wire.measured import LinksMeasured, MeasureLinks, MeasureStage, StageMeasured
+from shardnet.wire.neighbours import NodeInfo
+from shardnet.wire.plans import ModelChoice
+from shardnet.wire.stages import LoadProgress
 
 
 class Survey:

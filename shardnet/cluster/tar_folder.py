@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from shardnet.cluster.disk_room import check_room
 from shardnet.errors import CheckpointError
 
 SUFFIXES: Final = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 MAX_MEMBERS: Final = 10_000
 _PIECE_BYTES: Final = 1 << 20
-_ROOM_LEFT_BYTES: Final = 64 << 20
 
 
 def folder_name(tar_name: str) -> str | None:
@@ -73,11 +73,13 @@ def _unpack_member(
     source = opened.extractfile(member) if member.isreg() else None
     if source is None:
         raise CheckpointError(f"{tar}: {member.name!r} is neither a file nor a folder; refused")
-    if member.size > shutil.disk_usage(folder).free - _ROOM_LEFT_BYTES:
-        raise CheckpointError(
-            f"{tar}: there is no room for {member.name!r} with {member.size / 2**30:.1f} GiB in "
-            f"{folder.parent}; free some, or choose another place with --to"
-        )
+    check_room(
+        f"{tar}: {member.name!r}",
+        member.size,
+        folder.parent,
+        else_do="choose another folder with --to",
+        error=CheckpointError,
+    )
     report(member.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     with source, target.open("xb") as file:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import httpx2
 
 from shardnet import __version__
+from shardnet.cluster.disk_room import check_room
 from shardnet.errors import HubError
 
 Report = Callable[[str, int, int], None]
@@ -31,7 +31,6 @@ SILENCE_S: Final = 15.0
 TRIES: Final = 5
 """How often a connection is made anew while no byte comes over it."""
 _PARTIAL, _UNSATISFIABLE = 206, 416  # HTTP: a range as asked for; it begins behind the end
-_ROOM_LEFT_BYTES: Final = 64 << 20
 _NAME: Final = re.compile(r"[^./\\:\0][^/\\:\0]{0,200}")
 GO_ON: Final = "run the command again to go on where it stopped"
 
@@ -78,7 +77,7 @@ def download(url: str, folder: Path, report: Report, *, sha256: str = "") -> Web
             size_bytes = path.stat().st_size
             return WebFile(path=path, size_bytes=size_bytes, sha256=digest, n_new_bytes=0)
         n_new_bytes = _Download(url, name, part, report).run()
-        digest = sha256_of(part.path)
+        digest = part.sha256()
         if sha256 and digest != sha256.lower():
             part.delete()
             raise HubError(f"{url} came with SHA-256 {digest}, not {sha256}, and was deleted")
@@ -95,10 +94,12 @@ def sha256_of(path: Path) -> str:
 
 
 class _Part:
-    """What has come of a file, and of which version of it."""
+    """What has come of a file, its SHA-256, and of which version it is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._sha256: hashlib._Hash | None = None
+        self._n_hashed = 0
         self._note = path.with_name(f"{path.name}.json")
 
     @property
@@ -115,12 +116,47 @@ class _Part:
             pass
         return ""
 
+    def read(self) -> hashlib._Hash:
+        """Return the digest of what has come so far. What was here before is read once."""
+        if self._sha256 is None:
+            self.path.touch()
+            with self.path.open("rb") as opened:
+                self._sha256 = hashlib.file_digest(opened, "sha256")
+                self._n_hashed = opened.tell()
+        return self._sha256
+
+    @contextlib.contextmanager
+    def appending(self) -> Iterator[Callable[[bytes], None]]:
+        """Give what takes the next bytes."""
+        sha256 = self.read()
+        with self.path.open("ab") as file:
+
+            def append(piece: bytes) -> None:
+                file.write(piece)
+                sha256.update(piece)
+                self._n_hashed += len(piece)
+
+            yield append
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the whole file, in hex.
+
+        Raises HubError, and deletes the part, where another program wrote into it too.
+        """
+        digest = self.read().hexdigest()
+        if self.size_bytes != self._n_hashed:
+            self.delete()
+            raise HubError(f"{self.path}: another program wrote into it too; deleted: try again")
+        return digest
+
     def begin(self, url: str, version: str) -> None:
         """Begin anew, with nothing."""
         self.path.write_bytes(b"")
+        self._sha256, self._n_hashed = hashlib.sha256(), 0
         self._note.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
 
     def delete(self) -> None:
+        self._sha256 = None
         self.path.unlink(missing_ok=True)
         self._note.unlink(missing_ok=True)
 
@@ -160,6 +196,8 @@ class _Download:
         """Take what one connection gives. Returns whether the file is whole."""
         at = self._part.size_bytes
         version = self._part.version_of(self._url)
+        if at and version:
+            self._part.read()  # a server waits for no disk
         headers = {"Range": f"bytes={at}-", "If-Range": version} if at and version else {}
         with client.stream("GET", self._url, headers=headers) as response:
             _check_redirects(self._url, response)
@@ -179,26 +217,23 @@ class _Download:
 
     def _take(self, response: httpx2.Response) -> bool:
         done = self._part.size_bytes
-        with self._part.path.open("ab") as file:
+        with self._part.appending() as append:
             for piece in response.iter_raw():
                 done += len(piece)
                 if self._total is not None and done > self._total:
                     raise HubError(f"{self._url}: more than the {self._total} bytes promised came")
                 if self._total is None:
                     self._check_room(len(piece))
-                file.write(piece)
+                append(piece)
                 self._n_new_bytes += len(piece)
                 self._report(self._name, done, self._total or 0)
         return self._total is None or done == self._total
 
     def _check_room(self, n_bytes: int) -> None:
         folder = self._part.path.parent
-        free = shutil.disk_usage(folder).free - _ROOM_LEFT_BYTES
-        if n_bytes > free:
-            raise HubError(
-                f"{self._url} needs {n_bytes / 2**30:.1f} GiB more in {folder} and "
-                f"{max(0, free) / 2**30:.1f} GiB are free: make room, or choose another with --to"
-            )
+        check_room(
+            self._url, n_bytes, folder, else_do="choose another folder with --to", error=HubError
+        )
 
 
 def _total_bytes(response: httpx2.Response, at: int) -> int | None:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,7 @@ from shardnet.errors import CapacityError
 from shardnet.model.config import ModelConfig
 from shardnet.model.kernels import MAX_EXACT_ROWS
 from shardnet.model.kv_cache import KvCache
+from shardnet.model.kv_cache import Places as SlotPlaces
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 
@@ -74,8 +77,8 @@ class Span:
 class Places:
     """Spans as the compiled library reads them, `struct span` of csrc/halves.c."""
 
-    spans: Tensor  # [spans, 5], int64
-    slots: tuple[Tensor, ...]
+    spans: npt.NDArray[np.int64]  # [spans, 5]
+    slots: tuple[SlotPlaces, ...]
     """What `spans` points to: see KvCache.places."""
     has_chunks: bool
 
@@ -84,11 +87,11 @@ class Places:
         """Say where the rows of each span are, and its slot."""
         slots = tuple(kv.places(span.slot) for span in spans)
         table = [
-            (slot.data_ptr(), span.start, span.end, span.position, span.masks is not None)
+            (slot.ctypes.data, span.start, span.end, span.position, span.masks is not None)
             for span, slot in zip(spans, slots, strict=True)
         ]
         return cls(
-            spans=torch.tensor(table, dtype=torch.int64),
+            spans=np.array(table, np.int64),
             slots=slots,
             has_chunks=any(span.masks is not None for span in spans),
         )

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +25,9 @@ from shardnet.errors import CapacityError
 from shardnet.model.device_memory import is_out_of_memory
 from shardnet.model.kv_rows import restore_rows, round_rows
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
+
+Places = npt.NDArray[np.int64]
+"""Addresses of a slot's keys and values, first position and capacity: [layers, 4]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +43,7 @@ class _Slot:
     keys: list[Tensor]
     values: list[Tensor]
     firsts: list[int]
-    places: Tensor  # [layers, 4], int64
+    places: Places
 
 
 class KvCache:
@@ -158,7 +163,7 @@ class KvCache:
             keys=list(held.keys),
             values=list(held.values),
             firsts=list(held.firsts),
-            places=held.places.clone(),
+            places=held.places.copy(),
         )
         try:
             self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
@@ -188,7 +193,7 @@ class KvCache:
         """Make of what lies there, [..., W], rows of `width` columns: [..., D]."""
         return restore_rows(kept, width, self._dtype) if self._is_rounded else kept
 
-    def places(self, slot: SlotId) -> Tensor:
+    def places(self, slot: SlotId) -> Places:
         """Return where the slot's keys and values are, now and as it grows, layer by layer.
 
         Addresses of keys and values, the position `first` and the capacity: [layers, 4], int64.
@@ -232,7 +237,7 @@ class KvCache:
                 keys=[self._empty(0, self._key_width)] * self._n_layers,
                 values=[self._empty(0, self._value_width)] * self._n_layers,
                 firsts=[0] * self._n_layers,
-                places=torch.zeros(self._n_layers, 4, dtype=torch.int64),
+                places=np.zeros((self._n_layers, 4), np.int64),
             )
         try:
             for layer, window in enumerate(self._windows):
@@ -245,7 +250,7 @@ class KvCache:
                 values = self._moved(held.values[layer], old, first, blocks)
                 held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
                 place = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
-                held.places[layer] = torch.tensor(place)
+                held.places[layer] = place
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -245,7 +245,7 @@ class NativeAttention:
             room.attended().copy_(self._attend_in_torch(room.looking(), index, step))
             self._call(arguments, _AFTER)
             return out
-        arguments.spans = places.spans.data_ptr()
+        arguments.spans = places.spans.ctypes.data
         arguments.n_spans = len(places.slots)
         if not places.has_chunks:
             self._call(arguments, _BEFORE | _STORE | _ATTEND | _AFTER)

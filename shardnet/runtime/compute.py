@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
+    NO_OUTPUTS,
     MicroBatch,
     OutputParams,
     SamplingParams,
@@ -23,8 +24,6 @@ from shardnet.types import (
 )
 from shardnet.wire.messages import StageExperts, StageTiming
 from shardnet.wire.rows import RowBlock
-
-NO_OUTPUTS = OutputParams()
 
 Buffer = bytes | bytearray | memoryview
 

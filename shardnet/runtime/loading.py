@@ -155,6 +155,15 @@ def identify_at(model: str) -> ModelFacts:
     return identify(folder)
 
 
+def check_model_id(path: Path, found: str, planned: str) -> None:
+    """Raise CheckpointError where a checkpoint is not the model that a plan was made for."""
+    if found != planned:
+        raise CheckpointError(
+            f"{path} holds model {found[:12]} and the plan was made for {planned[:12]}: it has "
+            "changed meanwhile, or differs between nodes"
+        )
+
+
 def config_text(facts: ModelFacts) -> str:
     """Return the text of a checkpoint's config, for a node that has no checkpoint.
 
@@ -214,11 +223,7 @@ def load(
     path = order.folder
     stamped = stamp(path)
     checkpoint = Checkpoint.open(path)
-    if checkpoint.model_id != order.model_id:
-        raise CheckpointError(
-            f"{path} holds model {checkpoint.model_id[:12]} and the plan was made for "
-            f"{order.model_id[:12]}: it has changed meanwhile, or differs between nodes"
-        )
+    check_model_id(path, checkpoint.model_id, order.model_id)
     config = checkpoint.config
     device = torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)

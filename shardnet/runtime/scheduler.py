@@ -1,6 +1,6 @@
 """The scheduler: which rows travel next. Pure.
 
-Knows sequences, slots, KV blocks, positions and the steps in flight. It takes events (a request,
+Knows positions, rows and the steps in flight; who runs is the roster's. It takes events (a request,
 an answered step, a cancellation) and returns instructions and outcomes. It must not know time,
 tensors, tokens' text, sockets or asyncio: the engine around it carries its instructions out.
 
@@ -10,8 +10,7 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
   of the sequences, and up to `mixed_rows` prompt rows on top, as many as slow them down within
   bounds; with prompts alone, twice as many steps;
 - prompt chunks end at multiples of a fixed size counted from position 0;
-- the KV room of rows is booked before they are sent, so no stage ever runs out. When running
-  sequences outgrow the room, warm slots are given up, then the youngest sequence is paused.
+- the KV room of rows is booked before they are sent (roster.py).
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
+from shardnet.errors import LocalProtocolError, ShardnetError
+from shardnet.runtime.roster import Roster
 from shardnet.runtime.sequences import (
-    CloseSlot,
     FinishReason,
-    FreeSlot,
     Instruction,
     LiveSequence,
-    OpenSlot,
     Outcome,
     SendStep,
     SequenceFailed,
@@ -35,7 +32,7 @@ from shardnet.runtime.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.slot_book import Slot, SlotBook, common_prefix
+from shardnet.runtime.slot_book import SlotBook, common_prefix
 from shardnet.runtime.step_cost import StepCost
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -45,7 +42,6 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     StepId,
-    blocks_for,
 )
 
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -93,21 +89,23 @@ class Scheduler:
     max_waiting: int = 1024
     window: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
-    book: SlotBook = field(init=False)
     mixed_rows: int = field(init=False)
     """Prompt rows that travel beside decode rows now, at most."""
-    _waiting: list[LiveSequence] = field(default_factory=list)
-    _running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
-    _ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
+    _roster: Roster = field(init=False)
     _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
         default_factory=dict
     )
-    _pending: list[Instruction] = field(default_factory=list)
-    _next_order: int = 0
     _next_step: int = 1
 
     def __post_init__(self) -> None:
-        self.book = SlotBook(room_blocks=self.room_blocks, window=self.window)
+        self._roster = Roster(
+            room_blocks=self.room_blocks,
+            context=self.context,
+            max_slots=self.max_slots,
+            max_waiting=self.max_waiting,
+            window=self.window,
+            chunk_rows=self.limits.chunk_rows,
+        )
         self.mixed_rows = self.limits.mixed_rows
 
     @property
@@ -118,50 +116,28 @@ class Scheduler:
     @property
     def n_active(self) -> int:
         """Sequences waiting, running or paused."""
-        return len(self._waiting) + len(self._running)
+        return len(self._roster.waiting) + len(self._roster.running)
+
+    @property
+    def book(self) -> SlotBook:
+        """What lies in the ring's slots, and the blocks that are booked."""
+        return self._roster.book
 
     @property
     def waiting(self) -> list[SequenceId]:
         """Who waits or is paused, the next first."""
-        return [sequence.sequence_id for sequence in self._waiting]
+        return [sequence.sequence_id for sequence in self._roster.waiting]
 
     def submit(self, request: SequenceRequest) -> None:
-        """Queue a request.
-
-        Raises UsageError for an empty prompt, CapacityError when the request could never fit: its
-        prompt fills the context, or its life outgrows the whole KV room; BusyError when the queue
-        is full.
-        """
-        n_prompt = len(request.prompt)
-        if n_prompt == 0:
-            raise UsageError("the prompt is empty and the model adds no bos token: give some text")
-        if request.max_tokens < 0:
-            raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
-        if n_prompt + min(request.max_tokens, 1) > self.context:
-            raise CapacityError(
-                f"the prompt has {n_prompt} tokens and the context holds {self.context}: "
-                "shorten the prompt or raise --context"
-            )
-        needed = blocks_for(self._longest_life(request))
-        if needed > self.room_blocks:
-            raise CapacityError(
-                f"the request may grow to {self._longest_life(request)} positions ({needed} KV "
-                f"blocks) and the ring has room for {self.room_blocks}: lower --max-tokens, or "
-                "give the nodes more --memory"
-            )
-        if len(self._waiting) >= self.max_waiting:
-            raise BusyError(f"{len(self._waiting)} requests wait already: ask again later")
-        self._next_order += 1
-        self._wait(
-            LiveSequence(request=request, order=self._next_order, tokens=list(request.prompt))
-        )
+        """Queue a request. Raises what Roster.submit raises."""
+        self._roster.submit(request)
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
-        self._admit()
+        self._roster.admit(self.mixed_rows)
         while len(self._steps) < self.max_in_flight and self._send_step():
             pass
-        instructions, self._pending = self._pending, []
+        instructions, self._roster.pending = self._roster.pending, []
         return instructions
 
     def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
@@ -177,7 +153,7 @@ class Scheduler:
         row = 0
         for group, sequence, drafts in groups:
             sampled = token_ids[row : row + group.n_sampled]
-            if self._is_live(sequence):
+            if self._roster.is_live(sequence):
                 outcomes += self._answer(sequence, group, drafts, sampled, row)
             row += group.n_sampled
         return outcomes
@@ -186,8 +162,8 @@ class Scheduler:
         """Take a step that a stage could not compute: its sequences fail, the others go on."""
         outcomes: list[Outcome] = []
         for _, sequence, _ in self._take_step(step):
-            if self._is_live(sequence):
-                self._end(sequence, keep_warm=False)
+            if self._roster.is_live(sequence):
+                self._roster.end(sequence, keep_warm=False)
                 outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
         return outcomes
 
@@ -196,8 +172,10 @@ class Scheduler:
         takes at most `slowdown` times as long as `n_decode` rows alone; longer where more
         sequences wait for their prompt than decode, since each counts the same.
         """
-        decoding = [sequence.is_decoding for sequence in self._running.values()].count(True)
-        prefilling = [sequence.is_prefilling for sequence in self._running.values()].count(True)
+        decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(True)
+        prefilling = [sequence.is_prefilling for sequence in self._roster.running.values()].count(
+            True
+        )
         slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
         most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
         choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
@@ -205,120 +183,22 @@ class Scheduler:
 
     def end(self, sequence_id: SequenceId) -> bool:
         """End a sequence from outside (stop string, cancellation). False when it has ended."""
-        if sequence_id in self._running:
-            self._end(self._running[sequence_id], keep_warm=True)
+        if sequence_id in self._roster.running:
+            self._roster.end(self._roster.running[sequence_id], keep_warm=True)
             return True
-        for sequence in self._waiting:
+        for sequence in self._roster.waiting:
             if sequence.sequence_id == sequence_id:
-                self._waiting.remove(sequence)
+                self._roster.waiting.remove(sequence)
                 return True
         return False
-
-    # --- who runs
-
-    def _longest_life(self, request: SequenceRequest) -> int:
-        return min(len(request.prompt) + request.max_tokens, self.context)
-
-    def _is_live(self, sequence: LiveSequence) -> bool:
-        return self._running.get(sequence.sequence_id) is sequence or sequence in self._waiting
-
-    def _wait(self, sequence: LiveSequence) -> None:
-        self._waiting.append(sequence)
-        self._waiting.sort(key=lambda waiting: waiting.rank)
-
-    def _admit(self) -> None:
-        """Give slots to waiting sequences in their order while room and slots last."""
-        while self._waiting and len(self._running) < self.max_slots:
-            sequence = self._waiting[0]
-            n_blocks = self._first_blocks(sequence)
-            must_wait = sequence.n_in_flight or n_blocks > self.book.available_blocks
-            if must_wait or self._prefix_is_coming(sequence):
-                return
-            self._waiting.pop(0)
-            self._start(sequence, n_blocks)
-
-    def _first_blocks(self, sequence: LiveSequence) -> int:
-        """Blocks to begin with: for what is there, and while others run some to grow into."""
-        n_positions = len(sequence.tokens) + (BLOCK_POSITIONS if self._running else 1)
-        return blocks_for(min(n_positions, self._longest_life(sequence.request)))
-
-    def _prefix_is_coming(self, sequence: LiveSequence) -> bool:
-        """Whether a running prompt will soon hold a chunk more of this one than any slot does."""
-        if sequence.request.whole_prompt:
-            return False
-        held = self.book.prefix(sequence.tokens)
-        n_held = held.n_kept if held is not None else 0
-        wanted = n_held + self.mixed_rows
-        limit = len(sequence.tokens) - 1
-        return any(
-            other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
-            for other in self._running.values()
-            if wanted <= min(limit, other.n_prompt)
-        )
-
-    def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
-        request = sequence.request
-        if request.whole_prompt:
-            start = self.book.start_empty(n_blocks)
-        else:
-            only_chunks = self.limits.chunk_rows if request.deterministic else 0
-            start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
-        self._free(start.given_up)
-        slot = sequence.slot = start.slot
-        slot.tokens, slot.n_held = sequence.tokens, start.n_kept
-        sequence.n_sent = start.n_kept
-        self._running[sequence.sequence_id] = sequence
-        self._note_ready(sequence)
-        self._pending.append(
-            OpenSlot(
-                sequence_id=sequence.sequence_id,
-                slot=slot.slot,
-                n_kept=start.n_kept,
-                source=start.source,
-                is_resumed=sequence.n_generated > 0,
-            )
-        )
-
-    def _pause(self, sequence: LiveSequence) -> None:
-        """Take a sequence's slot away; it is replayed from its tokens when there is room again."""
-        self._leave(sequence, n_kept=0, is_pause=True)
-        sequence.n_sent = 0
-        self._wait(sequence)
-
-    def _end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
-        """End a sequence. Steps of it still in flight reach the stages before what is said here."""
-        if self._running.get(sequence.sequence_id) is not sequence:
-            self._waiting.remove(sequence)
-            return
-        assert sequence.slot is not None
-        n_held = sequence.slot.n_held if keep_warm else 0
-        self._leave(sequence, n_kept=n_held if n_held >= self.book.least_copied else 0)
-
-    def _leave(self, sequence: LiveSequence, *, n_kept: int, is_pause: bool = False) -> None:
-        slot = sequence.slot
-        assert slot is not None
-        del self._running[sequence.sequence_id]
-        self._ready.pop(sequence.sequence_id, None)
-        sequence.slot = None
-        if n_kept:
-            self.book.keep_warm(slot)
-        else:
-            self.book.drop(slot)
-        self._pending.append(
-            CloseSlot(
-                sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept, is_pause=is_pause
-            )
-        )
-
-    def _free(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self._pending.append(FreeSlot(slot=slot.slot))
 
     # --- what travels
 
     def _send_step(self) -> bool:
         """Send one step if there is anything to send."""
-        n_decoding = [sequence.is_decoding for sequence in self._running.values()].count(True)
+        n_decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(
+            True
+        )
         if not n_decoding:
             rows = self._prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
@@ -331,12 +211,12 @@ class Scheduler:
 
     def _decode_rows(self, share: int) -> list[_Rows]:
         """Take the newest token's row of up to `share` sequences, and drafts behind it."""
-        ready = (sequence for sequence in self._ready.values() if sequence.may_travel)
+        ready = (sequence for sequence in self._roster.ready.values() if sequence.may_travel)
         chosen = [*islice(ready, share)]
         is_exact = any(sequence.request.deterministic for sequence in chosen)
         if is_exact:
             chosen = chosen[: self.limits.exact_rows]
-        secured = [sequence for sequence in chosen if self._secure_row(sequence)]
+        secured = [sequence for sequence in chosen if self._roster.secure_row(sequence)]
         secured = [sequence for sequence in secured if sequence.slot is not None]
         most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
         spare = max(0, most - len(secured))
@@ -347,22 +227,12 @@ class Scheduler:
             rows.append(_Rows(sequence=sequence, n_rows=1 + len(drafts), drafts=tuple(drafts)))
         return rows
 
-    def _secure_row(self, sequence: LiveSequence) -> bool:
-        """Book room for one more row; pause the youngest as long as there is none."""
-        while sequence.slot is not None:
-            given_up = self.book.grow(sequence.slot, sequence.n_sent + 1)
-            if given_up is not None:
-                self._free(given_up)
-                return True
-            self._pause(max(self._running.values(), key=lambda running: running.rank))
-        return False
-
     def _drafts(self, sequence: LiveSequence, limit: int) -> list[int]:
         """Ask for guesses that the sequence, the context and the room have a place for."""
         request, slot = sequence.request, sequence.slot
         if request.drafter is None or slot is None:
             return []
-        left = self._longest_life(request) - len(sequence.tokens) - 1
+        left = self._roster.longest_life(request) - len(sequence.tokens) - 1
         room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
         limit = min(limit, left, room)
         return request.drafter.propose(sequence.tokens, limit) if limit > 0 else []
@@ -373,7 +243,7 @@ class Scheduler:
         A deterministic sequence's rows travel alone.
         """
         rows: list[_Rows] = []
-        waiting = [s for s in self._running.values() if s.is_prefilling]
+        waiting = [s for s in self._roster.running.values() if s.is_prefilling]
         for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
             if sequence.request.deterministic:
                 if rows or beside:
@@ -413,7 +283,7 @@ class Scheduler:
         )
         for part, group in zip(rows, groups, strict=True):
             self._count_sent(part, group, is_alone=len(rows) == 1)
-        self._pending.append(SendStep(batch=batch, is_decode=is_decode))
+        self._roster.pending.append(SendStep(batch=batch, is_decode=is_decode))
         return True
 
     def _group(self, rows: _Rows) -> RowGroup:
@@ -439,8 +309,8 @@ class Scheduler:
         sequence.n_sent += group.n_rows
         sequence.n_in_flight += 1
         sequence.awaits_token = group.n_sampled > 0
-        self._ready.pop(sequence.sequence_id, None)
-        self._note_ready(sequence)
+        self._roster.ready.pop(sequence.sequence_id, None)
+        self._roster.note_ready(sequence)
         slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
@@ -488,12 +358,7 @@ class Scheduler:
                 return
         self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)
         if sequence.slot is not None:
-            self._note_ready(sequence)
-
-    def _note_ready(self, sequence: LiveSequence) -> None:
-        """Queue a running sequence for decoding if only its newest token's row is left to send."""
-        if sequence.is_ready_to_decode:
-            self._ready[sequence.sequence_id] = sequence
+            self._roster.note_ready(sequence)
 
     def _hold(self, sequence: LiveSequence, n_positions: int) -> None:
         """Take note that the rows of the first `n_positions` positions are right."""
@@ -501,7 +366,7 @@ class Scheduler:
             sequence.n_sent = sequence.slot.n_held = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
-        self._end(sequence, keep_warm=True)
+        self._roster.end(sequence, keep_warm=True)
         return SequenceFinished(sequence_id=sequence.sequence_id, reason=reason)
 
     def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:

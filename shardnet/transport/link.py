@@ -109,10 +109,3 @@ class Link(Protocol):
 
     def abort(self, reason: str) -> None:
         """Drop the connection at once; what waits to be sent is lost."""
-
-
-def format_address(host: str, port: int) -> str:
-    """Write `host:port`, an IPv6 host in brackets, an IPv4 host that came by IPv6 as IPv4."""
-    if host.startswith("::ffff:") and "." in host:
-        host = host.removeprefix("::ffff:")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,7 +18,8 @@ from shardnet.errors import (
     PeerSilentError,
     ShardnetError,
 )
-from shardnet.transport.link import LinkOptions, format_address
+from shardnet.transport.address import format_address
+from shardnet.transport.link import LinkOptions
 from shardnet.transport.silence import Silence
 from shardnet.wire.frames import Buffer, Frame, FrameKind
 from shardnet.wire.machine import (

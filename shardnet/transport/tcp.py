@@ -23,8 +23,9 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.transport.address import format_address
 from shardnet.transport.admission import Admission
-from shardnet.transport.link import Link, LinkOptions, format_address
+from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.machine_link import MachineLink
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.machine import HelloAnswer

@@ -15,13 +15,14 @@ from typing import Final
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.frames import Buffer, Frame, FrameKind
+from shardnet.wire.schema import U32_MAX
 
 _HEAD: Final = struct.Struct("<HBBII")
 """n_groups, dtype code, reserved 0, n_rows, width."""
 _GROUP: Final = struct.Struct("<QIIII")
 """sequence id, slot, position, n_rows, n_sampled."""
-_TOKEN_BYTES: Final = 4
-_MAX_POSITIONS: Final = 2**32 - 1
+TOKEN_BYTES: Final = 4
+"""What the tail sends the head for each sampled row."""
 
 _CODE_OF_DTYPE: Final = {
     WireDType.FLOAT32: 1,
@@ -109,7 +110,7 @@ def read_tokens(frame: Frame, *, n_sampled: int) -> tuple[int, ...]:
 
     Raises RemoteProtocolError when it holds another number of ids.
     """
-    expected = n_sampled * _TOKEN_BYTES
+    expected = n_sampled * TOKEN_BYTES
     if len(frame.payload) != expected:
         raise RemoteProtocolError(
             f"the TOKENS frame of step {frame.step} has {len(frame.payload)} bytes; "
@@ -127,7 +128,7 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
     if len(meta) < _HEAD.size:
         raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
     n_groups, code, reserved, n_rows, width = _HEAD.unpack_from(meta)
-    expected = _HEAD.size + n_groups * _GROUP.size + n_rows * _TOKEN_BYTES
+    expected = _HEAD.size + n_groups * _GROUP.size + n_rows * TOKEN_BYTES
     if len(meta) != expected:
         raise _MalformedMeta(
             f"its meta has {len(meta)} bytes; {n_groups} groups and {n_rows} rows need {expected}"
@@ -174,7 +175,7 @@ def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) 
             return f"sequence {group.sequence_id} has no row"
         if group.n_sampled > group.n_rows:
             return f"{group.n_sampled} of {group.n_rows} rows cannot be sampled"
-        if group.position + group.n_rows > _MAX_POSITIONS:
+        if group.position + group.n_rows > U32_MAX:
             return f"position {group.position} + {group.n_rows} rows is out of range"
     if len(slots) != len(batch.groups):
         return "one slot stands in two row groups"

@@ -14,11 +14,11 @@ from typing import Final
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import OutputKind, SequenceId
 from shardnet.wire.frames import Buffer, Frame, FrameKind, Limits
+from shardnet.wire.schema import U32_MAX
 
 _META: Final = struct.Struct("<QIIIB3x")
 """sequence id, position of the first row, rows, width, kind, reserved 0."""
 _MOST_BYTES: Final = Limits().rows_payload_bytes
-_MAX_POSITIONS: Final = 2**32 - 1
 
 # routing comes from all stages, not only from the tail: it travels in EXTRAS
 _CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
@@ -89,7 +89,7 @@ def read_rows(frame: Frame) -> RowBlock:
         raise _malformed(frame, f"kind {code} is not one of {sorted(_KIND_OF_CODE)}")
     if not n_rows or not width:
         raise _malformed(frame, f"it has {n_rows} rows of {width} elements")
-    if position + n_rows > _MAX_POSITIONS:
+    if position + n_rows > U32_MAX:
         raise _malformed(frame, f"position {position} + {n_rows} rows is out of range")
     kind = _KIND_OF_CODE[code]
     expected = n_rows * width * kind.element_bytes

@@ -16,19 +16,10 @@ from shardnet.errors import CapacityError, PlanError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
-from shardnet.wire.control import (
-    ControlMessage,
-    Finished,
-    Generate,
-    ModelChoice,
-    PlanReply,
-    PlanRequest,
-    Redirect,
-    StateChanged,
-    TextPiece,
-    Timing,
-)
+from shardnet.wire.control import ControlMessage, Redirect
+from shardnet.wire.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.plans import ModelChoice, PlanReply, PlanRequest
 
 NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=[])
 

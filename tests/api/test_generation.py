@@ -15,7 +15,7 @@ from shardnet.api import client as client_module
 from shardnet.api.generation import WINDOW
 from shardnet.errors import CapacityError, LinkError, PeerFailedError, PeerUnreachableError
 from shardnet.transport.link import Link
-from shardnet.wire.control import PlanReply
+from shardnet.wire.plans import PlanReply
 
 DEADLINE_S = 60.0
 

@@ -13,8 +13,9 @@ from scripted_node import NO_TIME, ScriptedNode, client_of
 from shardnet.api import ALL_ROWS, GenerationEvent, OutputParams, RequestState
 from shardnet.cluster.control import ControlLink
 from shardnet.errors import RemoteProtocolError, SamplingError
-from shardnet.wire.control import ControlMessage, Finished, Generate, RowsPiece, TextPiece
-from shardnet.wire.control import TokenDetail as Detail
+from shardnet.wire.control import ControlMessage
+from shardnet.wire.generation import Finished, Generate, RowsPiece, TextPiece
+from shardnet.wire.generation import TokenDetail as Detail
 
 EVERYTHING = OutputParams(n_prompt_logprobs=0, logit_rows=ALL_ROWS, hidden_rows=1)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from shardnet_cli.narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
 
-from shardnet.wire.control import NodeProgress, PlannedStage, PlanReply
 from shardnet.wire.narrow import NarrowWire, WireError
+from shardnet.wire.plans import NodeProgress, PlannedStage, PlanReply
 
 ERROR = WireError(n_rows=64, n_changed=2, max_error=0.0312, rms_error=0.00891, kl=0.000212)
 

@@ -12,15 +12,9 @@ from shardnet_cli.plan_text import (
     run_text,
 )
 
-from shardnet.wire.control import (
-    LastRun,
-    LeftOut,
-    PlannedStage,
-    PlanReply,
-    StageShare,
-    Timing,
-)
+from shardnet.wire.generation import LastRun, StageShare, Timing
 from shardnet.wire.measured import NodeMeasured, StageSeconds, WayMeasured
+from shardnet.wire.plans import LeftOut, PlannedStage, PlanReply
 
 
 def stage(rank: int, name: str, compute_ms: float | None, hop_ms: float | None) -> PlannedStage:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardnet.cluster.diagnosis_facts import Facts, KeyFacts
-from shardnet.wire.control import NodeInfo, ReportReply
+from shardnet.wire.neighbours import NodeInfo, ReportReply
 from shardnet.wire.reports import (
     AddressView,
     InterfaceAddress,

@@ -17,8 +17,11 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.memory import memory_pair
-from shardnet.wire.control import Done, IdentifyModel, LoadProgress, ModelIdentity, Unload
+from shardnet.wire.control import Done
+from shardnet.wire.generation import Unload
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import IdentifyModel, ModelIdentity
+from shardnet.wire.stages import LoadProgress
 
 
 def hello(name: str) -> Hello:

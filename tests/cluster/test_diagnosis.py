@@ -33,7 +33,7 @@ from shardnet.errors import (
     VersionMismatchError,
 )
 from shardnet.types import DType
-from shardnet.wire.control import ReportReply
+from shardnet.wire.neighbours import ReportReply
 from shardnet.wire.reports import AddressView, RefusedHost
 
 OTHER = "b" * 16

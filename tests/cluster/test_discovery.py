@@ -17,14 +17,9 @@ from hypothesis import strategies as st
 from watchers import LOOPBACK, RECORD, Watcher, new_record, running
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from shardnet.cluster.discovery import (
-    SERVICE_TYPE,
-    Goodbye,
-    UnusableRecordError,
-    browse,
-    from_service,
-    to_service,
-)
+from shardnet.cluster.discovery import browse
+from shardnet.cluster.node_record import SERVICE_TYPE, UnusableRecordError, from_service, to_service
+from shardnet.cluster.record_watch import Goodbye
 from shardnet.transport.loop import run
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardnet.cluster.last_run import FILE_NAME, read_last_run, write_last_run
-from shardnet.wire.control import LastRun, PlannedStage, PlanReply, StageShare, Timing
+from shardnet.wire.generation import LastRun, StageShare, Timing
+from shardnet.wire.plans import PlannedStage, PlanReply
 
 RUN = LastRun(
     request=0,

@@ -22,9 +22,10 @@ from shardnet.cluster.link_figures import (
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, Ping
+from shardnet.wire.control import Done
 from shardnet.wire.measured import LinkMeasured, MeasureLinks
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import Ping
 from shardnet.wire.schema import MAX_PING_BYTES
 
 FAR = NodeId("far")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from shardnet.cluster.measurement import Measured, gather, rounds_of_pairs
 from shardnet.errors import BusyError, LinkClosedError, ShardnetError
 from shardnet.types import NodeId
-from shardnet.wire.control import NodeInfo
 from shardnet.wire.measured import (
     LinkMeasured,
     LinksMeasured,
@@ -23,6 +22,7 @@ from shardnet.wire.measured import (
     StageMeasured,
     StageSeconds,
 )
+from shardnet.wire.neighbours import NodeInfo
 
 ASK = MeasureStage(request=0, config="{}", dtype="bfloat16", threads=0)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from watchers import Watcher, new_record, running
 
 from shardnet.cluster.addresses import rank, read_interfaces
-from shardnet.cluster.discovery import SERVICE_TYPE, Discovery
+from shardnet.cluster.discovery import Discovery
 from shardnet.cluster.multicast_ear import MAX_HEARD, MulticastEar
+from shardnet.cluster.node_record import SERVICE_TYPE
 from shardnet.types import NodeId
 
 

@@ -11,11 +11,10 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
-from shardnet.cluster import peers as peers_module
+from shardnet.cluster import peer_lines as peer_lines_module
 from shardnet.cluster.addresses import Interface, rank
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import PeerReport, Peers, PeerTimes
@@ -24,9 +23,10 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.machine_link import MachineLink
 from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, PeersKnown, Ping
+from shardnet.wire.control import Done
 from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import PeersKnown, Ping
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=0.05, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 PATIENT = LinkOptions(close_s=20)
@@ -68,7 +68,7 @@ class Member:
     @property
     def linked(self) -> set[str]:
         """The names of the peers it is linked to."""
-        return {control.link.peer.name for control in self.peers.linked()}
+        return {control.link.peer.name for control in self.peers.lines.linked()}
 
     def run(self, *named: str) -> None:
         """Begin to look for peers."""
@@ -178,7 +178,7 @@ async def town(*names: str) -> AsyncIterator[list[Member]]:
 
 async def is_used(member: Member, other: Member) -> bool:
     """Send a request over the link that requests use now."""
-    control = member.peers.link_of(other.node)
+    control = member.peers.lines.link_of(other.node)
     assert control is not None
     await control.ask(Ping(request=control.next_request()), Done)
     return True
@@ -196,7 +196,7 @@ def test_of_two_nodes_that_dial_each_other_at_once_the_smaller_ones_link_stays(f
             controls = await asyncio.gather(*(order if first == 0 else reversed(order)))
             for member, control in zip((a, b) if first == 0 else (b, a), controls, strict=True):
                 assert control is not None
-                member.peers.watch(control, lost.append)
+                member.peers.lines.watch(control, lost.append)
             [kept] = [link for who, _, link in a.town.links if who is a]
             [other] = [link for who, _, link in a.town.links if who is b]
             assert isinstance(other, MachineLink)
@@ -225,13 +225,13 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
                     await answer.wait()
                 await handle(control, message)
 
-            a.peers._handler = slowly
+            a.peers.lines._handler = slowly
             old = await b.peers.link_to(a.address)
             asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
             await begun.wait()
             a.peers._node_at.clear()
             await a.peers._open(a.peers._book.known()[0], b.address)  # as if it had not known b's
-            new = a.peers.link_of(b.node)
+            new = a.peers.lines.link_of(b.node)
             assert new is not None
             for _ in range(3):
                 await new.link.drain()
@@ -242,7 +242,7 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
             await asking
             assert isinstance(old.link, MachineLink)
             await old.link.wait_lost()
-            assert b.peers.latest(old) is b.peers.link_of(a.node)
+            assert b.peers.lines.latest(old) is b.peers.lines.link_of(a.node)
             assert await is_used(b, a)
 
     asyncio.run(main())
@@ -253,7 +253,7 @@ def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            a.peers._times = replace(TIMES, retire_s=3600.0)
+            a.peers.lines._retire_s = 3600.0
             await asyncio.gather(a.peers.find(b.address), b.peers.find(a.address))
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
@@ -269,12 +269,12 @@ def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
         async with town("a", "b") as (a, b):
             lost: list[str] = []
             first = await a.peers.link_to(b.address)
-            a.peers.watch(first, lambda error: lost.append(str(error)))
+            a.peers.lines.watch(first, lambda error: lost.append(str(error)))
             second = await b.peers._dial(a.address)  # b has given the first one up
             b.peers._link_up(second, dialled_at=a.address)
-            await a.until(lambda: len(a.peers._peers[b.node].lines) == 2)
+            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 2)
             first.link.abort("the network between is cut")
-            await a.until(lambda: len(a.peers._peers[b.node].lines) == 1)
+            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 1)
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
             assert not second.closed
@@ -308,7 +308,7 @@ def test_a_node_that_meets_itself_says_so_and_goes_on() -> None:
 
 
 def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "MAX_PEERS", 2)
+    monkeypatch.setattr(peer_lines_module, "MAX_PEERS", 2)
 
     async def main() -> None:
         async with town("a", "b", "c", "d") as (a, *others):
@@ -516,9 +516,9 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
                 await member.until_linked(*others)
             await a.until(lambda: "c" in a.report("b").told_by)
             lost: list[ShardnetError] = []
-            control = a.peers.link_of(b.node)
+            control = a.peers.lines.link_of(b.node)
             assert control is not None
-            a.peers.watch(control, lost.append)
+            a.peers.lines.watch(control, lost.append)
             b._running.cancel()  # type: ignore[union-attr]
             a.town.cut(lambda x, y: b in (x, y))
             await a.until_linked("c")
@@ -527,7 +527,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             assert a.said("node b is gone") == 1
             assert not a.report("b").is_linked
             await a.until(lambda: "c" not in a.report("b").told_by)
-            a.peers.watch(control, lost.append)
+            a.peers.lines.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
 
     asyncio.run(main())
@@ -603,10 +603,10 @@ def test_the_round_trip_is_measured() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
             await a.peers.link_to(b.address)
-            await a.until(lambda: a.peers.rtt_s(b.node) is not None)
-            rtt_s = a.peers.rtt_s(b.node)
+            await a.until(lambda: a.peers.lines.rtt_s(b.node) is not None)
+            rtt_s = a.peers.lines.rtt_s(b.node)
             assert rtt_s is not None
             assert rtt_s > 0
-            assert a.peers.rtt_s(NodeId("nobody")) is None
+            assert a.peers.lines.rtt_s(NodeId("nobody")) is None
 
     asyncio.run(main())

@@ -23,7 +23,8 @@ from shardnet.model.footprint import graph_bytes, stage_weight_bytes
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts, kv_room_blocks
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
-from shardnet.wire.control import ModelChoice, NodeInfo
+from shardnet.wire.neighbours import NodeInfo
+from shardnet.wire.plans import ModelChoice
 
 GIB = 2**30
 

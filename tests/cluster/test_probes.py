@@ -18,9 +18,10 @@ from shardnet.transport import tcp
 from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import NodeId
-from shardnet.wire.control import Done, Ping
+from shardnet.wire.control import Done
 from shardnet.wire.frames import PREAMBLE
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import Ping
 from shardnet.wire.reports import AddressView
 
 KNOCK = partial(dial, handshake_s=0.3)

@@ -26,15 +26,9 @@ from shardnet.cluster.reporter import clock_ahead_s, free_bytes
 from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.types import DType, NodeId
-from shardnet.wire.control import (
-    Done,
-    NodeInfo,
-    Ping,
-    ReportRequest,
-    Status,
-    StatusReply,
-)
+from shardnet.wire.control import Done
 from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.neighbours import NodeInfo, Ping, ReportRequest, Status, StatusReply
 
 CPU = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
 

@@ -100,7 +100,7 @@ def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     huge = tarfile.TarInfo("huge")
     huge.size = 1 << 60
     (tmp_path / "m.tar").write_bytes(huge.tobuf(tarfile.GNU_FORMAT))
-    with pytest.raises(CheckpointError, match="no room for 'huge'"):
+    with pytest.raises(CheckpointError, match=r"'huge' needs .* GiB more in .* make room"):
         unpack(tar, tmp_path / "m", lambda _: None)
 
 

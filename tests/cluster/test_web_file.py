@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from web_server import Web, open_web
 
-from shardnet.cluster import web_file
+from shardnet.cluster import disk_room, web_file
 from shardnet.cluster.web_file import WebFile, download, file_name
 from shardnet.errors import HubError
 
@@ -51,7 +51,8 @@ def test_a_file_comes_with_its_digest_and_only_once(web: Web, tmp_path: Path) ->
 
 def test_broken_connections_are_gone_on_with(web: Web, tmp_path: Path) -> None:
     web.cuts = [1_000_000, 500_000]
-    assert fetch(web, tmp_path).path.read_bytes() == DATA
+    file = fetch(web, tmp_path)
+    assert (file.path.read_bytes(), file.sha256) == (DATA, SHA256)
     starts = [0, *(int(a.partition("bytes=")[2].removesuffix("-")) for a in web.asked[1:])]
     assert len(starts) == 3
     assert 0 < starts[1] <= 1_000_000 < starts[2] <= 1_500_000
@@ -72,8 +73,18 @@ def test_a_later_command_goes_on_with_what_an_earlier_one_left(web: Web, tmp_pat
     assert "tiny.gguf" not in names(tmp_path)
     web.cuts = []
     file = fetch(web, tmp_path)
-    assert file.path.read_bytes() == DATA
+    assert (file.path.read_bytes(), file.sha256) == (DATA, SHA256)
     assert file.n_new_bytes < 2_000_000
+
+
+def test_what_two_programs_have_written_is_not_kept(web: Web, tmp_path: Path) -> None:
+    def write_too(file: str, done: int, total: int) -> None:
+        with (tmp_path / "tiny.gguf.part").open("ab") as part:
+            part.write(b"of another download")
+
+    with pytest.raises(HubError, match="another program wrote into it too"):
+        download(f"{web.address}/models/tiny.gguf", tmp_path, write_too)
+    assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("change", ["another version", "no version", "no ranges"])
@@ -87,7 +98,7 @@ def test_what_cannot_be_gone_on_with_is_begun_anew(web: Web, tmp_path: Path, cha
         note = {"url": f"{web.address}/models/tiny.gguf", "version": '"0"'}
         (tmp_path / "tiny.gguf.part.json").write_text(json.dumps(note))
     file = fetch(web, tmp_path)
-    assert file.path.read_bytes() == DATA
+    assert (file.path.read_bytes(), file.sha256) == (DATA, SHA256)
     assert names(tmp_path) == {"tiny.gguf"}
 
 
@@ -100,6 +111,7 @@ def test_a_new_version_between_two_connections_is_not_mixed_in(web: Web, tmp_pat
 
     file = download(f"{web.address}/models/tiny.gguf", tmp_path, change)
     assert file.path.read_bytes() == new
+    assert file.sha256 == hashlib.sha256(new).hexdigest()
 
 
 def test_a_part_that_is_all_of_it_needs_no_byte(web: Web, tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_named(web: Web, tmp_path: Path) -> N
 def test_no_room_is_named_before_a_byte_is_written(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_file, "_ROOM_LEFT_BYTES", 1 << 60)
+    monkeypatch.setattr(disk_room, "LEFT_FREE_BYTES", 1 << 60)
     with pytest.raises(HubError, match=r"GiB more in .* make room"):
         fetch(web, tmp_path)
     assert (tmp_path / "tiny.gguf.part").stat().st_size == 0

@@ -19,8 +19,9 @@ from shardnet.cluster.planning import Measured, Plan, make_plan
 from shardnet.cluster.wire_errors import WireErrors
 from shardnet.runtime.loading import identify
 from shardnet.types import NodeId
-from shardnet.wire.control import ModelChoice, NodeInfo
 from shardnet.wire.narrow import NarrowWire
+from shardnet.wire.neighbours import NodeInfo
+from shardnet.wire.plans import ModelChoice
 
 DEADLINE_S = 60.0
 

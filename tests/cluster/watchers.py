@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from shardnet.cluster.discovery import Candidate, Discovery, Goodbye
+from shardnet.cluster.discovery import Discovery
+from shardnet.cluster.node_record import Candidate
+from shardnet.cluster.record_watch import Goodbye
 from shardnet.types import NodeId
 
 LOOPBACK = ["127.0.0.1"]

@@ -20,8 +20,8 @@ from torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.runtime.drafting import NgramGuesser
-from shardnet.runtime.engine import GenerationEvent, GenerationRequest, Speculation
 from shardnet.runtime.outputs import PromptScored, RowsGiven
+from shardnet.runtime.requests import GenerationEvent, GenerationRequest, Speculation
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
 
 N_LAYERS = 4

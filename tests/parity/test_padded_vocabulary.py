@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.runtime.compute import StageCompute
-from shardnet.runtime.engine import TokenGenerated
 from shardnet.runtime.loading import StageOrder, load
 from shardnet.runtime.outputs import PromptScored
+from shardnet.runtime.requests import TokenGenerated
 from shardnet.types import DType, OutputParams, RoutingShape, SamplingParams
 
 ADDED_ID = 310

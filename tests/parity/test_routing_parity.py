@@ -20,8 +20,8 @@ from torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.runtime.compute import SequenceOpened
 from shardnet.runtime.drafting import NgramGuesser
-from shardnet.runtime.engine import GenerationEvent, RequestMoved, Speculation
 from shardnet.runtime.outputs import RowsGiven
+from shardnet.runtime.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.types import OutputKind, OutputParams
 
 N_LAYERS = 4

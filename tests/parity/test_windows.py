@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import probe
-from shardnet.runtime.engine import GenerationEvent, RequestMoved, Speculation
+from shardnet.runtime.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.types import DType, KvDType
 
 CONTEXT = 1280

@@ -23,12 +23,8 @@ from shardnet.runtime.compute import (
     SlotFreed,
     SlotOperation,
 )
-from shardnet.runtime.engine import (
-    Engine,
-    GenerationFinished,
-    GenerationRequest,
-    TokenGenerated,
-)
+from shardnet.runtime.engine import Engine
+from shardnet.runtime.requests import GenerationFinished, GenerationRequest, TokenGenerated
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType

@@ -13,8 +13,8 @@ from stage_chain import ROOM_BLOCKS, StageChain, even_split
 
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.sampler import Sampler
-from shardnet.runtime.engine import (
-    Engine,
+from shardnet.runtime.engine import Engine
+from shardnet.runtime.requests import (
     GenerationFinished,
     GenerationRequest,
     Speculation,

@@ -16,7 +16,7 @@ import fake_ring
 import pytest
 
 import shardnet
-from shardnet.runtime.engine import GenerationRequest
+from shardnet.runtime.requests import GenerationRequest
 from shardnet.transport.link import LinkOptions
 from shardnet.types import SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 from fake_ring import FakeRing, expected_tokens, fake_ring, request_of
 
 from shardnet.errors import DeadlineError, ShardnetError
-from shardnet.runtime.engine import (
+from shardnet.runtime.requests import (
     GenerationEvent,
     GenerationFinished,
     GenerationRequest,

@@ -10,7 +10,7 @@ from fake_ring import expected_tokens, fake_ring
 from rings import NoText
 
 from shardnet.errors import CapacityError, SamplingError, ShardnetError, UsageError
-from shardnet.runtime.engine import GenerationRequest, TokenGenerated
+from shardnet.runtime.requests import GenerationRequest, TokenGenerated
 from shardnet.types import SamplingParams
 
 DEADLINE_S = 60.0

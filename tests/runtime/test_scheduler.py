@@ -274,7 +274,7 @@ def test_where_most_wait_for_their_prompt_those_who_decode_wait_longer() -> None
     for number in range(1, 9):
         scheduler.submit(request(number, 200, max_tokens=2))
     scheduler.next_instructions()
-    running = [*scheduler._running.values()]
+    running = [*scheduler._roster.running.values()]
     assert len(running) == 8
     for sequence in running[:2]:
         sequence.n_sent = len(sequence.tokens)

@@ -23,7 +23,7 @@ from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.runtime.compute import Activations, Samples, SequenceOpened, SlotOperation
 from shardnet.runtime.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.drafting import Guesser, NgramGuesser
-from shardnet.runtime.engine import GenerationRequest, Speculation
+from shardnet.runtime.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduler import Scheduler, StepLimits
 from shardnet.types import DType, Epoch, MicroBatch, SamplingParams
 

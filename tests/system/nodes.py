@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ShardnetError
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 START_S = 60.0
 """How long a node may take to its ready line."""

@@ -13,7 +13,7 @@ from nodes import Crew, Machine, open_machine
 from parrot import EOS_ID, Parrots, make_parrot
 
 from shardnet.api.client import connect
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SIGNS = "é€😀 Жz."

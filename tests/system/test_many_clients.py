@@ -32,7 +32,7 @@ from shardnet.api import (
 )
 from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
-from shardnet.wire.control import RingLoad
+from shardnet.wire.neighbours import RingLoad
 
 SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "7.5"))
 N_CLIENTS = 16

@@ -21,7 +21,7 @@ from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import UsageError
 from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.model.tokenizer import Tokenizer
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 BEYOND_ID = 258
 """One more than the parrots' last row."""

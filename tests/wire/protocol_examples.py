@@ -25,9 +25,10 @@ from shardnet.wire.bulk import (
     Piece,
     bulk_frame,
 )
-from shardnet.wire.control import Cancel, control_frame
+from shardnet.wire.control import control_frame
 from shardnet.wire.data import Step, data_frame, tokens_frame
 from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.generation import Cancel
 from shardnet.wire.messages import (
     Extras,
     Hello,

@@ -30,9 +30,10 @@ from shardnet.wire.bulk import (
     bulk_frame,
     read_bulk,
 )
-from shardnet.wire.control import Cancel, control_frame, read_control
+from shardnet.wire.control import control_frame, read_control
 from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.generation import Cancel
 from shardnet.wire.inbox import Part
 from shardnet.wire.machine import FrameReceived, LinkFailed, LinkMachine, LinkState
 from shardnet.wire.messages import (

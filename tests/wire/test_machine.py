@@ -31,9 +31,10 @@ from shardnet.errors import (
     RemoteProtocolError,
     VersionMismatchError,
 )
-from shardnet.wire.control import Cancel, control_frame
+from shardnet.wire.control import control_frame
 from shardnet.wire.data import Step, data_frame
 from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.generation import Cancel
 from shardnet.wire.inbox import ALIGNMENT, SCRATCH_BYTES
 from shardnet.wire.machine import (
     DIRECT_BYTES,

@@ -16,7 +16,6 @@ from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.types import SamplingParams
 from shardnet.wire.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.control import (
-    Cancel,
     ControlMessage,
     Failed,
     control_frame,
@@ -24,6 +23,7 @@ from shardnet.wire.control import (
     reported_error,
 )
 from shardnet.wire.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.generation import Cancel
 from shardnet.wire.messages import (
     ErrorReport,
     Extras,

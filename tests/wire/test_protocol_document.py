@@ -17,7 +17,19 @@ from shardnet.cluster.cluster_key import ClusterKey
 from shardnet.model.contents import ID_FILES, INDEX_FILES
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
-from shardnet.wire import bulk, control, measured, messages, narrow, reports, schema
+from shardnet.wire import (
+    bulk,
+    control,
+    generation,
+    measured,
+    messages,
+    narrow,
+    neighbours,
+    plans,
+    reports,
+    schema,
+    stages,
+)
 from shardnet.wire.data import read_data
 from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.machine import (
@@ -36,9 +48,10 @@ HEX = {
     for name, body in re.findall(r"```hex (\S+)\n(.*?)```", DOCUMENT, re.DOTALL)
 }
 STEPS = {"data": STEP, "data-int8": INT8_STEP}
+CONTROL_MESSAGES = (control, neighbours, measured, reports, stages, plans, narrow, generation)
 STRUCTS = {
     name: kind
-    for module in (messages, control, measured, narrow, reports, bulk)
+    for module in (messages, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }

@@ -1,0 +1,35 @@
+"""docs/structures.md has one line for every module, and none for what is gone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def listed() -> Counter[str]:
+    """Every module of the table, as its path."""
+    found: Counter[str] = Counter()
+    folder = ""
+    for line in (ROOT / "docs" / "structures.md").read_text(encoding="utf-8").splitlines():
+        room = re.match(r"\| \*\*(\w+)/\*\*", line)
+        if room:
+            folder = "cli" if room[1] == "cli" else f"shardnet/{room[1]}"
+        elif folder and line.startswith("|"):
+            found.update(
+                f"{folder}/{name}" for name in re.findall(r"`(\w+\.py)`", line.split("|")[1])
+            )
+    return found
+
+
+def test_every_module_has_its_line() -> None:
+    modules = {
+        str(path.relative_to(ROOT))
+        for path in [*ROOT.glob("shardnet/*/*.py"), *ROOT.glob("cli/*.py")]
+        if not path.name.startswith("__")
+    }
+    found = listed()
+    assert {path for path in modules if "assets" not in path} == set(found)
+    assert [path for path, n in found.items() if n > 1] == []
