@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from nodes import Crew, Machine, open_machine
 from parrot import Parrots, make_parrots
+from warm_start import is_possible, start_server
 
 from shardnet.transport.loop import run
 
@@ -36,6 +37,13 @@ def _interrupts_reach_children() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_warm_starts(_interrupts_reach_children: None) -> None:
+    """Start the process that nodes are copies of, before tests look for what is left behind."""
+    if is_possible():
+        start_server()
 
 
 @pytest.fixture
