@@ -15,13 +15,13 @@ import torch
 from checkpoints import make_decoder, make_gpt2, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import CPU, StageChain, random_prompt
+from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import stage_weight_bytes, streamed_layers
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import Run, StageModel, load_stage
@@ -48,7 +48,7 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def choice_of(dtype: DType, quant: str = "") -> KernelChoice:
-    return probe(CPU, dtype, dtype, Quantization.named(quant))
+    return probed(CPU, dtype, dtype, Quantization.named(quant))
 
 
 def load(
