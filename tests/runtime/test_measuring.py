@@ -73,10 +73,16 @@ def no_tick() -> None:
     """Nobody waits."""
 
 
-@pytest.mark.parametrize("raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [(DType.BFLOAT16, KvDType.AUTO), (DType.FLOAT32, KvDType.AUTO), (DType.FLOAT32, KvDType.INT8)],
+    ("raw", "dtype", "kv_dtype"),
+    [
+        (LLAMA, DType.BFLOAT16, KvDType.AUTO),
+        (LLAMA, DType.FLOAT32, KvDType.INT8),
+        (LLAMA | {"tie_word_embeddings": True}, DType.BFLOAT16, KvDType.INT8),
+        (LLAMA | {"tie_word_embeddings": True}, DType.FLOAT32, KvDType.AUTO),
+        (GPT2, DType.BFLOAT16, KvDType.AUTO),
+        (GPT2, DType.FLOAT32, KvDType.INT8),
+    ],
 )
 def test_every_figure_is_a_time_of_two_digits(
     raw: dict[str, Any], dtype: DType, kv_dtype: KvDType
