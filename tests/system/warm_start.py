@@ -11,6 +11,7 @@ namespaces and those of the walkthrough are started as users start them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,10 +36,13 @@ def is_possible() -> bool:
     return sys.platform == "linux"
 
 
-def start_server() -> None:
-    """Start the process that is copied. It ends with this one."""
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """Have the process that is copied, and wait for its end, which nobody else does."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class WarmProcess:
@@ -95,6 +99,7 @@ def _run(
     stderr: Connection,
 ) -> None:
     """Be the command, in the copy."""
+    gc.freeze()  # what the server has imported is not looked through again
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
