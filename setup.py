@@ -20,12 +20,15 @@ class BuildKernels(build_ext):
         return list(ext.export_symbols)
 
 
+FOLDER = "shardnet/model/csrc"
+
 flags = [] if sys.platform == "win32" else ["-O3", "-std=c11", "-ffp-contract=off"]
 setup(
     ext_modules=[
         Extension(
             "shardnet.model._quantized",
-            sources=["shardnet/model/csrc/quantized.c"],
+            sources=[f"{FOLDER}/quantized.c", f"{FOLDER}/halves.c"],
+            depends=[f"{FOLDER}/products.h", f"{FOLDER}/halves_body.h"],
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],
             optional=True,

@@ -2,7 +2,10 @@
 
 Everything is measured in one run, the formats taking turns: plain streaming reads (the limit), all
 products of a step one after the other, and whole decode steps of a stage in random weights. A
-format's share of the limit is the time to read its bytes once, divided by what a step takes.
+format's share of the limit is the time to read its bytes once, divided by what a step takes. "In
+cache" is what a step would take if its weights need not come from memory: the time of a small
+product, again and again, scaled to the step's weights. Where that is longer than reading, the
+format's arithmetic is what limits so many rows.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 CPU = torch.device("cpu")
+SMALL = (192, 2048)
+"""Outputs and inputs of a product whose weights fit into a core's own cache in every format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class Format:
 
     name: str
     products: list[Linear]
+    small: Linear
+    """A product whose weights stay in the caches."""
     rows_dtype: torch.dtype
     read_bytes: int
 
@@ -69,13 +76,14 @@ def main() -> None:
 def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, object]:
     choices = [_choice(name, config) for name in arguments.formats]
     formats = [_format(config, choice) for choice in choices]
-    limits, times = [], {}
+    limits, times, cached = [], {}, {}
     for _ in range(arguments.rounds):
         limits.append(read_bandwidth())
         for kind in formats:
             for rows in arguments.rows:
                 seconds = _products_s(kind, rows)
                 times.setdefault((kind.name, rows), []).append(seconds)
+                cached.setdefault((kind.name, rows), []).append(_in_cache_s(kind, rows))
     limit = max(limits)
     native = native_kernels()
     return {
@@ -91,6 +99,10 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, ob
                 else None,
                 "ms_by_rows": {
                     rows: statistics.median(times[kind.name, rows]) * 1e3 for rows in arguments.rows
+                },
+                "in_cache_ms_by_rows": {
+                    rows: statistics.median(cached[kind.name, rows]) * 1e3
+                    for rows in arguments.rows
                 },
                 "stage_layer_ms": _layer_ms(config, choice, arguments.rounds),
             }
@@ -121,10 +133,12 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
                 weight = torch.randn(shape).mul_(0.02).to(stored)
                 products.append(make_linear(choice, [weight], [], CPU, rounded_to))
     whole = LayerRange(0, config.n_layers)
+    small = torch.randn(SMALL).mul_(0.02).to(stored)
     return Format(
         name=choice.name,
         rows_dtype=torch_dtype(choice.dtype),
         products=products,
+        small=make_linear(choice, [small], [], CPU, kind),
         read_bytes=read_bytes_per_step(
             config, whole, DType.BFLOAT16 if is_native else choice.dtype, kind
         ),
@@ -141,6 +155,15 @@ def _products_s(kind: Format, n_rows: int) -> float:
 
     step()  # memory that lay idle comes back slowly
     return _timed(step)
+
+
+def _in_cache_s(kind: Format, n_rows: int) -> float:
+    n_weights = sum(product.shape[0] * product.shape[1] for product in kind.products)
+    n_times = 40
+    rows = torch.randn(n_rows, SMALL[1]).to(kind.rows_dtype)
+    kind.small(rows)
+    seconds = _timed(lambda: [kind.small(rows) for _ in range(n_times)])
+    return seconds / n_times * n_weights / (SMALL[0] * SMALL[1])
 
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
@@ -167,7 +190,11 @@ def _as_text(report: dict) -> str:  # type: ignore[type-arg]
             + (f", {share:.2f} of the limit" if share else "")
             + f", a layer of a stage {figures['stage_layer_ms']:.2f} ms"
         )
-        lines += [f"  {rows:4} rows {ms:9.1f} ms" for rows, ms in figures["ms_by_rows"].items()]
+        in_cache = figures["in_cache_ms_by_rows"]
+        lines += [
+            f"  {rows:4} rows {ms:9.1f} ms, in cache {in_cache[rows]:9.1f} ms"
+            for rows, ms in figures["ms_by_rows"].items()
+        ]
     return "\n".join(lines)
 
 

@@ -71,11 +71,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Spans as the compiled library reads them, `struct span` of csrc/halves.c."""
+
+    spans: Tensor  # [spans, 5], int64
+    slots: tuple[Tensor, ...]
+    """What `spans` points to: see KvCache.places."""
+    has_chunks: bool
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], kv: KvCache) -> Places:
+        """Say where the rows of each span are, and its slot."""
+        slots = tuple(kv.places(span.slot) for span in spans)
+        table = [
+            (slot.data_ptr(), span.start, span.end, span.position, span.masks is not None)
+            for span, slot in zip(spans, slots, strict=True)
+        ]
+        return cls(
+            spans=torch.tensor(table, dtype=torch.int64),
+            slots=slots,
+            has_chunks=any(span.masks is not None for span in spans),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What all layers of a stage share in one step.
 
     `experts`, where somebody wants to know them, gets the experts [T, K] that the rows visited, by
-    layer, counted from 0 within the stage.
+    layer, counted from 0 within the stage. `places` says the same as `spans` to the compiled
+    library, None where it cannot read the slots.
     """
 
     token_ids: Tensor  # [T], int64
@@ -83,6 +108,7 @@ class Step:
     spans: tuple[Span, ...]
     kv: KvCache
     experts: dict[int, Tensor] | None = None
+    places: Places | None = None
 
     def tell_experts(self, layer: int, experts: Tensor) -> None:
         """Keep the experts [T, K] of a layer, if anybody wants to know."""
@@ -134,6 +160,7 @@ def plan_step(
         spans=tuple(spans),
         kv=kv,
         experts=experts,
+        places=None if kv.is_rounded or kv.device.type != "cpu" else Places.of(spans, kv),
     )
 
 
@@ -172,30 +199,50 @@ def attention(
     _store(kv.kept(keys), kv.kept(values), slots, firsts, step.spans)
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
-    for span, base, slot in zip(step.spans, firsts, slots, strict=True):
-        position = span.position - base
-        first = 0 if kind.window is None else max(0, position - kind.window + 1)
-        n_seen = position + span.end - span.start - first
+    for span in step.spans:
         if span.masks is None:
-            parts += _attend_rows(grouped, span, _seen(kv, slot, first, n_seen, widths), kind)
-            continue
-        chunk, mask = queries[span.start : span.end], span.masks[kind.window]
-        attended = _attend_chunk(chunk, *_seen(kv, slot, first, n_seen, widths), mask, kind)
-        parts.append(attended.view(-1, *grouped[0].shape[1:]))
+            parts += _attend_rows(grouped, span, _seen(step, span, layer, kind, widths), kind)
+        else:
+            own = queries[span.start : span.end]
+            attended = attend_chunk(own, span, layer, step, kind, widths)
+            parts.append(attended.view(-1, *grouped[0].shape[1:]))
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
     return whole.reshape(n_rows, n_heads * head_size)
 
 
-def _seen(
-    kv: KvCache, slot: tuple[Tensor, Tensor], first: int, n_rows: int, widths: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [KV heads, P, D] of some rows of a slot: the slot's own memory
-    where nothing is rounded, else what lives as long as these rows are attended over.
+def attend_chunk(
+    queries: Tensor,
+    span: Span,
+    layer: int,
+    step: Step,
+    kind: AttentionKind,
+    widths: tuple[int, int],
+) -> Tensor:
+    """Attend a prompt chunk over its slot, where its own keys and values are already.
+
+    `queries` are the span's, [T, H, D], `widths` the columns of keys and values. Returns
+    [T, H, D].
     """
-    keys = kv.restored(slot[0].narrow(1, first, n_rows), widths[0])
+    assert span.masks is not None, "a span without masks is attended row by row"
+    seen = _seen(step, span, layer, kind, widths)
+    return _attend_chunk(queries, *seen, span.masks[kind.window], kind)
+
+
+def _seen(
+    step: Step, span: Span, layer: int, kind: AttentionKind, widths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [KV heads, P, D] that the rows of a span see: the slot's own
+    memory where nothing is rounded, else what lives as long as these rows are attended over.
+    """
+    kv = step.kv
+    slot = kv.layer(span.slot, layer)
+    position = span.position - kv.first(span.slot, layer)
+    first = 0 if kind.window is None else max(0, position - kind.window + 1)
+    n_seen = position + span.end - span.start - first
+    keys = kv.restored(slot[0].narrow(1, first, n_seen), widths[0])
     if widths[1] == 0:
         return keys, keys
-    return keys, kv.restored(slot[1].narrow(1, first, n_rows), widths[1])
+    return keys, kv.restored(slot[1].narrow(1, first, n_seen), widths[1])
 
 
 def _store(

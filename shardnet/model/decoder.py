@@ -17,6 +17,8 @@ from shardnet.model.config import ModelConfig, Rope
 from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm
+from shardnet.model.native import native_kernels
+from shardnet.model.native_half import with_native_halves
 from shardnet.model.rotary import rotary_tables
 from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
@@ -50,7 +52,7 @@ class DecoderStage:
             rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
         ]
         self._layers = [
-            (load_layer(config, weights, layer), distinct.index(rope))
+            (with_native_halves(load_layer(config, weights, layer), native_kernels()), distinct.index(rope))
             for layer, rope in zip(layers, ropes, strict=True)
         ]
 

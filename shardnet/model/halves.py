@@ -34,6 +34,11 @@ class Residual:
     after: Norm | None = None
     multiplier: float = 1.0
 
+    @property
+    def is_rms(self) -> bool:
+        """Whether the norms are RMSNorms, as far as there are any."""
+        return all(norm is None or norm.bias is None for norm in (self.before, self.after))
+
     def enter(self, hidden: Tensor) -> Tensor:
         """Make of the layer's rows [T, E] what the half works on."""
         return hidden if self.before is None else self.before(hidden)

@@ -30,13 +30,15 @@ class _Slot:
     """Keys and values of one slot, layer by layer: [KV heads, capacity, W] each.
 
     `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
-    the layer has a window. The slot ends after `blocks` blocks in all layers.
+    the layer has a window. The slot ends after `blocks` blocks in all layers. `places` says it to
+    the compiled library: addresses of keys and values, first position, capacity.
     """
 
     blocks: int = 0
     keys: list[Tensor]
     values: list[Tensor]
     firsts: list[int]
+    places: Tensor  # [layers, 4], int64
 
 
 class KvCache:
@@ -78,6 +80,11 @@ class KvCache:
     def device(self) -> torch.device:
         """Where the slots live."""
         return self._device
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rows lie here otherwise than they come."""
+        return self._is_rounded
 
     @property
     def room_blocks(self) -> int:
@@ -148,7 +155,10 @@ class KvCache:
         self._check_room(target, wanted, n_positions)
         held = self._slots[source]
         self._slots[target] = _Slot(
-            keys=list(held.keys), values=list(held.values), firsts=list(held.firsts)
+            keys=list(held.keys),
+            values=list(held.values),
+            firsts=list(held.firsts),
+            places=held.places.clone(),
         )
         try:
             self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
@@ -177,6 +187,13 @@ class KvCache:
     def restored(self, kept: Tensor, width: int) -> Tensor:
         """Make of what lies there, [..., W], rows of `width` columns: [..., D]."""
         return restore_rows(kept, width, self._dtype) if self._is_rounded else kept
+
+    def places(self, slot: SlotId) -> Tensor:
+        """Return where the slot's keys and values are, now and as it grows, layer by layer.
+
+        Addresses of keys and values, the position `first` and the capacity: [layers, 4], int64.
+        """
+        return self._slots[slot].places
 
     def first(self, slot: SlotId, layer: int) -> int:
         """Return the position of the first row that the slot keeps in a layer."""
@@ -215,6 +232,7 @@ class KvCache:
                 keys=[self._empty(0, self._key_width)] * self._n_layers,
                 values=[self._empty(0, self._value_width)] * self._n_layers,
                 firsts=[0] * self._n_layers,
+                places=torch.zeros(self._n_layers, 4, dtype=torch.int64),
             )
         try:
             for layer, window in enumerate(self._windows):
@@ -226,6 +244,8 @@ class KvCache:
                 keys = self._moved(held.keys[layer], old, first, blocks)
                 values = self._moved(held.values[layer], old, first, blocks)
                 held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
+                place = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
+                held.places[layer] = torch.tensor(place)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

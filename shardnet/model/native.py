@@ -1,4 +1,4 @@
-"""Finds the compiled products of csrc/quantized.c, and calls them.
+"""Finds the compiled library of csrc/, and calls its products.
 
 Knows the library's functions and how it gets torch's threads. Must not know how weights are packed.
 Where the library was not built, or does not fit this machine, there is none: quantized.py has torch
@@ -11,11 +11,12 @@ import ctypes
 import enum
 import os
 import sysconfig
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
 _LIBRARY: Final = "_quantized"
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Counts up with what the library and this module tell each other."""
-_KEPT_BYTES: Final = 1 << 18
-"""Room for rounded rows that a product keeps: enough for a decode step."""
+_KEPT_BYTES: Final = 1 << 22
+"""Room that each thread keeps: enough for a decode step."""
 _OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
 
 
@@ -40,8 +41,18 @@ class Isa(enum.IntEnum):
     NEON = 3
 
 
+class Team(ctypes.Structure):
+    """`struct team` of csrc/products.h: the threads of a call, and what they compute with."""
+
+    _fields_ = (
+        ("parallel", ctypes.c_void_p),
+        ("n_threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+    )
+
+
 class _Product(ctypes.Structure):
-    """`struct product` of csrc/quantized.c."""
+    """`struct product` of csrc/products.h."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
@@ -51,7 +62,7 @@ class _Product(ctypes.Structure):
         ("rounded", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("parallel", ctypes.c_void_p),
+        ("team", Team),
         ("n_rows", ctypes.c_int64),
         ("n_in", ctypes.c_int64),
         ("n_out", ctypes.c_int64),
@@ -59,9 +70,8 @@ class _Product(ctypes.Structure):
         ("group", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
+        ("has_pairs", ctypes.c_int32),
         ("pairs", ctypes.c_int32),
-        ("isa", ctypes.c_int32),
-        ("n_threads", ctypes.c_int32),
     )
 
 
@@ -76,8 +86,20 @@ class NativeKernels:
     isa: Isa
     has_pairs: bool
     has_tiles: bool
-    _multiply: ctypes._NamedFuncPointer
+    _library: ctypes.CDLL
     _parallel: int
+
+    @property
+    def team(self) -> Team:
+        """The threads that calls of the library get, without their number."""
+        return Team(parallel=self._parallel, isa=self.isa)
+
+    def function(self, name: str, *types: type[ctypes._CDataType]) -> ctypes._NamedFuncPointer:
+        """Return a function of the library that takes these and returns nothing."""
+        found = self._library[name]  # an object of its own at each call, unlike an attribute
+        found.argtypes = types
+        found.restype = None
+        return found
 
     def product(
         self,
@@ -109,51 +131,67 @@ class NativeProduct:
     ) -> None:
         n_out, n_in = shape
         n_groups = -(-n_in // group) if group else 0
+        self.kernels = kernels
+        self.shape = shape
+        self.row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
+        """Room that each row needs while it is multiplied."""
         self._kept = (weights, bias)
-        self._n_out = n_out
-        self._row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
-        self._rounded_bytes = n_groups * group if group else self._row_bytes
-        self._group_bytes = 4 * n_groups
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self._has_pairs = kernels.has_pairs
-        self._call = kernels._multiply
+        self._call = kernels.function("shardnet_multiply", ctypes.POINTER(_Product))
         self._arguments = _Product(
             weights=weights.data_ptr(),
             bias=bias.data_ptr() if bias is not None else None,
-            parallel=kernels._parallel,
+            team=kernels.team,
             n_in=n_in,
             n_out=n_out,
             n_groups=n_groups,
             group=group,
             bits=bits,
-            isa=kernels.isa,
+            has_pairs=kernels.has_pairs,
         )
-        self._pointer = ctypes.byref(self._arguments)
+        self.address = ctypes.addressof(self._arguments)
+        """Where `struct product` is, as long as this object lives."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype."""
         rows = rows.contiguous()
         n_rows, arguments = rows.shape[0], self._arguments
-        is_bf16 = rows.dtype is torch.bfloat16
-        out = rows.new_empty(n_rows, self._n_out)
-        room = self._room_for(n_rows * self._row_bytes)
+        out = rows.new_empty(n_rows, self.shape[0])
         arguments.rows = rows.data_ptr()
         arguments.out = out.data_ptr()
-        arguments.rounded = room
-        arguments.scales = scales = room + n_rows * self._rounded_bytes
-        arguments.sums = scales + n_rows * self._group_bytes
+        arguments.rounded = ROOM.of(n_rows * self.row_bytes).data_ptr()
         arguments.n_rows = n_rows
-        arguments.is_bf16 = is_bf16
-        arguments.pairs = is_bf16 and self._has_pairs
-        arguments.n_threads = torch.get_num_threads()
-        self._call(self._pointer)
+        arguments.is_bf16 = rows.dtype is torch.bfloat16
+        arguments.team.n_threads = torch.get_num_threads()
+        self._call(arguments)
         return out
 
-    def _room_for(self, n_bytes: int) -> int:
-        """Return the address of so much memory, kept for the next call unless it is much."""
-        if self._room.numel() < n_bytes or self._room.numel() > _KEPT_BYTES >= n_bytes:
-            self._room = torch.empty(n_bytes, dtype=torch.uint8)
-        return self._room.data_ptr()
+
+@runtime_checkable
+class NativeSource(Protocol):
+    """A linear product that may have one of the library's behind it."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it has."""
+
+    def native_product(self) -> NativeProduct:
+        """Return what multiplies now, if it has."""
+
+
+class Room(threading.local):
+    """Memory for one call, kept for the thread's next one unless it is much."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, n_bytes: int) -> Tensor:
+        """Return at least so many bytes, of any contents."""
+        if self._kept.numel() < n_bytes or self._kept.numel() > _KEPT_BYTES >= n_bytes:
+            self._kept = torch.empty(n_bytes, dtype=torch.uint8)
+        return self._kept
+
+
+ROOM: Final = Room()
 
 
 @cache
@@ -173,14 +211,11 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     isa = Isa(library.shardnet_isa())
     if wanted == "portable" or (wanted == "avx2" and isa is Isa.AVX512):
         isa = Isa[wanted.upper()]
-    function = library.shardnet_multiply
-    function.argtypes = (ctypes.POINTER(_Product),)
-    function.restype = None
     return NativeKernels(
         isa=isa,
         has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
         has_tiles=bool(library.shardnet_has_bf16_tiles()),
-        _multiply=function,
+        _library=library,
         _parallel=_parallel_function(),
     )
 

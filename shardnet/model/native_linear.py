@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.native import NativeKernels
+from shardnet.model.native import NativeKernels, NativeProduct
 from shardnet.model.quantization import PANEL
 
 
@@ -34,6 +34,15 @@ class NativeLinear:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self._shape
+
+    @property
+    def is_native(self) -> bool:
+        """True."""
+        return True
+
+    def native_product(self) -> NativeProduct:
+        """Return the product in the compiled library."""
+        return self._product
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

@@ -132,6 +132,16 @@ class QuantizedLinear:
         """(N, K)."""
         return self._shape
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the compiled library multiplies; else torch does."""
+        return self._product is not None
+
+    def native_product(self) -> NativeProduct:
+        """Return the product in the compiled library."""
+        assert self._product is not None, "is_native says so"
+        return self._product
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
         return self._multiply(rows) if self._product is None else self._product(rows)

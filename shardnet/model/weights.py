@@ -19,6 +19,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
+    Kernel,
     KernelChoice,
     Linear,
     make_linear,
@@ -30,6 +31,7 @@ from shardnet.model.kernels import (
 from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
+from shardnet.model.native import NativeProduct, NativeSource, native_kernels
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear
@@ -179,7 +181,14 @@ class StageWeights:
         n_bytes = shape[0] * shape[1] * dtype.itemsize
         product_shape = shape[::-1] if transposed else shape
         linear = StreamedLinear(
-            self.stream, layer, begin, n_bytes, product_shape, make, is_ready=False
+            self.stream,
+            layer,
+            begin,
+            n_bytes,
+            product_shape,
+            make,
+            is_ready=False,
+            is_native=choice.kernel is Kernel.NATIVE and native_kernels() is not None,
         )
         key = (*product_shape, choice.dtype, StreamedLinear)
         if self.exact_rows > 1 and key not in self._tested:  # else nothing is read now
@@ -216,7 +225,16 @@ class StageWeights:
 
         self._test(names[0], make(packed), self._choice)
         self._finish()
-        return StreamedLinear(self.stream, layer, begin, packed.nbytes, shape, make, is_ready=True)
+        return StreamedLinear(
+            self.stream,
+            layer,
+            begin,
+            packed.nbytes,
+            shape,
+            make,
+            is_ready=True,
+            is_native=native_kernels() is not None,
+        )
 
     def _part(self, tensor: ModelTensor) -> FilePart:
         source = tensor.sources[0]
@@ -346,6 +364,7 @@ class StreamedLinear:
         make: Callable[[Tensor], Linear],
         *,
         is_ready: bool,
+        is_native: bool,
     ) -> None:
         """Take where the weights begin in a buffer, and what makes a product of these bytes.
 
@@ -359,6 +378,7 @@ class StreamedLinear:
         self._shape = shape
         self._make = make
         self._is_ready = is_ready
+        self._is_native = is_native
         self._by_buffer: dict[int, Linear] = {}
 
     @property
@@ -366,12 +386,27 @@ class StreamedLinear:
         """(N, K)."""
         return self._shape
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the compiled library multiplies."""
+        return self._is_native
+
+    def native_product(self) -> NativeProduct:
+        """Return what multiplies with the weights that are there now."""
+        product = self._at_hand()
+        assert isinstance(product, NativeSource), "is_native says so"
+        return product.native_product()
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
+        return self._at_hand()(rows)
+
+    def _at_hand(self) -> Linear:
+        """Return the product of the weights that have been read for the layer at work."""
         buffer = self._stream.buffer_of(self._layer)
         made, key = self._stream.made, self._begin
         if self._is_ready:
             made, key = self._by_buffer, buffer
         if key not in made:
             made[key] = self._make(self._stream.weights(self._begin, self._size_bytes, buffer))
-        return made[key](rows)
+        return made[key]

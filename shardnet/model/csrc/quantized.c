@@ -23,6 +23,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "products.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -33,58 +35,12 @@
 #endif
 #endif
 
-#define PANEL 16        /* outputs of a panel */
-#define QUAD_BYTES 64   /* [16 outputs][4 inputs] of bytes */
-#define SCALE_BYTES 32  /* 16 float16 */
-#define MAX_TILE 8      /* rows that are multiplied with one reading of the weights */
+#define PANEL 16       /* outputs of a panel */
+#define QUAD_BYTES 64  /* [16 outputs][4 inputs] of bytes */
+#define SCALE_BYTES 32 /* 16 float16 */
+#define MAX_TILE 8     /* rows that are multiplied with one reading of the weights */
 
-#define INLINE static inline __attribute__((always_inline))
-
-enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3 };
-
-
-/* Runs a function on several threads, as GOMP_parallel does. */
-typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
-
-struct product {
-    const uint8_t *weights; /* packed */
-    const void *rows;       /* [n_rows, n_in] float32 or bfloat16 */
-    void *out;              /* [n_rows, n_out], of the same type */
-    const float *bias;      /* [n_out], or NULL */
-    int8_t *rounded;        /* room for [tiles][quads][rows of the tile][4 inputs] */
-    float *scales;          /* room for [n_rows, n_groups] */
-    int32_t *sums;          /* room for [n_rows, n_groups] */
-    parallel_function parallel;
-    int64_t n_rows, n_in, n_out, n_groups;
-    int32_t group;    /* inputs of a group: a multiple of 8 */
-    int32_t bits;     /* 8, 4, or 16 for bfloat16 */
-    int32_t is_bf16;  /* the type of rows and out */
-    int32_t pairs;    /* with 16 bits: multiply pairs of bfloat16, rather than float32 */
-    int32_t isa;
-    int32_t n_threads;
-};
-
-struct job {
-    const struct product *product;
-    atomic_long next;
-    int64_t n_pieces, piece;
-};
-
-/* --- bfloat16 and float16 */
-
-INLINE float from_bf16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-}
-
-INLINE uint16_t to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
+/* --- float16 */
 
 INLINE float from_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31;
@@ -536,13 +492,13 @@ static void portable(const struct product *p, const uint8_t *w, int64_t row, int
 
 static tile_function tile_for(const struct product *p) {
 #if defined(__x86_64__)
-    if (p->isa == AVX512 && p->bits == 16) return p->pairs ? avx512bf16_wide_tile : avx512_wide_tile;
-    if (p->isa == AVX512) return p->bits == 8 ? avx512_tile8 : avx512_tile4;
-    if (p->isa == AVX2 && p->bits == 16) return avx2_wide_tile;
-    if (p->isa == AVX2) return p->bits == 8 ? avx2_tile8 : avx2_tile4;
+    if (p->team.isa == AVX512 && p->bits == 16) return p->pairs ? avx512bf16_wide_tile : avx512_wide_tile;
+    if (p->team.isa == AVX512) return p->bits == 8 ? avx512_tile8 : avx512_tile4;
+    if (p->team.isa == AVX2 && p->bits == 16) return avx2_wide_tile;
+    if (p->team.isa == AVX2) return p->bits == 8 ? avx2_tile8 : avx2_tile4;
 #elif defined(__aarch64__)
-    if (p->isa == NEON && p->bits == 16) return neon_wide_tile;
-    if (p->isa == NEON) return p->bits == 8 ? neon_tile8 : neon_tile4;
+    if (p->team.isa == NEON && p->bits == 16) return neon_wide_tile;
+    if (p->team.isa == NEON) return p->bits == 8 ? neon_tile8 : neon_tile4;
 #endif
     return portable;
 }
@@ -562,57 +518,64 @@ static void store(const struct product *p, int64_t row, int64_t panel, const flo
     }
 }
 
-/* --- the work of all threads: whoever is free takes the next piece */
+/* --- the work */
 
 static int64_t bytes_of_panel(const struct product *p) {
     if (p->bits == 16) return even_inputs(p) / 2 * QUAD_BYTES;
     return p->n_groups * (SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8);
 }
 
-static void round_rows(void *argument) {
-    struct job *job = argument;
-    long piece;
-    while ((piece = atomic_fetch_add(&job->next, 1)) < job->n_pieces) {
-        int64_t end = (piece + 1) * job->piece;
-        if (end > job->product->n_rows) end = job->product->n_rows;
-        for (int64_t row = piece * job->piece; row < end; row++)
-            if (job->product->bits == 16)
-                lay_out_row(job->product, row);
-            else
-                round_row(job->product, row);
-    }
+static void round_rows(const void *argument, int64_t begin, int64_t end) {
+    const struct product *p = argument;
+    for (int64_t row = begin; row < end; row++)
+        if (p->bits == 16)
+            lay_out_row(p, row);
+        else
+            round_row(p, row);
 }
 
-static void multiply_panels(void *argument) {
-    struct job *job = argument;
-    const struct product *p = job->product;
-    const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
+static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
+    const struct product *p = argument;
     const int64_t panel_bytes = bytes_of_panel(p);
     const tile_function tile = tile_for(p);
     float sums[MAX_TILE][PANEL];
-    long piece;
-    while ((piece = atomic_fetch_add(&job->next, 1)) < job->n_pieces) {
-        int64_t end = (piece + 1) * job->piece;
-        if (end > n_panels) end = n_panels;
-        for (int64_t panel = piece * job->piece; panel < end; panel++) {
-            const uint8_t *w = p->weights + panel * panel_bytes;
-            for (int64_t row = 0; row < p->n_rows; row += MAX_TILE) {
-                int n_rows = (int)(p->n_rows - row < MAX_TILE ? p->n_rows - row : MAX_TILE);
-                tile(p, w, row, n_rows, sums);
-                for (int r = 0; r < n_rows; r++) store(p, row + r, panel, sums[r]);
-            }
+    for (int64_t panel = begin; panel < end; panel++) {
+        const uint8_t *w = p->weights + panel * panel_bytes;
+        for (int64_t row = 0; row < p->n_rows; row += MAX_TILE) {
+            int n_rows = (int)(p->n_rows - row < MAX_TILE ? p->n_rows - row : MAX_TILE);
+            tile(p, w, row, n_rows, sums);
+            for (int r = 0; r < n_rows; r++) store(p, row + r, panel, sums[r]);
         }
     }
 }
 
-static void on_threads(const struct product *p, void (*work)(void *), int64_t n_items,
-                       int64_t piece) {
-    struct job job = {.product = p, .n_pieces = (n_items + piece - 1) / piece, .piece = piece};
+/* --- threads */
+
+struct job {
+    work_function work;
+    const void *argument;
+    atomic_long next;
+    int64_t n_items, piece;
+};
+
+static void take_pieces(void *argument) {
+    struct job *job = argument;
+    int64_t begin;
+    while ((begin = atomic_fetch_add(&job->next, 1) * job->piece) < job->n_items) {
+        int64_t end = begin + job->piece;
+        job->work(job->argument, begin, end < job->n_items ? end : job->n_items);
+    }
+}
+
+void shardnet_share_out(const struct team *team, work_function work, const void *argument,
+                        int64_t n_items, int64_t piece) {
+    struct job job = {.work = work, .argument = argument, .n_items = n_items, .piece = piece};
+    if (!team->parallel || team->n_threads < 2 || n_items <= piece) {
+        work(argument, 0, n_items);
+        return;
+    }
     atomic_init(&job.next, 0);
-    if (p->parallel && p->n_threads > 1 && job.n_pieces > 1)
-        p->parallel(work, &job, (unsigned)p->n_threads, 0);
-    else
-        work(&job);
+    team->parallel(take_pieces, &job, (unsigned)team->n_threads, 0);
 }
 
 /* --- what native.py calls */
@@ -654,14 +617,16 @@ int32_t shardnet_has_bf16_tiles(void) {
 #endif
 }
 
-/* Says by its name what struct product is: native.py looks for its own version. */
-void shardnet_version_2(void) {}
+/* Says by its name what the structs are: native.py looks for its own version. */
+void shardnet_version_3(void) {}
 
-/* out = rows * weights^T + bias. Everything in `p` has been checked by the caller. */
-void shardnet_multiply(const struct product *p) {
+void shardnet_multiply(struct product *p) {
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
     /* Pieces of about 64 KiB of weights: small enough to share out evenly, large enough to pay. */
     const int64_t bytes = bytes_of_panel(p), piece = 65536 / (bytes ? bytes : 1);
-    on_threads(p, round_rows, p->n_rows, 16);
-    on_threads(p, multiply_panels, n_panels, piece > 0 ? piece : 1);
+    p->pairs = p->has_pairs && p->is_bf16;
+    p->scales = (float *)(p->rounded + p->n_rows * p->n_groups * p->group);
+    p->sums = (int32_t *)(p->scales + p->n_rows * p->n_groups);
+    shardnet_share_out(&p->team, round_rows, p, p->n_rows, 16);
+    shardnet_share_out(&p->team, multiply_panels, p, n_panels, piece > 0 ? piece : 1);
 }

@@ -1,0 +1,315 @@
+/* What halves.c compiles once for each instruction set: TARGET and NAME say for which. */
+
+INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
+    const char *from = at(values, begin, is_bf16);
+    if (is_bf16) {
+        shorts narrow = {0};
+        if (n == LANES)
+            memcpy(&narrow, from, sizeof narrow);
+        else
+            memcpy(&narrow, from, (size_t)n * 2);
+        return (lanes)(__builtin_convertvector(narrow, uints) << 16);
+    }
+    lanes wide = {0};
+    if (n == LANES)
+        memcpy(&wide, from, sizeof wide);
+    else
+        memcpy(&wide, from, (size_t)n * 4);
+    return wide;
+}
+
+INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
+    char *to = at(values, begin, is_bf16);
+    if (is_bf16) {
+        const uints bits = (uints)wide;
+        const uints is_nan = (uints)(wide != wide);
+        const uints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const uints kept = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
+        const shorts narrow = __builtin_convertvector(kept, shorts);
+        if (n == LANES)
+            memcpy(to, &narrow, sizeof narrow);
+        else
+            memcpy(to, &narrow, (size_t)n * 2);
+    } else if (n == LANES) {
+        memcpy(to, &wide, sizeof wide);
+    } else {
+        memcpy(to, &wide, (size_t)n * 4);
+    }
+}
+
+/* Sums and largest of 16 numbers, in a fixed order. */
+INLINE TARGET float NAME(sum)(lanes wide) {
+    float values[LANES];
+    memcpy(values, &wide, sizeof values);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) values[i] += values[i + step];
+    return values[0];
+}
+
+INLINE TARGET float NAME(largest)(lanes wide) {
+    float values[LANES];
+    memcpy(values, &wide, sizeof values);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) values[i] = values[i + step] > values[i] ? values[i + step] : values[i];
+    return values[0];
+}
+
+/* e^x to two units in the last place; below -87 and above 88 as there. */
+INLINE TARGET lanes NAME(exponential)(lanes x) {
+    const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
+    const ints is_low = x < low, is_high = x > high;
+    x = (lanes)((is_low & (ints)low) | (is_high & (ints)high) | (~(is_low | is_high) & (ints)x));
+    const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
+    const ints power = (ints)shifted - 0x4b400000;
+    const lanes whole = shifted - 12582912.0f;
+    const lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f; /* ln 2 in two parts */
+    lanes y = (lanes){0} + C5;
+    y = y * rest + C4;
+    y = y * rest + C3;
+    y = y * rest + C2;
+    y = y * rest + C1;
+    y = y * rest + C0;
+    y = y * (rest * rest) + rest + 1.0f;
+    return y * (lanes)((uints)(power + 127) << 23);
+}
+
+INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, const void *in, void *out,
+                                  int64_t width, const int is_bf16) {
+    lanes squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        const lanes x = NAME(load)(in, i, of_last(width, i), is_bf16);
+        squares += x * x;
+    }
+    const float scale = 1.0f / sqrtf(NAME(sum)(squares) / (float)width + norm->eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int n = of_last(width, i);
+        const lanes w = norm->is_bf16 ? NAME(load)(weight, i, n, 1) : NAME(load)(weight, i, n, 0);
+        NAME(save)(out, i, n, NAME(load)(in, i, n, is_bf16) * scale * w, is_bf16);
+    }
+}
+
+INLINE TARGET void NAME(enter_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t place = row * r->width;
+        NAME(norm_row)(&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16),
+                       r->width, is_bf16);
+    }
+}
+
+static TARGET void NAME(enter)(const void *argument, int64_t begin, int64_t end) {
+    const struct residual *r = argument;
+    if (r->is_bf16)
+        NAME(enter_rows)(r, begin, end, 1);
+    else
+        NAME(enter_rows)(r, begin, end, 0);
+}
+
+INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t place = row * r->width;
+        void *inner = at(r->inner, place, is_bf16), *out = at(r->out, place, is_bf16);
+        const void *hidden = at(r->hidden, place, is_bf16);
+        if (r->after.weight) NAME(norm_row)(&r->after, r->after.weight, inner, inner, r->width, is_bf16);
+        for (int64_t i = 0; i < r->width; i += LANES) {
+            const int n = of_last(r->width, i);
+            const lanes more = NAME(load)(inner, i, n, is_bf16) * r->multiplier;
+            NAME(save)(out, i, n, NAME(load)(hidden, i, n, is_bf16) + more, is_bf16);
+        }
+    }
+}
+
+static TARGET void NAME(leave)(const void *argument, int64_t begin, int64_t end) {
+    const struct residual *r = argument;
+    if (r->is_bf16)
+        NAME(leave_rows)(r, begin, end, 1);
+    else
+        NAME(leave_rows)(r, begin, end, 0);
+}
+
+/* Rotates the first columns of a head by its row's position; `sin` carries the sign. */
+INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, int64_t n_rotated, const int is_bf16) {
+    const int64_t half = n_rotated / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int n = of_last(half, i);
+        const lanes a = NAME(load)(head, i, n, is_bf16), b = NAME(load)(head, half + i, n, is_bf16);
+        const lanes cos_a = NAME(load)(cos, i, n, is_bf16), cos_b = NAME(load)(cos, half + i, n, is_bf16);
+        const lanes sin_a = NAME(load)(sin, i, n, is_bf16), sin_b = NAME(load)(sin, half + i, n, is_bf16);
+        NAME(save)(head, i, n, a * cos_a + b * sin_a, is_bf16);
+        NAME(save)(head, half + i, n, b * cos_b + a * sin_b, is_bf16);
+    }
+}
+
+/* Norm and rotation of each head of a row; keys and values go where its slot keeps them. */
+INLINE TARGET void NAME(turn_row)(const struct attention_half *half, int64_t row, const int is_bf16) {
+    const int64_t size = half->head_size, n_turned = half->n_heads + half->n_kv_heads;
+    char *heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
+    const char *cos = at(half->cos, row * half->n_rotated, is_bf16);
+    const char *sin = at(half->sin, row * half->n_rotated, is_bf16);
+    for (int64_t head = 0; head < n_turned; head++) {
+        char *own = at(heads, head * size, is_bf16);
+        if (half->heads.weight)
+            NAME(norm_row)(&half->heads, at(half->heads.weight, head * size, half->heads.is_bf16), own, own, size,
+                           is_bf16);
+        NAME(rotate)(own, cos, sin, half->n_rotated, is_bf16);
+    }
+    if (!half->n_spans) return;
+    const struct span *span = span_of(half, row);
+    const struct kept *kept = &span->layers[half->layer];
+    const int64_t place = span->position + row - span->start - kept->first;
+    const size_t bytes = (size_t)size * (is_bf16 ? 2 : 4);
+    for (int64_t head = 0; head < half->n_kv_heads; head++) {
+        const int64_t to = (head * kept->capacity + place) * size;
+        memcpy(at(kept->keys, to, is_bf16), at(heads, (half->n_heads + head) * size, is_bf16), bytes);
+        memcpy(at(kept->values, to, is_bf16), at(heads, (n_turned + head) * size, is_bf16), bytes);
+    }
+}
+
+static TARGET void NAME(turn)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_half *half = argument;
+    for (int64_t row = begin; row < end; row++)
+        if (half->residual.is_bf16)
+            NAME(turn_row)(half, row, 1);
+        else
+            NAME(turn_row)(half, row, 0);
+}
+
+/* Adds up each of 16 vectors: the sums in order. */
+INLINE TARGET lanes NAME(fold_two)(lanes a, lanes b) {
+    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+INLINE TARGET lanes NAME(fold)(lanes parts[LANES]) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; i++) parts[i] = NAME(fold_two)(parts[2 * i], parts[2 * i + 1]);
+    return parts[0];
+}
+
+/* Reads 16 keys or values of a head; what is beyond `n` of them is zero. */
+INLINE TARGET void NAME(read_block)(lanes block[LANES][MAX_HEAD / LANES], const void *rows, int n, int64_t size,
+                                    const int n_chunks, const int is_bf16) {
+    for (int row = 0; row < LANES; row++)
+        for (int c = 0; c < n_chunks; c++)
+            block[row][c] = row < n ? NAME(load)(rows, row * size + c * LANES, of_last(size, c * LANES), is_bf16)
+                                    : (lanes){0};
+}
+
+/* Attends one row with some heads of a group, block by block, the softmax kept up as it goes. */
+INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const struct span *span, int64_t row,
+                                      int64_t kv_head, int64_t first_query, int n_queries, const int n_chunks,
+                                      const int is_bf16) {
+    const int64_t size = half->head_size, n_group = half->n_heads / half->n_kv_heads;
+    const struct kept *kept = &span->layers[half->layer];
+    const int64_t position = span->position + row - span->start;
+    const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
+    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * size;
+    const int64_t n_seen = position - first + 1, head = kv_head * n_group + first_query;
+    const int64_t row_heads = half->n_heads + 2 * half->n_kv_heads;
+    const lanes none = (lanes){0} - INFINITY;
+    const ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    lanes block[LANES][MAX_HEAD / LANES], queries[MAX_QUERIES][MAX_HEAD / LANES];
+    lanes totals[MAX_QUERIES][MAX_HEAD / LANES], sums[MAX_QUERIES];
+    float best[MAX_QUERIES], weights[MAX_QUERIES][LANES];
+    for (int q = 0; q < n_queries; q++) {
+        best[q] = -INFINITY;
+        sums[q] = (lanes){0};
+        for (int c = 0; c < n_chunks; c++) {
+            const int64_t from = (row * row_heads + head + q) * size + c * LANES;
+            queries[q][c] = NAME(load)(half->looking, from, of_last(size, c * LANES), is_bf16) * half->scale;
+            totals[q][c] = (lanes){0};
+        }
+    }
+    for (int64_t seen = 0; seen < n_seen; seen += LANES) {
+        const int n = of_last(n_seen, seen);
+        const ints is_there = numbers < n;
+        NAME(read_block)(block, at(kept->keys, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        for (int q = 0; q < n_queries; q++) {
+            lanes parts[LANES];
+            for (int i = 0; i < LANES; i++) {
+                parts[i] = queries[q][0] * block[i][0];
+                for (int c = 1; c < n_chunks; c++) parts[i] += queries[q][c] * block[i][c];
+            }
+            lanes scores = NAME(fold)(parts);
+            scores = (lanes)((is_there & (ints)scores) | (~is_there & (ints)none));
+            const float most = NAME(largest)(scores);
+            if (!(most <= best[q])) { /* and where it is no number */
+                const lanes less = NAME(exponential)((lanes){0} + (best[q] - most));
+                sums[q] *= less;
+                for (int c = 0; c < n_chunks; c++) totals[q][c] *= less;
+                best[q] = most;
+            }
+            const lanes shares = (lanes)(is_there & (ints)NAME(exponential)(scores - best[q]));
+            sums[q] += shares;
+            memcpy(weights[q], &shares, sizeof shares);
+        }
+        NAME(read_block)(block, at(kept->values, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        for (int q = 0; q < n_queries; q++)
+            for (int c = 0; c < n_chunks; c++)
+                for (int i = 0; i < LANES; i++) totals[q][c] += weights[q][i] * block[i][c];
+    }
+    for (int q = 0; q < n_queries; q++) {
+        const float share = 1.0f / NAME(sum)(sums[q]);
+        for (int c = 0; c < n_chunks; c++) {
+            const int64_t to = (row * half->n_heads + head + q) * size + c * LANES;
+            NAME(save)(half->attended, to, of_last(size, c * LANES), totals[q][c] * share, is_bf16);
+        }
+    }
+}
+
+INLINE TARGET void NAME(attend_row)(const struct attention_half *half, int64_t row, int64_t kv_head,
+                                    const int is_bf16) {
+    const struct span *span = span_of(half, row);
+    const int64_t n_group = half->n_heads / half->n_kv_heads;
+    const int n_chunks = (int)((half->head_size + LANES - 1) / LANES);
+    if (span->is_chunk) return;
+    for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
+        const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
+        switch (n_chunks) { /* the usual sizes, so that the compiler unrolls */
+            case 4: NAME(attend_group)(half, span, row, kv_head, query, n, 4, is_bf16); break;
+            case 8: NAME(attend_group)(half, span, row, kv_head, query, n, 8, is_bf16); break;
+            default: NAME(attend_group)(half, span, row, kv_head, query, n, n_chunks, is_bf16);
+        }
+    }
+}
+
+/* An item is one row and one KV head. */
+static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_half *half = argument;
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t row = item / half->n_kv_heads, kv_head = item % half->n_kv_heads;
+        if (half->residual.is_bf16)
+            NAME(attend_row)(half, row, kv_head, 1);
+        else
+            NAME(attend_row)(half, row, kv_head, 0);
+    }
+}
+
+INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
+    if (activation == SILU) return x / (1.0f + NAME(exponential)(-x));
+    if (activation == GELU_TANH) {
+        const lanes inner = (x + 0.044715f * (x * x * x)) * 0.797884561f; /* sqrt(2 / pi) */
+        return x - x / (1.0f + NAME(exponential)(2.0f * inner));          /* tanh by e^2x */
+    }
+    return (lanes)((ints)x & ~(x < 0));
+}
+
+INLINE TARGET void NAME(activate_rows)(const struct mlp_half *half, int64_t begin, int64_t end, const int is_bf16) {
+    const int64_t width = half->n_inner;
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < width; i += LANES) {
+            const int n = of_last(width, i);
+            const lanes gate = NAME(load)(half->gated, 2 * row * width + i, n, is_bf16);
+            const lanes up = NAME(load)(half->gated, (2 * row + 1) * width + i, n, is_bf16);
+            NAME(save)(half->active, row * width + i, n, NAME(activated)(gate, half->activation) * up, is_bf16);
+        }
+}
+
+static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t end) {
+    const struct mlp_half *half = argument;
+    if (half->residual.is_bf16)
+        NAME(activate_rows)(half, begin, end, 1);
+    else
+        NAME(activate_rows)(half, begin, end, 0);
+}
+
+static const struct steps NAME(steps) = {NAME(enter), NAME(leave), NAME(turn), NAME(attend), NAME(activate)};

@@ -1,0 +1,348 @@
+"""The halves of a layer in one call of the compiled library each.
+
+Knows which halves it can compute, and csrc/halves.c, whose structs are here again. Must not know
+parameter names, wire or scheduling.
+
+In small models and on fast machines a decode step costs as much in calls of torch's operators as in
+what they do. Keys that lie rounded, scores that are capped and prompt chunks stay torch's: it
+attends between two calls of the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from shardnet.model.attention import Step, attend_chunk, attention
+from shardnet.model.blocks import SelfAttention
+from shardnet.model.config import Activation
+from shardnet.model.halves import AttentionHalf, Half, Layer, MlpHalf, Residual
+from shardnet.model.kernels import Linear
+from shardnet.model.layers import HeadNorm, Norm
+from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team
+from shardnet.model.rotary import Rotary
+
+_BEFORE: Final = 1
+_STORE: Final = 2
+_ATTEND: Final = 4
+_AFTER: Final = 8
+_MAX_HEAD: Final = 256
+_ALIGNMENT: Final = 64
+_ACTIVATIONS: Final = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.GELU_NEW: 1,
+    Activation.RELU: 2,
+}
+
+
+class NativeLinearProduct(Linear, NativeSource, Protocol):
+    """A product of the library, for a layer."""
+
+
+class _Norm(ctypes.Structure):
+    """`struct norm` of csrc/halves.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, norm: Norm | HeadNorm | None) -> _Norm:
+        """Point to a norm that outlives this."""
+        if norm is None:
+            return cls(weight=None, eps=0.0, is_bf16=0)
+        weight = norm.weight
+        return cls(weight=weight.data_ptr(), eps=norm.eps, is_bf16=weight.dtype is torch.bfloat16)
+
+
+class _Residual(ctypes.Structure):
+    """`struct residual` of csrc/halves.c."""
+
+    _fields_ = (
+        ("before", _Norm),
+        ("after", _Norm),
+        ("hidden", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("n_rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("multiplier", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+        ("team", Team),
+    )
+
+    @classmethod
+    def of(cls, residual: Residual, width: int, kernels: NativeKernels) -> _Residual:
+        """Say what stays from call to call."""
+        return cls(
+            before=_Norm.of(residual.before),
+            after=_Norm.of(residual.after),
+            width=width,
+            multiplier=residual.multiplier,
+            team=kernels.team,
+        )
+
+    def enter(self, hidden: Tensor, out: Tensor) -> None:
+        """Say what is of this call."""
+        self.hidden = hidden.data_ptr()
+        self.out = out.data_ptr()
+        self.n_rows = hidden.shape[0]
+        self.is_bf16 = hidden.dtype is torch.bfloat16
+        self.team.n_threads = torch.get_num_threads()
+
+
+class _AttentionArguments(ctypes.Structure):
+    """`struct attention_half` of csrc/halves.c."""
+
+    _fields_ = (
+        ("residual", _Residual),
+        ("heads", _Norm),
+        ("qkv", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("looking", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("n_spans", ctypes.c_int64),
+        ("layer", ctypes.c_int64),
+        ("n_heads", ctypes.c_int64),
+        ("n_kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("n_rotated", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _MlpArguments(ctypes.Structure):
+    """`struct mlp_half` of csrc/halves.c."""
+
+    _fields_ = (
+        ("residual", _Residual),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),
+        ("active", ctypes.c_void_p),
+        ("n_inner", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
+    )
+
+
+def with_native_halves(layer: Layer, kernels: NativeKernels | None) -> Layer:
+    """Have the library compute the halves that it can, where there is one."""
+    if kernels is None:
+        return layer
+    return replace(
+        layer,
+        attention=_native_attention(layer.attention, kernels),
+        mlp=_native_mlp(layer.mlp, kernels),
+    )
+
+
+def _native_attention(half: Half, kernels: NativeKernels) -> Half:
+    if not isinstance(half, AttentionHalf) or not isinstance(half.self_attn, SelfAttention):
+        return half
+    own, qkv, output = half.self_attn, half.self_attn.qkv_proj, half.self_attn.o_proj
+    if own.qk_norm is not None and not isinstance(own.qk_norm, HeadNorm):
+        return half
+    if own.head_size > _MAX_HEAD or not half.residual.is_rms:
+        return half
+    if not (_is_native(qkv) and _is_native(output)):
+        return half
+    return NativeAttention(half.residual, own, own.qk_norm, qkv, output, kernels)
+
+
+def _native_mlp(half: Half, kernels: NativeKernels) -> Half:
+    if not isinstance(half, MlpHalf) or half.mlp.activation not in _ACTIVATIONS:
+        return half
+    gate_up, down = half.mlp.gate_up_proj, half.mlp.down_proj
+    if not (_is_native(gate_up) and _is_native(down) and half.residual.is_rms):
+        return half
+    return NativeMlp(half.residual, half.mlp.activation, gate_up, down, kernels)
+
+
+def _is_native(linear: Linear) -> TypeGuard[NativeLinearProduct]:
+    return isinstance(linear, NativeSource) and linear.is_native
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttentionRoom:
+    """Where a call has what torch may have to work with."""
+
+    bytes: Tensor
+    dtype: torch.dtype
+    n_rows: int
+    head_size: int
+    looking_at: tuple[int, int]
+    attended_at: tuple[int, int]
+
+    def looking(self) -> Tensor:
+        """Queries, keys and values: [T, H + 2 KV heads, D]."""
+        return self._heads(self.looking_at)
+
+    def attended(self) -> Tensor:
+        """What was found: [T, H, D]."""
+        return self._heads(self.attended_at)
+
+    def _heads(self, place: tuple[int, int]) -> Tensor:
+        begin, end = place
+        return self.bytes[begin:end].view(self.dtype).view(self.n_rows, -1, self.head_size)
+
+
+class NativeAttention:
+    """An AttentionHalf by the library. Not thread-safe: it keeps its call's arguments."""
+
+    def __init__(
+        self,
+        residual: Residual,
+        own: SelfAttention,
+        qk_norm: HeadNorm | None,
+        qkv: NativeLinearProduct,
+        output: NativeLinearProduct,
+        kernels: NativeKernels,
+    ) -> None:
+        self._own = own
+        self._qkv = qkv
+        self._output = output
+        self._residual = residual
+        self._call = kernels.function(
+            "shardnet_attention_half", ctypes.POINTER(_AttentionArguments), ctypes.c_int32
+        )
+        scale = own.kind.scale
+        self._arguments = _AttentionArguments(
+            residual=_Residual.of(residual, output.shape[0], kernels),
+            heads=_Norm.of(qk_norm),
+            n_heads=own.n_heads,
+            n_kv_heads=own.n_kv_heads,
+            head_size=own.head_size,
+            window=own.kind.window or 0,
+            scale=own.head_size**-0.5 if scale is None else scale,
+        )
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+        """Run it, in the layer `index` within the stage: [T, E] in and out."""
+        hidden, arguments = hidden.contiguous(), self._arguments
+        out = torch.empty_like(hidden)
+        arguments.residual.enter(hidden, out)
+        arguments.cos = rotary.cos.data_ptr()
+        arguments.sin = rotary.sin.data_ptr()
+        arguments.n_rotated = rotary.cos.shape[-1]
+        arguments.layer = index
+        room = self._lay_out(hidden)
+        places = step.places
+        if places is None or not self._own.kind.is_plain:
+            self._call(arguments, _BEFORE)
+            room.attended().copy_(self._attend_in_torch(room.looking(), index, step))
+            self._call(arguments, _AFTER)
+            return out
+        arguments.spans = places.spans.data_ptr()
+        arguments.n_spans = len(places.slots)
+        if not places.has_chunks:
+            self._call(arguments, _BEFORE | _STORE | _ATTEND | _AFTER)
+            return out
+        self._call(arguments, _BEFORE | _STORE | _ATTEND)
+        self._attend_chunks(room.looking(), room.attended(), index, step)
+        self._call(arguments, _AFTER)
+        return out
+
+    def _lay_out(self, hidden: Tensor) -> _AttentionRoom:
+        """Give the call its products and memory."""
+        own, arguments = self._own, self._arguments
+        qkv, output = self._qkv.native_product(), self._output.native_product()
+        arguments.qkv, arguments.output = qkv.address, output.address
+        n_rows, item = hidden.shape[0], hidden.element_size()
+        inner = _aligned(hidden.numel() * item)
+        looking = _aligned(n_rows * qkv.shape[0] * item)
+        attended = _aligned(n_rows * output.shape[1] * item)
+        product = n_rows * max(qkv.row_bytes, output.row_bytes)
+        room = ROOM.of(inner + looking + attended + product)
+        begin = room.data_ptr()
+        arguments.residual.inner = begin
+        arguments.looking = begin + inner
+        arguments.attended = begin + inner + looking
+        arguments.room = begin + inner + looking + attended
+        return _AttentionRoom(
+            bytes=room,
+            dtype=hidden.dtype,
+            n_rows=n_rows,
+            head_size=own.head_size,
+            looking_at=(inner, inner + n_rows * qkv.shape[0] * item),
+            attended_at=(inner + looking, inner + looking + n_rows * output.shape[1] * item),
+        )
+
+    def _attend_in_torch(self, looking: Tensor, index: int, step: Step) -> Tensor:
+        own = self._own
+        n_turned = own.n_heads + own.n_kv_heads
+        queries, keys = looking[:, : own.n_heads], looking[:, own.n_heads : n_turned]
+        attended = attention(queries, keys, looking[:, n_turned:], index, step, own.kind)
+        return attended.view(-1, own.n_heads, own.head_size)
+
+    def _attend_chunks(self, looking: Tensor, attended: Tensor, index: int, step: Step) -> None:
+        own = self._own
+        widths = (own.head_size, own.head_size)
+        for span in step.spans:
+            if span.masks is not None:
+                queries = looking[span.start : span.end, : own.n_heads]
+                chunk = attend_chunk(queries, span, index, step, own.kind, widths)
+                attended[span.start : span.end] = chunk
+
+
+class NativeMlp:
+    """An MlpHalf by the library. Not thread-safe: it keeps its call's arguments."""
+
+    def __init__(
+        self,
+        residual: Residual,
+        activation: Activation,
+        gate_up: NativeLinearProduct,
+        down: NativeLinearProduct,
+        kernels: NativeKernels,
+    ) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._residual = residual
+        self._call = kernels.function("shardnet_mlp_half", ctypes.POINTER(_MlpArguments))
+        n_out, self._n_inner = down.shape
+        self._arguments = _MlpArguments(
+            residual=_Residual.of(residual, n_out, kernels),
+            n_inner=self._n_inner,
+            activation=_ACTIVATIONS[activation],
+        )
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+        """Run it, in the layer `index` within the stage: [T, E] in and out."""
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        self._arguments.residual.enter(hidden, out)
+        self._lay_out(hidden)
+        self._call(self._arguments)
+        return out
+
+    def _lay_out(self, hidden: Tensor) -> None:
+        """Give the call its products and memory."""
+        arguments = self._arguments
+        gate_up, down = self._gate_up.native_product(), self._down.native_product()
+        arguments.gate_up, arguments.down = gate_up.address, down.address
+        n_rows, item = hidden.shape[0], hidden.element_size()
+        inner = _aligned(hidden.numel() * item)
+        active = _aligned(n_rows * self._n_inner * item)
+        product = n_rows * max(gate_up.row_bytes, down.row_bytes)
+        begin = ROOM.of(inner + 3 * active + product).data_ptr()
+        arguments.residual.inner = begin
+        arguments.active = begin + inner
+        arguments.gated = begin + inner + active
+        arguments.room = begin + inner + 3 * active
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT

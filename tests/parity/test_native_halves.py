@@ -1,0 +1,344 @@
+"""Halves of layers by the compiled library, against the same halves by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_chain import CPU, Rows, StageChain, random_prompt
+from test_family_parity import CASES, ODD
+from torch import Tensor
+
+from shardnet.model import decoder
+from shardnet.model.attention import AttentionKind, Step, plan_step
+from shardnet.model.blocks import GatedMlp, SelfAttention
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.config import Activation
+from shardnet.model.halves import AttentionHalf, Layer, MlpHalf, Residual
+from shardnet.model.kernels import Kernel, KernelChoice
+from shardnet.model.kv_cache import KvCache
+from shardnet.model.layers import HeadNorm, Norm
+from shardnet.model.native import NativeKernels, find_kernels, native_kernels
+from shardnet.model.native_half import NativeAttention, NativeMlp, with_native_halves
+from shardnet.model.native_linear import NativeLinear
+from shardnet.model.rotary import Rotary
+from shardnet.types import (
+    DType,
+    Epoch,
+    KvDType,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+)
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+ISAS = ("portable", "avx2", "")
+WIDTH, INNER = 40, 72
+
+FAMILIES_BY_HALVES = {
+    "mistral": (True, True),
+    "mistral-odd": (True, True),
+    "qwen2": (True, True),
+    "qwen3": (True, True),
+    "phi3-partial-tied": (True, True),
+    "gemma2": (True, True),
+    "gemma2-no-caps": (True, True),
+    "gemma3_text": (True, True),
+    "granite": (True, True),
+    "olmo2": (False, True),
+    "mixtral": (True, False),
+    "gpt_oss": (True, False),
+    "deepseek_v2": (False, True),
+}
+"""Families whose first layer has its attention, its MLP computed by the library."""
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernels_named(name: str) -> NativeKernels:
+    found = find_kernels({"SHARDNET_ISA": name})
+    assert found is not None
+    return found
+
+
+def native(dtype: DType) -> KernelChoice:
+    return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
+
+
+@pytest.fixture(params=list(FAMILIES_BY_HALVES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def chains(folder: Path, choice: KernelChoice, kv_dtype: KvDType) -> tuple[StageChain, StageChain]:
+    """The model with halves by the library and by torch, the products the library's in both."""
+    whole = [LayerRange(0, Checkpoint.open(folder).config.n_layers)]
+    ours = StageChain.load(folder, whole, choice, kv_dtype=kv_dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "native_kernels", lambda: None)
+        theirs = StageChain.load(folder, whole, choice, kv_dtype=kv_dtype)
+    return ours, theirs
+
+
+def batches() -> Iterator[tuple[Rows, ...]]:
+    """Prompts in chunks, decode rows, several rows of a slot, and all of them together."""
+
+    def rows(slot: int, position: int, n_rows: int) -> Rows:
+        ids = random_prompt(n_rows, 300, seed=100 * slot + position)
+        return Rows(slot=slot, position=position, ids=ids, n_sampled=n_rows)
+
+    yield (rows(0, 0, 270),)
+    yield (rows(1, 0, 5), rows(2, 0, 1))
+    yield (rows(0, 270, 1), rows(1, 5, 1), rows(2, 1, 17))
+    yield (rows(1, 6, 40), rows(0, 271, 3), rows(2, 18, 1), rows(3, 0, 33))
+    yield (rows(0, 274, 1), rows(3, 33, 32))
+
+
+@pytest.mark.parametrize("kv_dtype", [KvDType.AUTO, KvDType.INT8], ids=["kv", "kv-int8"])
+def test_every_family_computes_what_torch_does(
+    family: str, kv_dtype: KvDType, tmp_path: Path
+) -> None:
+    folder = make_decoder(
+        tmp_path, family.split("-")[0], dtype=torch.bfloat16, **CASES[family] | {"seed": 3}
+    )
+    ours, theirs = chains(folder, native(DType.FLOAT32), kv_dtype)
+    layer = ours.stages[0]._family._layers[0][0]  # type: ignore[attr-defined]
+    halves = (isinstance(layer.attention, NativeAttention), isinstance(layer.mlp, NativeMlp))
+    assert halves == FAMILIES_BY_HALVES[family]
+    for groups in batches():
+        logits, want = ours.step(*groups), theirs.step(*groups)
+        if kv_dtype is KvDType.AUTO:
+            torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+        else:  # a difference in the last place moves some keys to the next step
+            assert (logits - want).square().mean() < 1e-4 * want.square().mean()
+
+
+def test_bfloat16_is_no_further_from_the_truth(family: str, tmp_path: Path) -> None:
+    folder = make_decoder(tmp_path, family.split("-")[0], dtype=torch.bfloat16, **CASES[family])
+    ours, theirs = chains(folder, native(DType.BFLOAT16), KvDType.AUTO)
+    _, exact = chains(folder, native(DType.FLOAT32), KvDType.AUTO)
+    error = reference = torch.zeros(())
+    for groups in batches():
+        want = exact.step(*groups)
+        error = error + (ours.step(*groups) - want).square().sum()
+        reference = reference + (theirs.step(*groups) - want).square().sum()
+    assert error <= 1.3**2 * reference
+
+
+def layer_by_torch(
+    name: str,
+    *,
+    size: int = 8,
+    heads: tuple[int, int] = (6, 2),
+    activation: Activation = Activation.SILU,
+    window: int | None = None,
+    norms: torch.dtype = torch.float32,
+) -> Layer:
+    """A layer with norms everywhere, whose products are the library's for an instruction set."""
+    n_heads, n_kv_heads = heads
+
+    def linear(n_out: int, n_in: int, seed: int) -> NativeLinear:
+        weight = numbers(n_out, n_in, seed=seed) / n_in**0.5
+        return NativeLinear(weight.bfloat16(), numbers(n_out, seed=seed), kernels_named(name))
+
+    def norm(width: int, seed: int) -> Norm:
+        return Norm(weight=numbers(width, seed=seed).to(norms), bias=None, eps=1e-5)
+
+    qk_norm = HeadNorm.join(norm(size, 5), norm(size, 6), n_heads, n_kv_heads)
+    return Layer(
+        attention=AttentionHalf(
+            residual=Residual(before=norm(WIDTH, 1), after=norm(WIDTH, 2), multiplier=0.3),
+            self_attn=SelfAttention(
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_size=size,
+                kind=AttentionKind(window=window),
+                qkv_proj=linear((n_heads + 2 * n_kv_heads) * size, WIDTH, 7),
+                o_proj=linear(WIDTH, n_heads * size, 8),
+                qk_norm=qk_norm,
+            ),
+        ),
+        mlp=MlpHalf(
+            residual=Residual(before=norm(WIDTH, 3), after=norm(WIDTH, 4)),
+            mlp=GatedMlp(
+                activation=activation,
+                gate_up_proj=linear(2 * INNER, WIDTH, 9),
+                down_proj=linear(WIDTH, INNER, 10),
+            ),
+        ),
+    )
+
+
+def group(slot: int, position: int, n_rows: int) -> RowGroup:
+    return RowGroup(
+        sequence_id=SequenceId(slot),
+        slot=SlotId(slot),
+        position=position,
+        n_rows=n_rows,
+        n_sampled=n_rows,
+    )
+
+
+class Runner:
+    """One layer and its KV cache."""
+
+    def __init__(self, layer: Layer, size: int, n_kv_heads: int, dtype: torch.dtype) -> None:
+        attention = layer.attention
+        own = attention._own if isinstance(attention, NativeAttention) else attention.self_attn  # type: ignore[attr-defined]
+        self.window = own.kind.window
+        self.layer = layer
+        self.dtype = dtype
+        self.kv = KvCache(1, n_kv_heads, size, dtype, CPU, 64, windows=(self.window,))
+        angles = torch.outer(torch.arange(2000.0), 0.5 ** torch.arange(size // 2))
+        self.table = Rotary(
+            cos=torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1).to(dtype),
+            sin=torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1).to(dtype),
+        )
+
+    def step(self, *groups: RowGroup) -> Step:
+        n_rows = sum(g.n_rows for g in groups)
+        batch = MicroBatch(
+            epoch=Epoch(1), step=StepId(1), groups=groups, token_ids=tuple(range(n_rows))
+        )
+        return plan_step(batch, self.kv, 2000, self.dtype, (self.window,))
+
+    def run(self, hidden: Tensor, *groups: RowGroup) -> Tensor:
+        step = self.step(*groups)
+        return self.layer(hidden.to(self.dtype), 0, self.table.at(step.positions), step)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(8, (6, 2)), (64, (9, 1)), (128, (2, 2)), (22, (20, 2))], ids=str
+)
+def test_every_instruction_set_computes_what_torch_does(
+    name: str, dtype: torch.dtype, shape: tuple[int, tuple[int, int]]
+) -> None:
+    size, heads = shape
+    plain = layer_by_torch(name, size=size, heads=heads, norms=dtype)
+    ours = with_native_halves(plain, kernels_named(name))
+    assert isinstance(ours.attention, NativeAttention)
+    assert isinstance(ours.mlp, NativeMlp)
+    runners = [Runner(layer, size, heads[1], dtype) for layer in (ours, plain)]
+    for groups in (
+        (group(0, 0, 64),),
+        (group(1, 0, 7), group(0, 64, 1)),
+        *((group(0, 65 + n, 1), group(1, 7 + n, 1)) for n in range(30)),
+        (group(0, 95, 2), group(2, 0, 40)),
+    ):
+        n_rows = sum(g.n_rows for g in groups)
+        hidden = numbers(n_rows, WIDTH, seed=n_rows)
+        out, want = (runner.run(hidden, *groups) for runner in runners)
+        tolerance = 2e-5 if dtype is torch.float32 else 4e-2
+        torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU_NEW, Activation.RELU]
+)
+@pytest.mark.parametrize("name", ISAS)
+def test_activations_hold_for_any_numbers(name: str, activation: Activation) -> None:
+    plain = layer_by_torch(name, activation=activation)
+    plain = replace(plain, mlp=replace(plain.mlp, residual=Residual()))  # type: ignore[type-var]
+    ours = with_native_halves(plain, kernels_named(name))
+    runners = [Runner(layer, 8, 2, torch.float32) for layer in (ours, plain)]
+    for scale in (0.0, 1e-20, 1.0, 30.0, 1e4):
+        hidden = numbers(9, WIDTH, seed=4) * scale
+        steps = [runner.step(group(0, 0, 9)) for runner in runners]
+        out, want = (
+            runner.layer.mlp(hidden, 0, runner.table, step)
+            for runner, step in zip(runners, steps, strict=True)
+        )
+        spread = float(want.abs().max())
+        torch.testing.assert_close(out, want, rtol=0, atol=3e-6 * spread)
+
+
+def test_an_activation_that_the_library_has_not_stays_torchs() -> None:
+    plain = layer_by_torch("", activation=Activation.GELU)
+    ours = with_native_halves(plain, kernels_named(""))
+    assert isinstance(ours.attention, NativeAttention)
+    assert ours.mlp is plain.mlp
+    assert with_native_halves(plain, None) is plain
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_so_in_its_row_alone(name: str, bad: float) -> None:
+    """The head looks at logits: a row that went wrong must not come out as a number."""
+    for dtype in (torch.float32, torch.bfloat16):
+        runner = Runner(with_native_halves(layer_by_torch(name), kernels_named(name)), 8, 2, dtype)
+        hidden = numbers(5, WIDTH)
+        hidden[3, 7] = bad
+        out = runner.run(hidden, *(group(slot, 0, 1) for slot in range(5)))
+        assert out[3].isnan().all()
+        assert out[[0, 1, 2, 4]].isfinite().all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 32), min_size=1, max_size=5),
+    window=st.sampled_from([None, 1, 5, 300]),
+    is_wide=st.booleans(),
+    n_threads=st.sampled_from([1, 2]),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    lengths: list[int], window: int | None, is_wide: bool, n_threads: int
+) -> None:
+    """Alone or beside others, in one frame or row by row, with a prompt chunk or without."""
+    dtype = torch.float32 if is_wide else torch.bfloat16
+    for name in ISAS:
+        layer = with_native_halves(layer_by_torch(name, window=window), kernels_named(name))
+        runners = [Runner(layer, 8, 2, dtype) for _ in range(3)]
+        rows = [numbers(n, WIDTH, seed=slot) for slot, n in enumerate(lengths)]
+        groups = [group(slot, 0, n) for slot, n in enumerate(lengths)]
+        threads_before = torch.get_num_threads()
+        torch.set_num_threads(n_threads)
+        try:
+            together = runners[0].run(torch.cat(rows), *groups)
+            chunk = numbers(40, WIDTH, seed=9)
+            beside = runners[1].run(torch.cat([*rows, chunk]), *groups, group(9, 0, 40))
+        finally:
+            torch.set_num_threads(threads_before)
+        alone = [
+            runners[2].run(row[None], group(slot, position, 1))
+            for slot, own in enumerate(rows)
+            for position, row in enumerate(own)
+        ]
+        assert torch.equal(together, torch.cat(alone))
+        assert torch.equal(beside[: len(together)], together)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("window", [None, 20, 300])
+def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | None) -> None:
+    """It grows in blocks, gives up what its window does not see, and is copied."""
+    plain = layer_by_torch(name, window=window)
+    ours = with_native_halves(plain, kernels_named(name))
+    runners = [Runner(layer, 8, 2, torch.float32) for layer in (ours, plain)]
+    for position in range(0, 1500, 250):
+        hidden = numbers(250, WIDTH, seed=position)
+        for runner in runners:
+            runner.run(hidden, group(0, position, 250))
+    for runner in runners:
+        runner.kv.copy(SlotId(0), SlotId(1), 1400)
+        runner.kv.free(SlotId(0))
+    for position in range(1400, 1440, 8):
+        hidden = numbers(8, WIDTH, seed=position)
+        out, want = (runner.run(hidden, group(1, position, 8)) for runner in runners)
+        torch.testing.assert_close(out, want, rtol=0, atol=2e-5)
+
+
+def test_odd_sizes_are_among_the_families() -> None:
+    assert ODD.items() <= CASES["mistral-odd"].items()
