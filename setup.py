@@ -7,6 +7,7 @@ a compiler. The source needs no Python headers: the library is called through ct
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -22,13 +23,13 @@ class BuildKernels(build_ext):
 
 FOLDER = "shardnet/model/csrc"
 
-flags = [] if sys.platform == "win32" else ["-O3", "-std=c11", "-ffp-contract=off"]
+flags = ["-O3", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
 setup(
     ext_modules=[
         Extension(
             "shardnet.model._quantized",
-            sources=[f"{FOLDER}/quantized.c", f"{FOLDER}/halves.c"],
-            depends=[f"{FOLDER}/products.h", f"{FOLDER}/halves_body.h"],
+            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack")],
+            depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],
             optional=True,

@@ -71,7 +71,7 @@ def main() -> None:
 
     files = [path for path in options.checkpoint.rglob("*") if path.is_file()]
     files += list((options.packs or options.checkpoint).rglob("*.packed"))
-    drop = (lambda: _drop_pages(files)) if options.cold else lambda: None
+    drop = (lambda: drop_pages(files)) if options.cold else lambda: None
     streamed = load(n_streamed)
     contestants: dict[str, Callable[[int], int]] = {
         "1 sequence, streamed": lambda position: _step(streamed, position, [[16]]),
@@ -135,7 +135,8 @@ def _batch(slots: Sequence[int], position: int) -> MicroBatch:
     )
 
 
-def _drop_pages(files: Sequence[Path]) -> None:
+def drop_pages(files: Sequence[Path]) -> None:
+    """Have the system forget what it keeps in memory of files. Ends the program elsewhere."""
     if sys.platform != "linux":
         raise SystemExit("--cold works on Linux only")
     for path in files:

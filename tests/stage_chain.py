@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import pack_rows, unpack_rows
+from shardnet.model.decode_graphs import Capture
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import (
@@ -60,6 +61,7 @@ class StageChain:
         choice: KernelChoice | None = None,
         context: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
+        capture: Capture | None = None,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
@@ -75,6 +77,7 @@ class StageChain:
                     progress=lambda done, total: None,
                     context=context,
                     kv_dtype=kv_dtype,
+                    capture=capture,
                 )
                 for layers in ranges
             ]

@@ -36,7 +36,7 @@ from shardnet.api.requests import (
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import split_address
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import LinkClosedError, PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
@@ -106,6 +106,7 @@ class Client:
         self._links = links
         self._elsewhere: dict[str, ControlLink] = {}
         self._dialling = asyncio.Lock()
+        self._is_over = False
         self._ids = count(1)
 
     @property
@@ -242,6 +243,9 @@ class Client:
             control = self._elsewhere.get(address)
             if control is None or control.link.closed:
                 link = await dial(address, self._identity)
+                if self._is_over:
+                    link.abort("the client was closed")
+                    raise LinkClosedError(f"{address}: the client was closed meanwhile")
                 control = await self._links.enter_async_context(_serving(link))
                 self._elsewhere[address] = control
             return control
@@ -269,7 +273,11 @@ async def open_client(
     """
     async with contextlib.AsyncExitStack() as links:
         control = await links.enter_async_context(_serving(link, node_name))
-        yield Client(control, links, identity)
+        client = Client(control, links, identity)
+        try:
+            yield client
+        finally:
+            client._is_over = True
 
 
 @asynccontextmanager

@@ -97,6 +97,8 @@ class Head:
         self._changing = asyncio.Lock()
         self._lead: Lead | None = None
         self._epoch = 0
+        self._loading: str | None = None
+        """The model of the ring that is being built."""
 
     @property
     def model(self) -> str | None:
@@ -176,8 +178,13 @@ class Head:
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
 
-        Raises BusyError while requests run.
+        Raises BusyError while requests run, and while a model is being loaded for one.
         """
+        if self._loading is not None:
+            raise BusyError(
+                f"this node is loading {self._loading}: stop the command that asked for it, or "
+                "wait until that ends"
+            )
         async with self._changing:
             elsewhere = self.elsewhere()
             if elsewhere is not None:
@@ -264,7 +271,11 @@ class Head:
             self._lead = None
         self._epoch += 1
         ring = Ring(_spec(plan), ports, Epoch(self._epoch), sources)
-        load_s = await ring.build(on_progress)
+        self._loading = plan.choice.model
+        try:
+            load_s = await ring.build(on_progress)
+        finally:
+            self._loading = None
         tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
         self._lead = Lead(
             plan=plan,

@@ -460,6 +460,7 @@ class Peers:
             self._ended(node, line, error)
         finally:
             measuring.cancel()
+        await line.control.link.close()  # the peer is gone; its connection may take a moment more
 
     def _ended(self, node: NodeId, line: _Line, error: ShardnetError) -> None:
         peer = self._peers[node]

@@ -218,7 +218,6 @@ class Candidate:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
-    `can_stream`: it could stream layers from there.
     """
 
     node: NodeId
@@ -226,7 +225,6 @@ class Candidate:
     memory_bytes: int
     speed: StageSpeed | None = None
     disk_bytes_per_s: float | None = None
-    can_stream: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,11 +156,11 @@ def _stage(
     layers: LayerRange,
     n_asked: int | None,
 ) -> StreamedStage | None:
-    """Make a stage; None where it does not fit, or its node cannot stream."""
+    """Make a stage; None where it does not fit."""
     wanted = range(len(layers) + 1) if n_asked is None else (min(n_asked, len(layers)),)
     fitting = (n for n in wanted if shape.memory_bytes(layers, n) <= candidate.memory_bytes)
     n_streamed = next(fitting, None)
-    if n_streamed is None or (n_streamed and not candidate.can_stream):
+    if n_streamed is None:
         return None
     speed = candidate.speed or paces.speed
     disk = candidate.disk_bytes_per_s or paces.disk_bytes_per_s

@@ -26,6 +26,7 @@ from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     activation_peak_bytes,
     embedding_weight_bytes,
+    graph_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
@@ -170,14 +171,14 @@ def make_plan(
     if rounding.weights is None and facts.dtype_in_place is not dtype:
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.told}
+    graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, rounding.weights)}
     candidates = [
         Candidate(
             node=NodeId(n.node),
             name=n.name,
-            memory_bytes=n.memory_bytes,
+            memory_bytes=max(0, n.memory_bytes - graphs_bytes.get(n.device, 0)),
             speed=measured.speeds.get(NodeId(n.node)),
             disk_bytes_per_s=disks.get(n.node),
-            can_stream=n.device == "cpu",
         )
         for n in nodes
     ]
@@ -244,8 +245,8 @@ def _placed(
     placement = streaming(choice.stream_layers)
     if placement is None:
         raise PlanError(
-            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes, or "
-            "a stage would be on a GPU; use --stream-layers auto"
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes; "
+            "use --stream-layers auto"
         )
     return placement
 

@@ -60,6 +60,7 @@ class RingSeat:
         self._on_broken = on_broken
         self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._links: list[Link] = []
+        self._left = False
         self._worker: StageWorker | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -103,9 +104,11 @@ class RingSeat:
         """Open the links to both neighbours and start to work.
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
-        Raises LinkError when a neighbour does not answer.
+        Raises LinkError when a neighbour does not answer, PeerFailedError when the seat is left
+        meanwhile.
         """
         source, sink, tail = await self._connect(pipeline)
+        self._check_not_left()
         self._worker = StageWorker(
             rank=self.rank,
             compute=compute,
@@ -124,7 +127,11 @@ class RingSeat:
             self._on_broken(error)
 
     async def leave(self) -> None:
-        """Stop working and close the links. The stage's slots are all free afterwards."""
+        """Stop working and close the links. The stage's slots are all free afterwards.
+
+        A `join` that is still in progress fails, and closes what it opens.
+        """
+        self._left = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -141,6 +148,9 @@ class RingSeat:
         if pipeline is not None and n_stages == 1:
             return pipeline, RingOfOne(pipeline), None
         downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
+        if self._left:
+            downstream.abort("the seat is taken away")
+        self._check_not_left()
         self._links.append(downstream)
         upstream = await self._wait_for_upstream()
         if pipeline is not None:
@@ -148,6 +158,12 @@ class RingSeat:
         is_tail = self.rank == n_stages - 1
         sink = (TailSink if is_tail else LinkSink)(downstream, self.epoch)
         return LinkSource(upstream, self.epoch), sink, None
+
+    def _check_not_left(self) -> None:
+        if self._left:
+            raise PeerFailedError(
+                f"the seat in ring {self.ring} was taken away while it was connected; ask again"
+            )
 
     async def _wait_for_upstream(self) -> Link:
         try:

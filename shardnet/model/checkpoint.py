@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from shardnet.model.stored import (
     AGAIN,
     FileHead,
     StoredTensor,
+    ask_for,
     read_stored,
     sample_ranges,
 )
@@ -146,13 +147,26 @@ class Checkpoint:
         """Stored bytes that `read` made tensors of so far, by file."""
         return MappingProxyType(self._bytes_read)
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def announce(self, name: str, n_bytes: int) -> None:
+        """Have the disk read soon what `read` will make this parameter of, `n_bytes` at most."""
+        for source in self.tensors[name].sources:
+            if n_bytes > 0:
+                ask_for(self.folder, source, n_bytes)
+                n_bytes -= source.size_bytes
+
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        came: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
         """Make one parameter, on the CPU, of what is stored.
 
         Where it is stored as it is this is a view of the file, in the file's dtype: do not write to
         it. The pages stay mapped until the tensor is dropped. Values that are computed come in
-        `dtype`, float32 where none is given. Raises CheckpointError when the tensor is missing or
-        its file is damaged.
+        `dtype`, float32 where none is given. `came` gets how many stored bytes more have been read
+        from the disk, again and again; what it raises ends the reading. Raises CheckpointError when
+        the tensor is missing or its file is damaged.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -165,7 +179,7 @@ class Checkpoint:
         import torch
 
         stored = [
-            read_stored(self.folder, source, self._files[source.file].size_bytes)
+            read_stored(self.folder, source, self._files[source.file].size_bytes, came)
             for source in tensor.sources
         ]
         made = tensor.make(stored, dtype or torch.float32)

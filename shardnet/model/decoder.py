@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig, Rope
+from shardnet.model.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.halves import Layer
 from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm
@@ -52,9 +53,17 @@ class DecoderStage:
             rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
         ]
         self._layers = [
-            (with_native_halves(load_layer(config, weights, layer), native_kernels()), distinct.index(rope))
+            (
+                with_native_halves(load_layer(config, weights, layer), native_kernels()),
+                distinct.index(rope),
+            )
             for layer, rope in zip(layers, ropes, strict=True)
         ]
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_by(self, capture: Capture) -> None:
+        """Have steps of few rows replay what `capture` makes of layers that can be captured."""
+        self._graphs = DecodeGraphs(self._layers, self._tables, capture)
 
     def embed(self, step: Step) -> Tensor:
         """Look the token ids up: [T, E]."""
@@ -64,6 +73,11 @@ class DecoderStage:
     def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
         """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
         rotaries = [table.at(step.positions) for table in self._tables]
+        if self._graphs is not None:
+            replayed = self._graphs.begin(hidden, rotaries, step)
+            if replayed is not None:
+                yield from replayed
+                return
         for index, (layer, rope) in enumerate(self._layers):
             hidden = layer(hidden, index, rotaries[rope], step)
             yield hidden

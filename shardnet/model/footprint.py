@@ -19,11 +19,20 @@ from shardnet.model.layout import (
     layer_tensors,
     stage_tensors,
 )
-from shardnet.model.quantization import Quantization
+from shardnet.model.quantization import PANEL, UNPACKED_PANELS, Quantization
 from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
+
+GRAPH_BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Row counts for which decode steps are captured on CUDA; see decode_graphs.py."""
+_GRAPH_BYTES = 256 << 10
+"""What the driver is taken to keep for each graph."""
+_GRAPH_POOL_BYTES = 64 << 20
+"""What graphs are taken to need besides: cuBLAS's workspace, and what torch takes at a time."""
+_UNPACKING_BYTES = 20
+"""What one weight takes at most while torch unpacks it."""
 
 
 def layer_weight_bytes(
@@ -185,6 +194,30 @@ def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
     hidden = rows * config.hidden_size * dtype.size_bytes
     n_masks = len(set(config.windows)) or 1
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes
+
+
+def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
+    """The most bytes that CUDA graphs of decode steps keep, of a stage with all layers.
+
+    Static buffers and the largest graph's own memory follow from the shapes; what the driver and
+    the libraries keep is a margin, not measured yet.
+    """
+    rows = GRAPH_BUCKETS[-1]
+    queries = config.n_heads * config.key_size
+    keys = config.n_kv_heads * config.key_size
+    buffers = config.hidden_size + 2 * queries + 2 * keys + 4 * config.key_size
+    inside = 4 * config.hidden_size + 3 * (queries + 2 * keys) + 4 * config.intermediate_size
+    unpacking = 0
+    if quantization is not None:
+        n_in = max(config.hidden_size, queries, config.intermediate_size)
+        unpacking = UNPACKED_PANELS * PANEL * n_in * _UNPACKING_BYTES
+    n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
+    return (
+        rows * (buffers + inside) * dtype.size_bytes
+        + unpacking
+        + n_graphs * _GRAPH_BYTES
+        + _GRAPH_POOL_BYTES
+    )
 
 
 def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:

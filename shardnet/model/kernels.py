@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
-from shardnet.model.native import Isa, native_kernels
+from shardnet.model.native import Isa, NativeSource, native_kernels
 from shardnet.model.native_linear import NativeLinear
-from shardnet.model.quantization import PANEL, Quantization
-from shardnet.model.quantized import QuantizedLinear, pack
+from shardnet.model.quantization import Quantization
+from shardnet.model.quantized import QuantizedLinear, pack_all
 from shardnet.types import DType
 
 MAX_EXACT_ROWS = 32
@@ -169,22 +169,15 @@ def make_linear(
         n_out = sum(weight.shape[0] for weight in weights)
         shape = (n_out, weights[0].shape[1])
         return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
-    whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
-    if native is not None and whole.dtype is torch.bfloat16:
-        return NativeLinear(whole, bias, native)
+    if native is not None and all(weight.dtype is torch.bfloat16 for weight in weights):
+        return NativeLinear(weights, bias, native)
+    whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
     owned = whole.to(device, dtype, copy=len(weights) == 1).contiguous()
     return PlainLinear(owned, bias, choice.min_rows)
-
-
-def pack_all(weights: Sequence[Tensor], quantization: Quantization) -> Tensor:
-    """Round and pack weights on the CPU, one after the other, and join them."""
-    if all(weight.shape[0] % PANEL == 0 for weight in weights[:-1]):
-        return torch.cat([pack(weight, quantization) for weight in weights])
-    return pack(torch.cat(list(weights)), quantization)  # else a panel would be half empty
 
 
 def make_quantized(
@@ -285,7 +278,12 @@ def _is_exact(choice: KernelChoice, device: torch.device, n_out: int, n_in: int)
 
 @torch.inference_mode()
 def rows_are_exact(linear: Linear, choice: KernelChoice, device: torch.device) -> bool:
-    """Whether rows have the same bits alone and in company, up to 32 rows."""
+    """Whether rows have the same bits alone and in company, up to 32 rows.
+
+    The compiled library's do by how it computes; other products are tried.
+    """
+    if isinstance(linear, NativeSource) and linear.is_native:
+        return True
     rows = _numbers(MAX_EXACT_ROWS, linear.shape[1], choice.dtype).to(device)
     whole = linear(rows)  # [32, N]
     alone = torch.cat([linear(row[None]) for row in rows])

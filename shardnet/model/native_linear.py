@@ -1,17 +1,19 @@
-"""Products with bfloat16 weights by the compiled library: how they are packed, and the product.
+"""Products with bfloat16 weights by the compiled library: where they are packed, and the product.
 
-Knows the layout, which csrc/quantized.c reads too. Must not know models.
+Knows the layout, which csrc/pack.c writes and csrc/products.c reads. Must not know models.
 
 Packed weights are bfloat16 [panels, pairs of inputs, 16 outputs, 2]: what fills up is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.native import NativeKernels, NativeProduct
+from shardnet.model.native_packing import pack_natively
 from shardnet.model.quantization import PANEL
 
 
@@ -22,13 +24,16 @@ class NativeLinear:
     on the rows beside it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, native: NativeKernels) -> None:
-        """Pack [N, K] weights. Raises ValueError for some that are not bfloat16."""
-        if weight.dtype is not torch.bfloat16:
-            raise ValueError(f"weights are {weight.dtype}, not bfloat16")
-        self._shape = (weight.shape[0], weight.shape[1])
+    def __init__(
+        self, weights: Sequence[Tensor], bias: Tensor | None, native: NativeKernels
+    ) -> None:
+        """Join and pack [N_i, K] weights. Raises ValueError for some that are not bfloat16."""
+        for weight in weights:
+            if weight.dtype is not torch.bfloat16:
+                raise ValueError(f"weights are {weight.dtype}, not bfloat16")
+        self._shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
         wide_bias = bias.float() if bias is not None else None  # [N]
-        self._product = native.product(_pack(weight), wide_bias, self._shape, bits=16)
+        self._product = native.product(_pack(weights, native), wide_bias, self._shape, bits=16)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,13 +54,12 @@ class NativeLinear:
         return self._product(rows)
 
 
-def _pack(weight: Tensor) -> Tensor:
-    n_out, n_in = weight.shape
-    panels, pairs = -(-n_out // PANEL), -(-n_in // 2)
-    if n_out % PANEL or n_in % 2:
-        weight = F.pad(weight, (0, 2 * pairs - n_in, 0, panels * PANEL - n_out))
-    rows = weight.reshape(panels, PANEL, 2 * pairs).contiguous()
-    if rows.storage_offset() % 2:
-        rows = rows.clone()
-    together = rows.view(torch.int32)  # [panels, PANEL, pairs]: copied in one piece each
-    return together.transpose(1, 2).contiguous().view(torch.bfloat16)
+def _pack(weights: Sequence[Tensor], native: NativeKernels) -> Tensor:
+    if any(weight.shape[0] % PANEL for weight in weights[:-1]):
+        weights = [torch.cat(list(weights))]  # else a panel would be half empty
+    n_panels = [-(-weight.shape[0] // PANEL) for weight in weights]
+    pairs = -(-weights[0].shape[1] // 2)
+    packed = torch.empty(sum(n_panels), pairs, PANEL, 2, dtype=torch.bfloat16)
+    for weight, panels in zip(weights, torch.split(packed, n_panels), strict=True):
+        pack_natively(native, weight, panels, bits=16)
+    return packed

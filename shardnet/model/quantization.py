@@ -14,6 +14,8 @@ PANEL: Final = 16
 """Outputs whose weights stand together; see quantized.py."""
 SCALE_BYTES: Final = 2 * PANEL
 """A group's float16 scales, one for each output of a panel."""
+UNPACKED_PANELS: Final = 64
+"""Panels that torch unpacks at one time where there is no compiled product."""
 
 
 class Quantization(enum.Enum):

@@ -1,6 +1,7 @@
 """Weights rounded to int8 or int4 in groups: how they are rounded and packed, and their product.
 
-Knows the packed layout, which csrc/quantized.c reads too. Must not know models.
+Knows the packed layout, which csrc/products.c reads and csrc/pack.c writes too, to the same bits.
+Must not know models.
 
 A group of inputs of one output shares a scale; its weights are integers times that. Packed weights
 are uint8 [panels, groups, bytes]: a panel is 16 outputs, and of each group first the 16 float16
@@ -11,33 +12,61 @@ up the last panel and the last group are zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.native import NativeProduct, native_kernels
-from shardnet.model.quantization import PANEL, SCALE_BYTES, Quantization
+from shardnet.model.native import NativeKernels, NativeProduct, native_kernels
+from shardnet.model.native_packing import can_pack, pack_natively
+from shardnet.model.quantization import PANEL, SCALE_BYTES, UNPACKED_PANELS, Quantization
 
 _QUAD: Final = 4
 _ROUNDED_AT_A_TIME: Final = 1 << 17
-"""Weights that are rounded at one time: what this takes stays in the caches."""
+"""Weights that torch rounds at one time: what this takes stays in the caches."""
+_PACKED_AT_A_TIME: Final = 1 << 23
+"""Weights that the library rounds at one time: enough for its threads to share."""
 _SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
 """Scales that are tried for a group of int4, as parts of the one with which nothing is cut off."""
-_UNPACKED_AT_A_TIME: Final = 64
-"""Panels that torch unpacks at one time where there is no compiled product."""
 
 
 def pack(weight: Tensor, quantization: Quantization) -> Tensor:
     """Round and pack [N, K] weights of any float dtype; the result is on the same device."""
-    n_out, n_in = weight.shape
-    packed = weight.new_empty(quantization.packed_shape(n_out, n_in), dtype=torch.uint8)
-    at_a_time = max(1, _ROUNDED_AT_A_TIME // (PANEL * n_in))
-    for panel in range(0, packed.shape[0], at_a_time):
-        some = weight[panel * PANEL : (panel + at_a_time) * PANEL].float()
-        packed[panel : panel + at_a_time] = _pack_panels(some, quantization)
+    return pack_all([weight], quantization)
+
+
+def pack_all(
+    weights: Sequence[Tensor], quantization: Quantization, alive: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Round and pack [N_i, K] weights, one after the other, as if they were joined.
+
+    `alive` is called now and then; what it raises ends the work.
+    """
+    if any(weight.shape[0] % PANEL for weight in weights[:-1]):
+        weights = [torch.cat(list(weights))]  # else a panel would be half empty
+    n_out, n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    packed = weights[0].new_empty(quantization.packed_shape(n_out, n_in), dtype=torch.uint8)
+    done = 0
+    for weight in weights:
+        native = native_kernels() if can_pack(weight) else None
+        at_a_time = _ROUNDED_AT_A_TIME if native is None else _PACKED_AT_A_TIME
+        for some in torch.split(weight, PANEL * max(1, at_a_time // (PANEL * n_in))):
+            n_panels = -(-some.shape[0] // PANEL)
+            _pack_into(packed[done : done + n_panels], some, quantization, native)
+            done += n_panels
+            alive()
     return packed
+
+
+def _pack_into(
+    packed: Tensor, weight: Tensor, quantization: Quantization, native: NativeKernels | None
+) -> None:
+    if native is None:
+        packed.copy_(_pack_panels(weight.float(), quantization))
+    else:
+        pack_natively(native, weight, packed, quantization.bits)
 
 
 def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
@@ -50,7 +79,12 @@ def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
     grouped = filled.view(panels, PANEL, groups, group)
     scale, rounded = _round(grouped, quantization)
     offset = 128 if quantization is Quantization.INT8 else 8
-    quads = (rounded + offset).to(torch.uint8).view(panels, PANEL, groups, group // _QUAD, _QUAD)
+    quads = (
+        (rounded + offset)
+        .nan_to_num_(0)
+        .to(torch.uint8)
+        .view(panels, PANEL, groups, group // _QUAD, _QUAD)
+    )
     quads = quads.permute(0, 2, 3, 1, 4)  # [panels, groups, quads, PANEL, 4]
     if quantization is Quantization.INT4:
         quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
@@ -59,7 +93,10 @@ def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
 
 
 def _round(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """Round [..., group]; returns float16 scales [..., 1] and whole numbers in float32."""
+    """Round [..., group]; returns float16 scales [..., 1] and whole numbers in float32.
+
+    Every step is one that csrc/pack.c takes as well: both round to the same bits.
+    """
     if quantization is Quantization.INT8:
         scale = (grouped.abs().amax(-1, keepdim=True) / 127).half()
         return scale, _whole(grouped, scale, -127, 127)
@@ -68,16 +105,24 @@ def _round(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]
     whole_scale = grouped.gather(-1, place) / -8
     best_scale = whole_scale.half()
     best = _whole(grouped, best_scale, -8, 7)
-    best_error = (best * best_scale - grouped).square().sum(-1, keepdim=True)
+    best_error = _squared(best * best_scale - grouped)
     for shrink in _SHRINKS[1:]:
         scale = (whole_scale * shrink).half()
         rounded = _whole(grouped, scale, -8, 7)
-        error = (rounded * scale - grouped).square().sum(-1, keepdim=True)
+        error = _squared(rounded * scale - grouped)
         is_better = error < best_error
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
         best = torch.where(is_better, rounded, best)
     return best_scale, best
+
+
+def _squared(error: Tensor) -> Tensor:
+    """Add the squares of the last axis in halves: torch's own sum has an order for every CPU."""
+    squares = error.square()
+    while (half := squares.shape[-1] // 2) > 0:
+        squares = squares[..., :half] + squares[..., half:]
+    return squares
 
 
 def _whole(grouped: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
@@ -149,7 +194,7 @@ class QuantizedLinear:
     def _multiply(self, rows: Tensor) -> Tensor:
         n_out, n_in = self._shape
         parts = []
-        for some in torch.split(self._packed, _UNPACKED_AT_A_TIME):
+        for some in torch.split(self._packed, UNPACKED_PANELS):
             weight = unpack(some, self._quantization, rows.dtype)[:, :n_in]
             parts.append(F.linear(rows, weight))
         product = torch.cat(parts, dim=-1)[:, :n_out]

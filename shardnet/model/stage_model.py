@@ -6,6 +6,7 @@ Knows how to load a range and how rows go through it. Must not know wire, thread
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from shardnet.model.attention import Step, plan_step
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
+from shardnet.model.decode_graphs import Capture, find_capture
 from shardnet.model.decoder import DecoderStage
 from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
@@ -53,7 +55,10 @@ class FamilyStage(Protocol):
         """Token ids to hidden states [T, E]; first stage only."""
 
     def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
-        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
+        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each.
+
+        What comes out of a layer lasts until the next is asked for, of the last one for good.
+        """
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Final norm: [R, E] in and out; last stage only."""
@@ -308,9 +313,17 @@ def make_family(
     context: int,
     dtype: torch.dtype,
     device: torch.device,
+    capture: Capture | None = None,
 ) -> FamilyStage:
-    """Build the family's layers of one stage from `weights`."""
-    return STAGES[config.family](config, layers, weights, context, dtype, device)
+    """Build the family's layers of one stage from `weights`.
+
+    `capture` is what decode steps are captured by, None as the device can.
+    """
+    family = STAGES[config.family](config, layers, weights, context, dtype, device)
+    capture = capture or find_capture(device, os.environ)
+    if capture is not None and isinstance(family, DecoderStage):
+        family.capture_by(capture)
+    return family
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
@@ -338,16 +351,17 @@ def load_stage(
     packs: PackCache | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
     n_streamed: int = 0,
+    capture: Capture | None = None,
 ) -> StageModel:
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
     most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `n_streamed`
-    layers stay on disk. `progress` is called with (bytes done, bytes in all) after every part; what
-    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that
-    do not fit the config, UsageError for layers the model does not have, CapacityError where memory
-    runs out, where the model has fewer positions than `context`, and for layers that cannot be
-    streamed.
+    layers stay on disk. `capture` is make_family's. `progress` is called with (bytes done, bytes in
+    all) after every part; what it raises ends the loading, and nothing of it remains. Raises
+    CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
+    have, CapacityError where memory runs out, where the model has fewer positions than `context`,
+    and for layers that cannot be streamed.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:
@@ -369,7 +383,7 @@ def load_stage(
     try:
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
-        family = make_family(config, layers, weights, context, dtype, device)
+        family = make_family(config, layers, weights, context, dtype, device, capture)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -402,10 +416,9 @@ def _check_streamed(
     checkpoint: Checkpoint, choice: KernelChoice, device: torch.device, packs: PackCache | None
 ) -> None:
     """Raise UsageError or CheckpointError where layers cannot be streamed."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"--stream-layers: {device.type} cannot stream layers, only the CPU can; start the "
-            "node with --device cpu"
+            f"--stream-layers: {device.type} cannot stream layers; start the node with --device cpu"
         )
     if choice.quantization is None:
         check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)

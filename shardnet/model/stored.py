@@ -7,9 +7,11 @@ nor what a tensor means. Imports torch only to read one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +32,9 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     | {"F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 )
 """Bytes of one element, by safetensors' name of the type."""
+
+READ_AT_A_TIME: Final = 1 << 23
+"""Bytes that are read from a disk between two reports of it."""
 
 ByteRange = tuple[int, int]
 """(offset, number of bytes) in a file."""
@@ -89,12 +94,19 @@ class FileHead:
         return sum(n_bytes for _, n_bytes in self.ranges)
 
 
-def read_stored(folder: Path, tensor: StoredTensor, file_bytes: int) -> torch.Tensor:
+def read_stored(
+    folder: Path,
+    tensor: StoredTensor,
+    file_bytes: int,
+    came: Callable[[int], None] | None = None,
+) -> torch.Tensor:
     """Map a stored tensor into memory: a CPU view of the file. Do not write to it.
 
     It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. The
     pages stay mapped until the view is dropped. `file_bytes` is the size that the file had when it
-    was opened. Raises CheckpointError when the file is gone or has changed its size.
+    was opened. With `came` all of it is read now, and `came` gets how many bytes more are there,
+    again and again; what it raises ends the reading. Raises CheckpointError when the file is gone
+    or has changed its size.
     """
     import torch
 
@@ -117,6 +129,10 @@ def read_stored(folder: Path, tensor: StoredTensor, file_bytes: int) -> torch.Te
             f"{path}: tensor {tensor.name} cannot be read ({error.strerror}); {AGAIN}"
         ) from error
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=inside)
+    if came is not None:
+        for piece in torch.split(raw, READ_AT_A_TIME):
+            piece[:: mmap.PAGESIZE].sum()  # a byte of each page: it is read, off Python's lock
+            came(piece.numel())
     if kind is None:
         return raw.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
     if raw.data_ptr() % kind.itemsize:
@@ -125,6 +141,18 @@ def read_stored(folder: Path, tensor: StoredTensor, file_bytes: int) -> torch.Te
     if tensor.strides is not None:
         return elements.as_strided(tensor.shape, tensor.strides)
     return elements.view(tensor.shape)
+
+
+def ask_for(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
+    """Have the system read the first `n_bytes` of a stored tensor soon, where it can be asked to.
+
+    Raises nothing. That is few bytes, since a disk that is asked for many lets us wait.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError), (folder / tensor.file).open("rb", buffering=0) as file:
+        soon = min(n_bytes, tensor.size_bytes)
+        os.posix_fadvise(file.fileno(), tensor.offset, soon, os.POSIX_FADV_WILLNEED)
 
 
 def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:

@@ -1,7 +1,7 @@
 """Layers that stay on disk: read into one of two buffers while another one computes.
 
-Knows files, buffers and the order in which layers are wanted. Must not know what the bytes mean,
-nor why these layers are streamed.
+Knows files and the order in which layers are wanted. Must not know what the bytes mean, where the
+buffers lie (buffers.py), nor why these layers are streamed.
 
 Reads, not a mapping: of a mapped file that is cut off meanwhile the process dies, of a read file it
 can tell; and two buffers are all the memory that it takes. The system keeps pages of what was read
@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
-from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.device_memory import is_out_of_memory
+from shardnet.errors import CheckpointError
+from shardnet.model.buffers import Buffers, HostBuffers
 from shardnet.model.footprint import N_BUFFERS
 from shardnet.model.kernels import Linear
 
@@ -67,10 +67,12 @@ class LayerStream:
     reading is done on a thread that ends with this object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        """`buffers` are where the layers are computed from; None is memory of the CPU."""
+        self._buffers = buffers or HostBuffers()
+        self._n_buffers = 0
         self._layers: dict[int, _StreamedLayer] = {}
         self._order: list[int] = []
-        self._buffers: list[Tensor] = []
         self._fetches: deque[_Fetch] = deque()
         self._reader: ThreadPoolExecutor | None = None
         self.made: dict[int, Linear] = {}
@@ -82,12 +84,6 @@ class LayerStream:
     def n_layers(self) -> int:
         """How many layers are streamed."""
         return len(self._layers)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory that the buffers take."""
-        largest = max((layer.size_bytes for layer in self._layers.values()), default=0)
-        return largest * min(N_BUFFERS, len(self._layers))
 
     def reserve(self, layer: int, parts: Iterable[FilePart]) -> int:
         """Have `parts` read one behind the other with the layer; return where they will begin."""
@@ -106,24 +102,17 @@ class LayerStream:
         Raises CapacityError where there is no memory for them.
         """
         self._order = sorted(self._layers)
-        n_buffers = min(N_BUFFERS, len(self._order))
-        largest = self.buffer_bytes // max(1, n_buffers)
-        try:
-            self._buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(n_buffers)]
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"there is no memory for {n_buffers} layers of {largest} bytes to be streamed; "
-                "give the node fewer layers"
-            ) from error
+        self._n_buffers = min(N_BUFFERS, len(self._order))
+        if self._order:
+            largest = max(layer.size_bytes for layer in self._layers.values())
+            self._buffers.make(self._order, self._n_buffers, largest)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardnet-stream")
         if self._order:
             self._restart(self._order[0])
 
     def weights(self, begin: int, size_bytes: int, buffer: int) -> Tensor:
         """Return the bytes that begin there in a buffer, as uint8."""
-        return self._buffers[buffer][begin : begin + size_bytes]
+        return self._buffers.bytes_of(buffer)[begin : begin + size_bytes]
 
     def buffer_of(self, layer: int) -> int:
         """Say in which buffer the layer is that is computed now."""
@@ -145,6 +134,7 @@ class LayerStream:
         except CheckpointError:
             self._drop()
             raise
+        self._buffers.receive(self._fetches[0].buffer)
 
     def done(self, layer: int) -> None:
         """Have another layer read into the buffer of this one."""
@@ -152,7 +142,8 @@ class LayerStream:
             return
         self.made.clear()
         fetch = self._fetches.popleft()
-        if len(self._order) <= len(self._buffers):
+        self._buffers.release(fetch.buffer)
+        if len(self._order) <= self._n_buffers:
             self._fetches.append(fetch)  # each has a buffer for itself
             return
         self._fetch(self._after(self._fetches[-1].layer), fetch.buffer)
@@ -160,7 +151,8 @@ class LayerStream:
     def _restart(self, layer: int) -> None:
         """Begin anew with `layer`: the pass before was not finished, or there was none."""
         self._drop()
-        for buffer in range(len(self._buffers)):
+        for buffer in range(self._n_buffers):
+            self._buffers.release(buffer)
             self._fetch(layer, buffer)
             layer = self._after(layer)
 
@@ -175,7 +167,10 @@ class LayerStream:
     def _fetch(self, layer: int, buffer: int) -> None:
         assert self._reader is not None
         self.n_fetched += 1
-        done = self._reader.submit(_read_layer, self._layers[layer], self._buffers[buffer])
+        wanted = self._layers[layer]
+        done = self._reader.submit(
+            self._buffers.fill, layer, buffer, wanted.size_bytes, partial(_read_layer, wanted)
+        )
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
 

@@ -8,23 +8,25 @@ file.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.buffers import find_buffers
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
     Kernel,
     KernelChoice,
     Linear,
+    PlainLinear,
     make_linear,
     make_quantized,
-    pack_all,
     probe,
     rows_are_exact,
 )
@@ -34,7 +36,7 @@ from shardnet.model.making import ModelTensor
 from shardnet.model.native import NativeProduct, NativeSource, native_kernels
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
-from shardnet.model.quantized import QuantizedLinear
+from shardnet.model.quantized import QuantizedLinear, pack_all
 from shardnet.model.streaming import FilePart, LayerStream
 from shardnet.types import DType
 
@@ -44,6 +46,8 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all); what it raises ends the loading."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
+_READ_AHEAD_BYTES: Final = 1 << 26
+"""What the disk reads at most while tensors are made ready."""
 
 
 class WeightSource(Protocol):
@@ -100,7 +104,7 @@ class StageWeights:
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
-        self.stream = LayerStream()
+        self.stream = LayerStream(find_buffers(device) if streamed else None)
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         config = checkpoint.config
@@ -115,6 +119,8 @@ class StageWeights:
         self.exact_rows = choice.exact_rows
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
         self._tested: set[tuple[int, int, DType, type[Linear]]] = set()
+        self._coming = {name: False for name in self._shapes if name not in self._streamed}
+        """What is to be read, about in this order, and whether the disk has been asked for it."""
         self._done_bytes = 0
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
@@ -134,12 +140,12 @@ class StageWeights:
         layer = self._streamed.get(f"{names[0]}.weight")
         if layer is not None and not (precise or wide):
             return self._on_disk(layer, names, biases, kind, transposed=transposed)
-        if kind is not None and self._packs is not None:
+        if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             linear = make_quantized(packed, shape, biases, self._device, kind)
         else:
             weights = self._weights(names, transposed=transposed)
-            linear = make_linear(choice, weights, biases, self._device, kind)
+            linear = make_linear(choice, weights, biases, self._device)
             del weights
         del biases
         self._finish()
@@ -171,9 +177,13 @@ class StageWeights:
         begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
         own = [bias.clone() for bias in biases]
         choice, device = self._choice, self._device
+        bias = torch.cat(own).to(device, dtype) if own else None
+        is_ready = choice.kernel is Kernel.PLAIN and not transposed
 
         def make(raw: Tensor) -> Linear:
             weight = raw.view(dtype).view(shape)
+            if is_ready:
+                return PlainLinear(weight, bias, choice.min_rows)
             return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
@@ -194,7 +204,7 @@ class StageWeights:
         if self.exact_rows > 1 and key not in self._tested:  # else nothing is read now
             self._tested.add(key)
             whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
-            self._test(names[0], make(whole.view(-1).view(torch.uint8)), choice)
+            self._test(names[0], make(whole.view(-1).view(torch.uint8).to(device)), choice)
         self._finish()
         return linear
 
@@ -218,12 +228,13 @@ class StageWeights:
                 "room on that disk (`shardnet cache rm`)"
             ) from error
         begin, packed_shape = self.stream.reserve(layer, [part]), packed.shape
-        bias = torch.cat(list(biases)).to(torch.float32, copy=True) if biases else None
+        device = self._device
+        bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
 
         def make(raw: Tensor) -> Linear:
             return QuantizedLinear(raw.view(packed_shape), shape, kind, bias)
 
-        self._test(names[0], make(packed), self._choice)
+        self._test(names[0], make(packed.to(device)), self._choice)
         self._finish()
         return StreamedLinear(
             self.stream,
@@ -252,26 +263,46 @@ class StageWeights:
 
     def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
         weights = [self._read(f"{name}.weight") for name in names]
+        self._read_ahead()
         return [weight.T for weight in weights] if transposed else weights
 
     def _packed(
         self, names: Sequence[str], kind: Quantization, *, transposed: bool
     ) -> tuple[Tensor, tuple[int, int]]:
         """Return packed weights and their [N, K], from the cache or packed now and kept there."""
-        assert self._packs is not None
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         n_outs, n_in = [s[0] for s in shapes], shapes[0][1]
         if transposed:
             n_outs, n_in = [s[1] for s in shapes], shapes[0][0]
         shape = (sum(n_outs), n_in)
-        packed = self._packs.get(names, kind, kind.packed_shape(*shape))
+        packed = self._kept_pack(names, kind, kind.packed_shape(*shape))
         if packed is None:
-            packed = pack_all(self._weights(names, transposed=transposed), kind)
-            self._packs.put(names, kind, packed)
-        else:
+            packed = pack_all(self._weights(names, transposed=transposed), kind, self._finish)
+            if self._packs is not None:
+                self._packs.put(names, kind, packed, self._finish)
+        return packed, shape
+
+    def _kept_pack(
+        self, names: Sequence[str], kind: Quantization, shape: tuple[int, int, int]
+    ) -> Tensor | None:
+        """Return packed weights from the cache, which then need not be read."""
+        if self._packs is None:
+            return None
+        uncounted = [f"{name}.weight" for name in names if f"{name}.weight" not in self._kept]
+        stored_bytes = sum(self._checkpoint.tensors[name].size_bytes for name in uncounted)
+        packed_bytes, done = math.prod(shape), 0
+
+        def came(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            done_bytes = self._done_bytes + stored_bytes * done // packed_bytes
+            self._progress(done_bytes, self._total_bytes)
+
+        packed = self._packs.get(names, kind, shape, came)
+        if packed is not None:
             for name in names:
                 self._skip(f"{name}.weight")
-        return packed, shape
+        return packed
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
@@ -312,14 +343,31 @@ class StageWeights:
         """Make a tensor. A tied table that the stage needs twice is read and counted once."""
         if name in self._kept:
             return self._kept.pop(name)
-        tensor = self._checkpoint.read(name, torch_dtype(self._choice.dtype))
-        self._done_bytes += self._checkpoint.tensors[name].size_bytes
+        self._coming.pop(name, None)
+        tensor = self._checkpoint.read(name, torch_dtype(self._choice.dtype), self._came)
         if name in self._shared:
             self._kept[name] = tensor
         return tensor
 
+    def _read_ahead(self) -> None:
+        """Have the disk read what comes next, while we pack what is here."""
+        room = _READ_AHEAD_BYTES
+        for name, is_asked_for in self._coming.items():
+            if not is_asked_for:
+                self._coming[name] = True
+                self._checkpoint.announce(name, room)
+            room -= self._checkpoint.tensors[name].size_bytes
+            if room <= 0:
+                break
+
+    def _came(self, n_bytes: int) -> None:
+        """Count bytes that have been read."""
+        self._done_bytes += n_bytes
+        self._finish()
+
     def _skip(self, name: str) -> None:
         """Count a tensor that need not be read."""
+        self._coming.pop(name, None)
         if self._kept.pop(name, None) is None:
             self._done_bytes += self._checkpoint.tensors[name].size_bytes
 

@@ -162,7 +162,7 @@ def load_draft_model(
     choice = probe(kind, config.checkpoint_dtype or DType.FLOAT32, config.checkpoint_dtype)
     context = min(context, config.max_positions)
     room_blocks = min(
-        kv_room_blocks(config, layers, choice.dtype, context, memory_bytes),
+        kv_room_blocks(config, layers, choice.dtype, context, memory_bytes, device=kind.type),
         MAX_GUESSERS * blocks_for(context),
     )
     model = load_stage(

@@ -22,6 +22,7 @@ from shardnet.model.checkpoint import Checkpoint, names_checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     activation_peak_bytes,
+    graph_bytes,
     kv_block_bytes,
     stage_weight_bytes,
     waiting_bytes,
@@ -230,6 +231,7 @@ def load(
         order.quantization,
         order.kv_dtype,
         order.n_streamed,
+        device=device.type,
     )
     model = load_stage(
         checkpoint,
@@ -302,10 +304,12 @@ def kv_room_blocks(
     quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
     n_streamed: int = 0,
+    *,
+    device: str = "cpu",
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
-    `n_streamed` of the layers are streamed from disk.
+    `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
 
     Raises CapacityError when they do not hold one context.
     """
@@ -314,6 +318,8 @@ def kv_room_blocks(
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:
         activations += waiting_bytes(config, rows, dtype, context)
+    if device == "cuda":
+        activations += graph_bytes(config, dtype, quantization)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)

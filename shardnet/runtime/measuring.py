@@ -98,11 +98,14 @@ def measure_stage(
     import torch
 
     from shardnet.model.device_memory import is_out_of_memory
+    from shardnet.model.footprint import graph_bytes
     from shardnet.model.kernels import probe
     from shardnet.model.sample_model import SampleModel, sample_config
 
     with _threads(threads):
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
+        if device == "cuda":
+            memory_bytes -= graph_bytes(config, choice.dtype, quantization)
         sample = sample_config(config, choice.dtype, memory_bytes, quantization, kv_dtype)
         if sample is None:
             raise CapacityError(

@@ -57,6 +57,8 @@ class Link(Protocol):
     """One connection between two nodes, or a client and a node, for one purpose.
 
     Every error names the peer. After a failure `receive` still gives the frames that came before.
+    Whoever has a link ends it with `close` or `abort`, also when the peer has ended it: until both
+    sides have said their last word, for up to `close_s`, the connection stays open.
     """
 
     @property

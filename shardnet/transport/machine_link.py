@@ -265,7 +265,10 @@ class MachineLink(asyncio.BufferedProtocol):
         self._resume_reading()
         self._timer = self._loop.call_later(self._options.close_s, self._abort_transport)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # asyncio's own says so where the peer has reset the connection
+                self._transport.abort()
 
     def _abort_transport(self) -> None:
         if self._transport is not None:

@@ -59,7 +59,7 @@ async def connect(
     try:
         async with asyncio.timeout(options.handshake_s):
             sock = await _dial(host, port, options)
-            await asyncio.get_running_loop().create_connection(link.over_tcp, sock=sock)
+            await _hand_over(sock, link)
             await link.wait_up()
             up = True
     except OSError as error:
@@ -211,7 +211,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         up = False
         try:
-            await loop.connect_accepted_socket(link.over_tcp, sock)
+            await _hand_over(sock, link)
             async with asyncio.timeout(self._options.handshake_s):
                 await link.wait_up()
             up = True
@@ -308,6 +308,15 @@ async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))
+
+
+async def _hand_over(sock: socket.socket, link: _TcpLink) -> None:
+    """Let the loop move the bytes of a connected socket; it alone closes the socket from now on.
+
+    Not by `create_connection`, for either end: where the connection breaks at once, uvloop closes
+    the descriptor and leaves `sock` to close it again, when somebody else may have that number.
+    """
+    await asyncio.get_running_loop().connect_accepted_socket(link.over_tcp, sock)
 
 
 async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:

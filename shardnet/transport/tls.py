@@ -276,7 +276,10 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         if self._closing:
             self._tcp.close()
         elif not self._tcp.is_closing():
-            self._tcp.write_eof()
+            try:
+                self._tcp.write_eof()
+            except OSError:  # asyncio's own says so where the peer has reset the connection
+                self._tcp.abort()
 
     def _fail(self, failure: ShardnetError, cause: ssl.SSLError | None = None) -> None:
         if self._state is _State.OVER:

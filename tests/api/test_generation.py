@@ -222,6 +222,30 @@ def test_a_list_is_sent_on_over_one_link(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dialled == ["head:1"]
 
 
+def test_a_client_that_is_closed_while_it_is_sent_on_keeps_no_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        dialled, answer = asyncio.Event(), asyncio.Event()
+        async with asyncio.timeout(DEADLINE_S), serving(ScriptedNode()) as link:
+
+            async def dial(address: str, identity: object) -> Link:
+                dialled.set()
+                await answer.wait()
+                return link
+
+            monkeypatch.setattr(client_module, "dial", dial)
+            async with client_of(ScriptedNode(elsewhere="head:1")) as client:
+                asking = asyncio.create_task(client.complete("elsewhere"))
+                await dialled.wait()
+            answer.set()
+            with pytest.raises(LinkError, match="closed meanwhile"):
+                await asking
+            assert link.closed
+
+    asyncio.run(main())
+
+
 def test_an_address_that_cannot_be_reached_fails_what_was_sent_there() -> None:
     async def main() -> None:
         async with client_of(ScriptedNode(elsewhere="127.0.0.1:1")) as client:

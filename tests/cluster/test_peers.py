@@ -20,14 +20,16 @@ from shardnet.cluster.addresses import Interface, rank
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.peers import PeerReport, Peers, PeerTimes
 from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
-from shardnet.transport.link import Link
+from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.machine_link import MachineLink
-from shardnet.transport.memory import memory_pair
+from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.control import Done, PeersKnown, Ping
+from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import Hello, Purpose, Role
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=0.05, retire_s=0.02, ping_s=0.05, gather_s=0.0)
+PATIENT = LinkOptions(close_s=20)
 HERE = rank([Interface(name="eth0", is_up=True, addresses=("10.0.0.99/24",))])
 
 
@@ -317,6 +319,28 @@ def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(LinkError, match="2 peers"):
                 await others[2].peers.link_to(a.address)
             assert a.linked == {"b", "c"}
+
+    asyncio.run(main())
+
+
+def test_leaving_waits_until_the_connection_of_a_peer_that_left_is_gone() -> None:
+    """The peer has said goodbye; the end of its bytes is still on the way."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            far = MachineLink(hello(b, Role.NODE), initiator=True, options=PATIENT)
+            near = MachineLink(hello(a, Role.NODE), initiator=False, options=PATIENT)
+            join(far, near)
+            await near.wait_up()
+            a.peers.adopt(near)
+            transport = far._transport
+            assert transport is not None
+            transport.pause_reading()
+            transport.writelines(far._machine.send(Frame(kind=FrameKind.BYE)))
+            await a.until(lambda: a.said("b is gone") == 1)
+            assert not near._lost.is_set()
+            asyncio.get_running_loop().call_later(0.02, transport.resume_reading)
+        assert near._lost.is_set()
 
     asyncio.run(main())
 

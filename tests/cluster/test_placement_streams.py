@@ -9,7 +9,7 @@ from clusters import MIB, candidate, equal_links, shape, speed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.cluster.placement import place, place_exactly, place_streaming
+from shardnet.cluster.placement import place, place_streaming
 from shardnet.cluster.placement_figures import (
     NO_LINKS,
     Candidate,
@@ -99,13 +99,8 @@ def test_so_many_are_streamed_as_are_asked_for() -> None:
         )
 
 
-def test_who_cannot_stream_does_not() -> None:
-    gpu = replace(node("gpu", 160), can_stream=False)
-    assert streamed(streamable(), gpu) is None
+def test_streaming_is_named_only_where_it_helps() -> None:
     assert streamed(streamable(), node("anna", 30)) is None
-    with pytest.raises(PlanError) as told:
-        place_exactly(streamable(), [gpu])
-    assert "stream" not in str(told.value)
     with pytest.raises(PlanError) as made:
         place(shape(n_layers=20), [node("anna", 160)])
     assert "stream" not in str(made.value)

@@ -17,11 +17,11 @@ from shardnet.cluster.planning import (
     settle_dtype,
     settle_wire_dtype,
 )
-from shardnet.errors import CheckpointError, PlanError, UsageError
+from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
 from shardnet.model.families import parse_config
-from shardnet.model.footprint import stage_weight_bytes
+from shardnet.model.footprint import graph_bytes, stage_weight_bytes
 from shardnet.model.quantization import Quantization
-from shardnet.runtime.loading import ModelFacts
+from shardnet.runtime.loading import ModelFacts, kv_room_blocks
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.control import ModelChoice, NodeInfo
 
@@ -275,6 +275,25 @@ def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
             make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=needed[least])])
         assert f"use {flags} (needs " in str(refused.value)
         assert ("--quant int8 --kv-dtype" in str(refused.value)) is False
+
+
+def test_a_gpu_keeps_memory_for_graphs() -> None:
+    """In the plan and in the room of the stage: what was planned loads."""
+    config = facts().config
+    shape = model_shape(config, DType.BFLOAT16, 512)
+    needed, graphs = shape.memory_bytes(shape.whole), graph_bytes(config, DType.BFLOAT16)
+    for device, more in (("cpu", 0), ("cuda", graphs)):
+        enough = structs.replace(node("a", memory=needed + more), device=device)
+        [stage] = make_plan(ModelChoice(model="/m"), facts(), [enough]).placement.stages
+        blocks = kv_room_blocks(
+            config, stage.layers, DType.BFLOAT16, 512, enough.memory_bytes, device=device
+        )
+        assert blocks >= 2
+        less = structs.replace(enough, memory_bytes=enough.memory_bytes - 1)
+        with pytest.raises(PlanError):
+            make_plan(ModelChoice(model="/m"), facts(), [less])
+    with pytest.raises(CapacityError):
+        kv_room_blocks(config, shape.whole, DType.BFLOAT16, 512, graphs, device="cuda")
 
 
 def test_layers_are_streamed_only_where_they_must_be() -> None:

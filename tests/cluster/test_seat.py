@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.seat import RingSeat
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.cluster.seat import DialData, RingSeat
+from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.compute import Activations, Samples, SlotOperation
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
 from shardnet.types import (
     Epoch,
     MicroBatch,
@@ -46,7 +47,12 @@ async def no_dial(address: str, seat: RingSeat) -> Link:
     raise AssertionError("a ring of one dials nobody")
 
 
-def seat(on_broken: Callable[[ShardnetError], None], n_stages: int = 1, rank: int = 0) -> RingSeat:
+def seat(
+    on_broken: Callable[[ShardnetError], None],
+    n_stages: int = 1,
+    rank: int = 0,
+    dial: DialData = no_dial,
+) -> RingSeat:
     return RingSeat(
         ring="r",
         epoch=Epoch(1),
@@ -54,7 +60,7 @@ def seat(on_broken: Callable[[ShardnetError], None], n_stages: int = 1, rank: in
         addresses=("a:1", "b:2", "c:3")[:n_stages],
         model="/m",
         owner="n",
-        dial=no_dial,
+        dial=dial,
         on_broken=on_broken,
     )
 
@@ -91,6 +97,31 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
 
     asyncio.run(main())
     assert "rank 0 of ring r failed" in caplog.text
+
+
+def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled, answer = asyncio.Event(), asyncio.Event()
+
+        async def dial(address: str, seat: RingSeat) -> Link:
+            dialled.set()
+            await answer.wait()
+            return near
+
+        one = seat(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await one.leave()
+        answer.set()
+        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+            await joining
+        with pytest.raises(LinkClosedError):
+            await far.receive()
+        assert near.closed
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

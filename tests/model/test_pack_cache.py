@@ -46,6 +46,9 @@ def test_what_was_put_is_found_by_the_same_name_only(tmp_path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a byte": lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:],
+    "two pieces that changed places": lambda data: (
+        data[:32] + data[96:160] + data[32:96] + data[160:]
+    ),
     "its digest": lambda data: bytes(32) + data[32:],
     "the end": lambda data: data[:-1],
     "more": lambda data: data + b"x",
@@ -53,8 +56,12 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_not_there(tmp_path: Path, damage: str) -> None:
+def test_what_is_damaged_is_not_there(
+    tmp_path: Path, damage: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_cache, "_PIECE_BYTES", piece_bytes)
     packs = cache(tmp_path)
     packs.put(NAMES, INT4, some())
     [file] = tmp_path.rglob("*.packed")
@@ -62,6 +69,28 @@ def test_what_is_damaged_is_not_there(tmp_path: Path, damage: str) -> None:
     assert packs.get(NAMES, INT4, (1000,)) is None
     packs.put(NAMES, INT4, some())
     assert packs.get(NAMES, INT4, (1000,)) is not None
+
+
+def test_reading_and_writing_say_how_far_they_are_and_can_be_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_cache, "_PIECE_BYTES", 300)
+    packs, came = cache(tmp_path), list[int]()
+
+    class GivenUp(Exception):
+        pass
+
+    def give_up(*_: object) -> None:
+        raise GivenUp
+
+    with pytest.raises(GivenUp):
+        packs.put(NAMES, INT4, some(), give_up)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["about.json"]
+    packs.put(NAMES, INT4, some())
+    with pytest.raises(GivenUp):
+        packs.get(NAMES, INT4, (1000,), give_up)
+    assert packs.get(NAMES, INT4, (1000,), came.append) is not None
+    assert came == [300, 300, 300, 100]
 
 
 def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardnet.errors import UsageError
 from shardnet.model import quantized
 from shardnet.model.native import Isa, NativeKernels, find_kernels, native_kernels
-from shardnet.model.quantization import Quantization
-from shardnet.model.quantized import QuantizedLinear, pack, unpack
+from shardnet.model.quantization import SCALE_BYTES, Quantization
+from shardnet.model.quantized import QuantizedLinear, pack, pack_all, unpack
 
 KINDS = list(Quantization)
 NATIVE = native_kernels()
@@ -103,7 +103,86 @@ def test_packing_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     weight = numbers(100, 96)
     whole = pack(weight, Quantization.INT4)
     monkeypatch.setattr(quantized, "_ROUNDED_AT_A_TIME", 1)
-    assert torch.equal(pack(weight, Quantization.INT4), whole)
+    monkeypatch.setattr(quantized, "_PACKED_AT_A_TIME", 1)
+    calls = []
+    assert torch.equal(pack_all([weight], Quantization.INT4, lambda: calls.append(1)), whole)
+    assert len(calls) == 7  # panels
+
+
+@pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (4, 4, 4)], ids=str)
+def test_weights_packed_together_are_joined(n_outs: tuple[int, ...]) -> None:
+    weights = [numbers(n_out, 70, seed=n_out) for n_out in n_outs]
+    for kind in KINDS:
+        assert torch.equal(pack_all(weights, kind), pack(torch.cat(weights), kind))
+
+
+# --- the library rounds as torch does
+
+ODD: list[list[float]] = [
+    [0.0, -0.0],
+    [-0.0],
+    [float("nan")],
+    [float("inf"), 1.0],
+    [-float("inf"), 2.0, float("nan")],
+    [65504.0, -65504.0],
+    [3e38, -3e38],  # beyond what a float16 scale holds
+    [6e-8, 3e-8, 1e-7],  # scales below the smallest normal float16
+    [1e-12, -1e-12],
+    [1e-45],
+    [2.0, -2.0],
+    [-8.0, 7.0, 0.5, 1.5, 2.5, -0.5],  # halfway between two whole numbers
+]
+"""What stands now and then in a row of weights, or is all of it."""
+
+
+def packed_by(name: str, weight: Tensor, kind: Quantization) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized, "native_kernels", lambda: find_kernels({"SHARDNET_ISA": name}))
+        packed = pack(weight, kind)
+    scales = packed[..., :SCALE_BYTES].view(torch.float16)
+    scales[scales.isnan()] = torch.nan  # one of its many bit patterns
+    return packed
+
+
+@with_native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_odd_weights_are_rounded_by_the_library_as_by_torch(
+    dtype: torch.dtype, kind: Quantization
+) -> None:
+    weight = numbers(2 * len(ODD) + 3, 200)
+    for row, odd in enumerate(ODD):
+        weight[row] = torch.tensor(odd * 200)[:200]
+        weight[len(ODD) + row, 7 : 7 + len(odd)] = torch.tensor(odd)
+    want = packed_by("off", weight.to(dtype), kind)
+    for name in ("portable", "avx2", ""):
+        assert torch.equal(packed_by(name, weight.to(dtype), kind), want), name
+
+
+@with_native
+@settings(max_examples=60, deadline=None)
+@given(
+    n_out=st.integers(1, 40),
+    n_in=st.integers(1, 140),
+    spread=st.sampled_from([1.0, 0.02, 1e-5, 1e-7, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kind=st.sampled_from(KINDS),
+    name=st.sampled_from(["portable", "avx2", ""]),
+    is_turned=st.booleans(),
+)
+def test_the_library_rounds_as_torch_does(
+    n_out: int,
+    n_in: int,
+    spread: float,
+    dtype: torch.dtype,
+    kind: Quantization,
+    name: str,
+    is_turned: bool,
+) -> None:
+    """Sizes that fill no panel and no group, too, and weights whose rows do not stand together."""
+    weight = numbers(n_in, n_out + 3, spread=spread).to(dtype)[:, 3:]
+    weight = weight.T if is_turned else weight.T.contiguous()
+    assert torch.equal(packed_by(name, weight, kind), packed_by("off", weight, kind))
 
 
 # --- products

@@ -5,6 +5,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ class TestLoading:
         made: list[weakref.ref[torch.Tensor]] = []
         read = Checkpoint.read
 
-        def watched(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-            tensor = read(checkpoint, name, dtype)
+        def watched(checkpoint: Checkpoint, name: str, *rest: Any) -> torch.Tensor:
+            tensor = read(checkpoint, name, *rest)
             made.append(weakref.ref(tensor))
             return tensor
 

@@ -231,9 +231,9 @@ def test_a_disk_without_room_for_rounded_weights_is_named(
         load(folder, 4, choice_of(DType.FLOAT32, "int8"), tmp_path / "packs")
 
 
-def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_device_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, with_tokenizer=False)
-    with pytest.raises(UsageError, match="meta cannot stream layers, only the CPU can"):
+    with pytest.raises(UsageError, match="meta cannot stream layers"):
         load_stage(
             Checkpoint.open(folder),
             WHOLE,

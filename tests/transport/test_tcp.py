@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -56,6 +58,13 @@ async def keep(link: Link) -> None:
     """A handler that leaves the link to the test."""
 
 
+async def until_lost(link: Link) -> None:
+    """A handler that waits for the end of its link."""
+    with pytest.raises(LinkError):
+        await link.receive()
+    await link.close()
+
+
 def raises(
     error: type[Exception], match: str, action: Callable[[], Coroutine[Any, Any, Any]]
 ) -> Any:
@@ -103,6 +112,36 @@ def test_a_cancelled_connect_leaves_nothing(harness: Harness, mute_port: int) ->
             await connecting
 
     harness.run(scenario)
+
+
+@pytest.mark.parametrize("gives_up", ["connect", "listen", "both"])
+def test_a_link_that_is_given_up_at_any_moment_leaves_nothing(
+    harness: Harness, gives_up: str
+) -> None:
+    """The test fails for an open socket, and for a socket object whose number is closed already:
+    it would close that again, when it may be somebody else's.
+    """
+
+    async def give_up_after(n_turns: int) -> None:
+        options = replace(OPTIONS, identity=harness.identity)
+        listener = await listen(LOCAL, 0, hello("b"), until_lost, options=options)
+        connecting = asyncio.create_task(harness.connect(listener))
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        if gives_up != "listen":
+            connecting.cancel()
+        if gives_up != "connect":
+            await listener.close()
+        with contextlib.suppress(asyncio.CancelledError, LinkError):
+            await (await connecting).close()
+        await listener.close()
+
+    async def scenario(harness: Harness) -> None:
+        for n_turns in range(24):
+            await give_up_after(n_turns)
+
+    harness.run(scenario)
+    gc.collect()
 
 
 def test_every_address_of_a_host_is_tried(

@@ -1,7 +1,7 @@
 /* What halves.c compiles once for each instruction set: TARGET and NAME say for which. */
 
-INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
-    const char *from = at(values, begin, is_bf16);
+INLINE TARGET lanes NAME(load)(const void* values, int64_t begin, int n, const int is_bf16) {
+    const char* from = at(values, begin, is_bf16);
     if (is_bf16) {
         shorts narrow = {0};
         if (n == LANES)
@@ -18,8 +18,8 @@ INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const i
     return wide;
 }
 
-INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
-    char *to = at(values, begin, is_bf16);
+INLINE TARGET void NAME(save)(void* values, int64_t begin, int n, lanes wide, const int is_bf16) {
+    char* to = at(values, begin, is_bf16);
     if (is_bf16) {
         const uints bits = (uints)wide;
         const uints is_nan = (uints)(wide != wide);
@@ -57,7 +57,7 @@ INLINE TARGET float NAME(largest)(lanes wide) {
 /* e^x to two units in the last place; below -87 and above 88 as there. */
 INLINE TARGET lanes NAME(exponential)(lanes x) {
     const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
-    const ints is_low = x < low, is_high = x > high;
+    const ints is_low = x<low, is_high = x> high;
     x = (lanes)((is_low & (ints)low) | (is_high & (ints)high) | (~(is_low | is_high) & (ints)x));
     const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
     const ints power = (ints)shifted - 0x4b400000;
@@ -73,8 +73,8 @@ INLINE TARGET lanes NAME(exponential)(lanes x) {
     return y * (lanes)((uints)(power + 127) << 23);
 }
 
-INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, const void *in, void *out,
-                                  int64_t width, const int is_bf16) {
+INLINE TARGET void NAME(norm_row)(const struct norm* norm, const void* weight, const void* in, void* out, int64_t width,
+                                  const int is_bf16) {
     lanes squares = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         const lanes x = NAME(load)(in, i, of_last(width, i), is_bf16);
@@ -88,7 +88,7 @@ INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, c
     }
 }
 
-INLINE TARGET void NAME(enter_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(enter_rows)(const struct residual* r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         NAME(norm_row)(&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16),
@@ -96,19 +96,19 @@ INLINE TARGET void NAME(enter_rows)(const struct residual *r, int64_t begin, int
     }
 }
 
-static TARGET void NAME(enter)(const void *argument, int64_t begin, int64_t end) {
-    const struct residual *r = argument;
+static TARGET void NAME(enter)(const void* argument, int64_t begin, int64_t end) {
+    const struct residual* r = argument;
     if (r->is_bf16)
         NAME(enter_rows)(r, begin, end, 1);
     else
         NAME(enter_rows)(r, begin, end, 0);
 }
 
-INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(leave_rows)(const struct residual* r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         void *inner = at(r->inner, place, is_bf16), *out = at(r->out, place, is_bf16);
-        const void *hidden = at(r->hidden, place, is_bf16);
+        const void* hidden = at(r->hidden, place, is_bf16);
         if (r->after.weight) NAME(norm_row)(&r->after, r->after.weight, inner, inner, r->width, is_bf16);
         for (int64_t i = 0; i < r->width; i += LANES) {
             const int n = of_last(r->width, i);
@@ -118,8 +118,8 @@ INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int
     }
 }
 
-static TARGET void NAME(leave)(const void *argument, int64_t begin, int64_t end) {
-    const struct residual *r = argument;
+static TARGET void NAME(leave)(const void* argument, int64_t begin, int64_t end) {
+    const struct residual* r = argument;
     if (r->is_bf16)
         NAME(leave_rows)(r, begin, end, 1);
     else
@@ -127,7 +127,7 @@ static TARGET void NAME(leave)(const void *argument, int64_t begin, int64_t end)
 }
 
 /* Rotates the first columns of a head by its row's position; `sin` carries the sign. */
-INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, int64_t n_rotated, const int is_bf16) {
+INLINE TARGET void NAME(rotate)(void* head, const void* cos, const void* sin, int64_t n_rotated, const int is_bf16) {
     const int64_t half = n_rotated / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const int n = of_last(half, i);
@@ -140,21 +140,21 @@ INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, in
 }
 
 /* Norm and rotation of each head of a row; keys and values go where its slot keeps them. */
-INLINE TARGET void NAME(turn_row)(const struct attention_half *half, int64_t row, const int is_bf16) {
+INLINE TARGET void NAME(turn_row)(const struct attention_half* half, int64_t row, const int is_bf16) {
     const int64_t size = half->head_size, n_turned = half->n_heads + half->n_kv_heads;
-    char *heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
-    const char *cos = at(half->cos, row * half->n_rotated, is_bf16);
-    const char *sin = at(half->sin, row * half->n_rotated, is_bf16);
+    char* heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
+    const char* cos = at(half->cos, row * half->n_rotated, is_bf16);
+    const char* sin = at(half->sin, row * half->n_rotated, is_bf16);
     for (int64_t head = 0; head < n_turned; head++) {
-        char *own = at(heads, head * size, is_bf16);
+        char* own = at(heads, head * size, is_bf16);
         if (half->heads.weight)
             NAME(norm_row)(&half->heads, at(half->heads.weight, head * size, half->heads.is_bf16), own, own, size,
                            is_bf16);
         NAME(rotate)(own, cos, sin, half->n_rotated, is_bf16);
     }
     if (!half->n_spans) return;
-    const struct span *span = span_of(half, row);
-    const struct kept *kept = &span->layers[half->layer];
+    const struct span* span = span_of(half, row);
+    const struct kept* kept = &span->layers[half->layer];
     const int64_t place = span->position + row - span->start - kept->first;
     const size_t bytes = (size_t)size * (is_bf16 ? 2 : 4);
     for (int64_t head = 0; head < half->n_kv_heads; head++) {
@@ -164,8 +164,8 @@ INLINE TARGET void NAME(turn_row)(const struct attention_half *half, int64_t row
     }
 }
 
-static TARGET void NAME(turn)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_half *half = argument;
+static TARGET void NAME(turn)(const void* argument, int64_t begin, int64_t end) {
+    const struct attention_half* half = argument;
     for (int64_t row = begin; row < end; row++)
         if (half->residual.is_bf16)
             NAME(turn_row)(half, row, 1);
@@ -186,20 +186,20 @@ INLINE TARGET lanes NAME(fold)(lanes parts[LANES]) {
 }
 
 /* Reads 16 keys or values of a head; what is beyond `n` of them is zero. */
-INLINE TARGET void NAME(read_block)(lanes block[LANES][MAX_HEAD / LANES], const void *rows, int n, int64_t size,
+INLINE TARGET void NAME(read_block)(lanes block[LANES][MAX_HEAD / LANES], const void* rows, int n, int64_t size,
                                     const int n_chunks, const int is_bf16) {
     for (int row = 0; row < LANES; row++)
         for (int c = 0; c < n_chunks; c++)
-            block[row][c] = row < n ? NAME(load)(rows, row * size + c * LANES, of_last(size, c * LANES), is_bf16)
-                                    : (lanes){0};
+            block[row][c] =
+                row < n ? NAME(load)(rows, row * size + c * LANES, of_last(size, c * LANES), is_bf16) : (lanes){0};
 }
 
 /* Attends one row with some heads of a group, block by block, the softmax kept up as it goes. */
-INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const struct span *span, int64_t row,
+INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const struct span* span, int64_t row,
                                       int64_t kv_head, int64_t first_query, int n_queries, const int n_chunks,
                                       const int is_bf16) {
     const int64_t size = half->head_size, n_group = half->n_heads / half->n_kv_heads;
-    const struct kept *kept = &span->layers[half->layer];
+    const struct kept* kept = &span->layers[half->layer];
     const int64_t position = span->position + row - span->start;
     const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
     const int64_t begin = (kv_head * kept->capacity + first - kept->first) * size;
@@ -256,25 +256,30 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const s
     }
 }
 
-INLINE TARGET void NAME(attend_row)(const struct attention_half *half, int64_t row, int64_t kv_head,
+INLINE TARGET void NAME(attend_row)(const struct attention_half* half, int64_t row, int64_t kv_head,
                                     const int is_bf16) {
-    const struct span *span = span_of(half, row);
+    const struct span* span = span_of(half, row);
     const int64_t n_group = half->n_heads / half->n_kv_heads;
     const int n_chunks = (int)((half->head_size + LANES - 1) / LANES);
     if (span->is_chunk) return;
     for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
         const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
         switch (n_chunks) { /* the usual sizes, so that the compiler unrolls */
-            case 4: NAME(attend_group)(half, span, row, kv_head, query, n, 4, is_bf16); break;
-            case 8: NAME(attend_group)(half, span, row, kv_head, query, n, 8, is_bf16); break;
-            default: NAME(attend_group)(half, span, row, kv_head, query, n, n_chunks, is_bf16);
+            case 4:
+                NAME(attend_group)(half, span, row, kv_head, query, n, 4, is_bf16);
+                break;
+            case 8:
+                NAME(attend_group)(half, span, row, kv_head, query, n, 8, is_bf16);
+                break;
+            default:
+                NAME(attend_group)(half, span, row, kv_head, query, n, n_chunks, is_bf16);
         }
     }
 }
 
 /* An item is one row and one KV head. */
-static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_half *half = argument;
+static TARGET void NAME(attend)(const void* argument, int64_t begin, int64_t end) {
+    const struct attention_half* half = argument;
     for (int64_t item = begin; item < end; item++) {
         const int64_t row = item / half->n_kv_heads, kv_head = item % half->n_kv_heads;
         if (half->residual.is_bf16)
@@ -293,7 +298,7 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
-INLINE TARGET void NAME(activate_rows)(const struct mlp_half *half, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(activate_rows)(const struct mlp_half* half, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t width = half->n_inner;
     for (int64_t row = begin; row < end; row++)
         for (int64_t i = 0; i < width; i += LANES) {
@@ -304,8 +309,8 @@ INLINE TARGET void NAME(activate_rows)(const struct mlp_half *half, int64_t begi
         }
 }
 
-static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t end) {
-    const struct mlp_half *half = argument;
+static TARGET void NAME(activate)(const void* argument, int64_t begin, int64_t end) {
+    const struct mlp_half* half = argument;
     if (half->residual.is_bf16)
         NAME(activate_rows)(half, begin, end, 1);
     else

@@ -1,0 +1,63 @@
+"""Has the compiled library pack weights for its products.
+
+Knows csrc/pack.c. Must not know when weights are packed, nor how rounding is chosen: quantized.py
+does the same with torch, to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardnet.model.native import NativeKernels, Team
+from shardnet.model.quantization import PANEL
+
+_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Packing(ctypes.Structure):
+    """`struct packing` of csrc/pack.c."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("team", Team),
+        ("n_out", ctypes.c_int64),
+        ("n_in", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the library reads weights of this dtype, where they are."""
+    return weight.device.type == "cpu" and weight.dtype in _TYPES
+
+
+def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: int) -> None:
+    """Pack [N, K] weights that the library reads into `packed`, which has a row for each panel.
+
+    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are.
+    """
+    assert can_pack(weight)
+    assert bits != 16 or weight.dtype is torch.bfloat16
+    assert packed.is_contiguous()
+    assert packed.shape[0] == -(-weight.shape[0] // PANEL)
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    team = kernels.team
+    team.n_threads = torch.get_num_threads()
+    packing = _Packing(
+        weights=rows.data_ptr(),
+        packed=packed.data_ptr(),
+        team=team,
+        n_out=rows.shape[0],
+        n_in=rows.shape[1],
+        stride=rows.stride(0),
+        type=_TYPES[rows.dtype],
+        bits=bits,
+    )
+    kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
