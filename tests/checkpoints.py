@@ -6,6 +6,7 @@ arguments give the same files.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,13 @@ def make_decoder(
 
 def make_tokenizer(folder: Path) -> None:
     """Write a byte-level BPE of 300 tokens whose post-processor puts `<s>` in front."""
+    (folder / "tokenizer.json").write_text(_tokenizer_text())
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@functools.cache
+def _tokenizer_text() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,17 +156,16 @@ def make_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = (
+    sentence = (
         "It is a truth universally acknowledged, that a single man in possession of a good fortune"
     )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator([sentence], trainer)
     assert tokenizer.get_vocab_size() == N_TOKENS
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS_ID)]
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text: str = tokenizer.to_str(pretty=True)
+    return text
 
 
 def _save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from shardnet.types import (
 CPU = torch.device("cpu")
 ROOM_BLOCKS = 64
 
+probed = functools.cache(probe)
+"""`probe`, each question asked once: the machine answers the same every time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -61,7 +65,7 @@ class StageChain:
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
-        choice = choice or probe(CPU, DType.FLOAT32, None)
+        choice = choice or probed(CPU, DType.FLOAT32, None)
         return cls(
             [
                 load_stage(

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import CPU
+from stage_chain import CPU, probed
 from torch import Tensor
 
 from shardnet.model.blocks import GatedMlp
 from shardnet.model.config import Activation
 from shardnet.model.experts import Choice, SoftmaxRouter, SparseMlp, best_experts
-from shardnet.model.kernels import Linear, make_linear, probe
+from shardnet.model.kernels import Linear, make_linear
 from shardnet.types import DType
 
 N_EXPERTS = 7
@@ -55,7 +55,7 @@ def test_of_equal_experts_the_smaller_id(scores: list[float], data: st.DataObjec
 
 def sparse(dtype: DType, top_k: int = 3) -> SparseMlp:
     generator = torch.Generator().manual_seed(1)
-    choice = probe(CPU, dtype, None)
+    choice = probed(CPU, dtype, None)
 
     def linear(n_out: int, n_in: int) -> Linear:
         return make_linear(choice, [torch.randn(n_out, n_in, generator=generator)], [], CPU)
@@ -94,7 +94,7 @@ def test_each_row_gets_its_own_experts_answers(top_k: int) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 def test_a_row_has_the_same_bits_alone_and_in_company(dtype: DType) -> None:
-    choice = probe(CPU, dtype, None)
+    choice = probed(CPU, dtype, None)
     torch_dtype = torch.bfloat16 if choice.dtype is DType.BFLOAT16 else torch.float32
     mlp, rows = sparse(dtype), rows_of(choice.exact_rows, torch_dtype)
     whole, _ = mlp(rows)

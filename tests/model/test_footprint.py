@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_decoder, make_gpt2
@@ -30,14 +32,28 @@ from shardnet.model.quantization import Quantization
 from shardnet.types import DType, KvDType, LayerRange, SlotId
 
 ROOT = Path(__file__).parents[2]
+RUN: dict[str, Any] = {
+    "cwd": ROOT,
+    "env": os.environ | {"PYTHONPATH": str(ROOT)},
+    "timeout": 60,
+}
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
-def test_weights_add_up(family: str, tied: bool, dtype: DType, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=product(FAMILIES, ["own-head", "tied"]), ids="-".join)
+def stored_and_tied(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Checkpoint, bool]:
+    """A checkpoint of each family, and whether its head is the embedding again."""
+    family, head = request.param
     make = make_gpt2 if family == "gpt2" else partial(make_decoder, family=family)
-    checkpoint = Checkpoint.open(make(tmp_path, with_tokenizer=False, tie_word_embeddings=tied))
+    folder = tmp_path_factory.mktemp(family)
+    tied: bool = head == "tied"
+    return Checkpoint.open(make(folder, with_tokenizer=False, tie_word_embeddings=tied)), tied
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
+def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) -> None:
+    checkpoint, tied = stored_and_tied
     config = checkpoint.config
     stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
     table = config.vocab_size * config.hidden_size * dtype.size_bytes
@@ -130,22 +146,28 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that weighs more than what the libraries take now and then."""
+    folder = tmp_path_factory.mktemp("large")
+    command = [sys.executable, "scripts/make_checkpoint.py", str(folder), "--hidden=1024"]
+    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
+    subprocess.run(command + shape, check=True, capture_output=True, **RUN)
+    return folder
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int4"])
-def test_private_memory_is_that_of_the_range(quant: str, tmp_path: Path) -> None:
+def test_private_memory_is_that_of_the_range(quant: str, large: Path) -> None:
     """At most 1.15 times the bytes of the range after loading, and one layer more on the way."""
-    command = [sys.executable, "scripts/make_checkpoint.py", str(tmp_path), "--hidden=1024"]
-    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
-    run = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 60}
-    subprocess.run(command + shape, check=True, capture_output=True, **run)
     measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), quant],
+        [sys.executable, "-c", MEASURE, str(large), quant],
         check=True,
         capture_output=True,
-        **run,
+        **RUN,
     )
     figures = json.loads(measured.stdout)
-    config = Checkpoint.open(tmp_path).config
+    config = Checkpoint.open(large).config
     dtype = DType(figures["dtype"])
     quantization = Quantization.named(quant)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, quantization)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_decoder, make_llama
-from stage_chain import CPU, StageChain, random_prompt
+from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.model import pack_cache, weights
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.kernels import probe
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import StageModel, load_stage
@@ -164,7 +163,7 @@ def load(folder: Path, packs: PackCache | None, said: list[tuple[int, int]]) -> 
     return load_stage(
         Checkpoint.open(folder),
         LayerRange(0, 4),
-        choice=probe(CPU, DType.FLOAT32, None, INT4),
+        choice=probed(CPU, DType.FLOAT32, None, INT4),
         device=CPU,
         room_blocks=8,
         progress=lambda done, total: said.append((done, total)),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from checkpoints import make_gpt2, make_llama
 from safetensors.torch import load_file, save_file
-from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
+from stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.model.layout import canonical_name, stage_tensors
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import BLOCK_POSITIONS, DType, LayerRange, SlotId
@@ -57,7 +57,7 @@ def load(
     return load_stage(
         checkpoint,
         layers,
-        choice=choice or probe(CPU, DType.FLOAT32, None),
+        choice=choice or probed(CPU, DType.FLOAT32, None),
         device=CPU,
         room_blocks=room_blocks,
         progress=progress,
@@ -198,7 +198,7 @@ class TestForward:
         assert chain.step().shape == (0, 320)
 
     def test_shapes_and_dtypes(self, folder: Path) -> None:
-        choice = probe(CPU, DType.BFLOAT16, None)
+        choice = probed(CPU, DType.BFLOAT16, None)
         first, last = StageChain.load(folder, even_split(N_LAYERS, 2), choice).stages
         assert (first.first, first.last, last.first, last.last) == (True, False, False, True)
         assert first.layers == LayerRange(0, 2)

@@ -9,19 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
-from stage_chain import CPU, StageChain, random_prompt
+from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import stage_weight_bytes, streamed_layers
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import Run, StageModel, load_stage
@@ -38,6 +39,11 @@ from shardnet.types import (
 )
 
 ROOT = Path(__file__).parents[2]
+RUN: dict[str, Any] = {
+    "cwd": ROOT,
+    "env": os.environ | {"PYTHONPATH": str(ROOT)},
+    "timeout": 60,
+}
 WHOLE = LayerRange(0, 4)
 
 
@@ -48,7 +54,7 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def choice_of(dtype: DType, quant: str = "") -> KernelChoice:
-    return probe(CPU, dtype, dtype, Quantization.named(quant))
+    return probed(CPU, dtype, dtype, Quantization.named(quant))
 
 
 def load(
@@ -334,18 +340,24 @@ print(json.dumps({"dtype": choice.dtype.value, "most": most, "fetched": stage.n_
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers weigh far more than a step takes."""
+    folder = tmp_path_factory.mktemp("large")
+    command = [sys.executable, "scripts/make_checkpoint.py", str(folder), "--hidden=1024"]
+    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
+    subprocess.run(command + shape, check=True, capture_output=True, **RUN)
+    return folder
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int8"])
-def test_resident_memory_is_what_was_predicted(quant: str, tmp_path: Path) -> None:
+def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     """Pages of files included: no more than the planner says, far less than the layers weigh."""
-    command = [sys.executable, "scripts/make_checkpoint.py", str(tmp_path), "--hidden=1024"]
-    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
-    run = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 60}
-    subprocess.run(command + shape, check=True, capture_output=True, **run)
-    measure = [sys.executable, "-c", MEASURE, str(tmp_path), quant]
-    done = subprocess.run(measure, check=True, capture_output=True, **run)
+    measure = [sys.executable, "-c", MEASURE, str(large), quant]
+    done = subprocess.run(measure, check=True, capture_output=True, **RUN)
     figures = json.loads(done.stdout)
-    config, kind = Checkpoint.open(tmp_path).config, Quantization.named(quant)
+    config, kind = Checkpoint.open(large).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
     predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, kind, 8)
     resident = stage_weight_bytes(config, LayerRange(0, 8), dtype, kind)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2, make_llama
-from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
+from stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.types import DType, LayerRange
 
 N_LAYERS = 4
@@ -37,7 +37,7 @@ def any_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 def choice(request: pytest.FixtureRequest) -> KernelChoice:
     """What this machine computes in when asked for the dtype."""
-    return probe(CPU, request.param, None)
+    return probed(CPU, request.param, None)
 
 
 def splits() -> list[list[LayerRange]]:

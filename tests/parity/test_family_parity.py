@@ -15,11 +15,10 @@ import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2
 from oracle import check_generation, load_reference, reference_logits
-from stage_chain import CPU, StageChain, even_split, random_prompt
+from stage_chain import CPU, StageChain, even_split, probed, random_prompt
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
-from shardnet.model.kernels import probe
 from shardnet.types import DType, LayerRange
 
 LONGROPE = {
@@ -184,7 +183,7 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
         reference_logits(load_reference(folder, dtype), prompt)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    logits = StageChain.load(folder, even_split(4, 2), probe(CPU, DType.BFLOAT16, None))
+    logits = StageChain.load(folder, even_split(4, 2), probed(CPU, DType.BFLOAT16, None))
     error = (logits.prefill(0, prompt) - exact).square().mean()
     assert error <= 1.5**2 * (rounded - exact).square().mean()
 
@@ -195,5 +194,5 @@ def test_a_float16_checkpoint_is_computed_in_float32(
     folder = make(tmp_path, dtype=torch.float16)
     assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
     reference = load_reference(folder)
-    chain = StageChain.load(folder, even_split(4, 3), probe(CPU, DType.FLOAT16, None))
+    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT16, None))
     check_generation(chain, reference, [random_prompt(40, 300)], 8)

@@ -14,14 +14,14 @@ import torch
 from checkpoints import make_decoder, make_gpt2
 from oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
 from plain_kv import plain_groups, plain_restored, plain_scale
-from stage_chain import CPU, Rows, StageChain, even_split, random_prompt
+from stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.families import FAMILIES
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.types import DType, KvDType, SlotId
 
 WINDOWS = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
@@ -138,7 +138,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 def choice(request: pytest.FixtureRequest) -> KernelChoice:
-    return probe(CPU, request.param, None)
+    return probed(CPU, request.param, None)
 
 
 def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2
 from oracle import check_generation, load_reference, reference_logits
-from stage_chain import CPU, StageChain, even_split, random_prompt
+from stage_chain import CPU, StageChain, even_split, probed, random_prompt
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardnet.model import quantized
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import pack, unpack
@@ -77,7 +77,7 @@ def _there_and_back(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
 
 
 def choice_of(kind: Quantization) -> KernelChoice:
-    return probe(CPU, DType.FLOAT32, None, kind)
+    return probed(CPU, DType.FLOAT32, None, kind)
 
 
 @pytest.mark.parametrize("kind", list(Quantization))

@@ -144,7 +144,7 @@ def test_a_prefix_that_lies_warm_is_computed_again(stages: TorchStages, referenc
 def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
     """The younger of two sequences outgrows the room, is replayed and goes on."""
     requests = [
-        request(random_prompt(length, 300, seed=length), 60, outputs=ASKING)
+        request(random_prompt(length, 300, seed=length), 36, outputs=ASKING)
         for length in (229, 230)
     ]
     opened: list[object] = []

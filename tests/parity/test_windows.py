@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_decoder
-from stage_chain import CPU, even_split, random_prompt
+from stage_chain import CPU, even_split, probed, random_prompt
 from torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.kernels import probe
 from shardnet.runtime.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.types import DType, KvDType
 
@@ -112,7 +111,7 @@ def test_deterministic_text_with_rounded_keys_and_values_is_the_same_whatever_go
     folder: Path,
 ) -> None:
     """Alone from a cold start, or guessed, in company, and from prefixes that are there."""
-    choice = probe(CPU, DType.BFLOAT16, None)
+    choice = probed(CPU, DType.BFLOAT16, None)
     if choice.exact_rows == 1:
         pytest.skip("this machine computes single rows exactly only: speculation is off")
     ranges = even_split(Checkpoint.open(folder).config.n_layers, 2)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_gpt2, make_llama
-from stage_chain import CPU, RoundingChain, StageChain, even_split, random_prompt
+from stage_chain import CPU, RoundingChain, StageChain, even_split, probed, random_prompt
 from torch import Tensor
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.kernels import KernelChoice, probe
+from shardnet.model.kernels import KernelChoice
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.runtime.compute import Activations, Samples, SequenceOpened
 from shardnet.runtime.torch_compute import TorchCompute
@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 def choice(request: pytest.FixtureRequest) -> KernelChoice:
     """What this machine computes in when asked for the dtype."""
-    return probe(CPU, request.param, None)
+    return probed(CPU, request.param, None)
 
 
 class Ring:
@@ -165,7 +165,7 @@ def test_rounded_logits_stay_near_the_exact_ones(
 
 
 def test_rows_in_another_dtype_are_refused_by_name(tmp_path: Path) -> None:
-    choice = probe(CPU, DType.FLOAT32, None)
+    choice = probed(CPU, DType.FLOAT32, None)
     ring = Ring(make_llama(tmp_path), SPLITS[0], choice)
     ring.computes[1].use_wire(WireDType.INT8)
     with pytest.raises(RemoteProtocolError, match="came in float32, this ring's wire is int8"):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import layer_weight_bytes
-from shardnet.model.kernels import probe
 from shardnet.model.sample_model import (
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
@@ -73,10 +73,16 @@ def no_tick() -> None:
     """Nobody waits."""
 
 
-@pytest.mark.parametrize("raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [(DType.BFLOAT16, KvDType.AUTO), (DType.FLOAT32, KvDType.AUTO), (DType.FLOAT32, KvDType.INT8)],
+    ("raw", "dtype", "kv_dtype"),
+    [
+        (LLAMA, DType.BFLOAT16, KvDType.AUTO),
+        (LLAMA, DType.FLOAT32, KvDType.INT8),
+        (LLAMA | {"tie_word_embeddings": True}, DType.BFLOAT16, KvDType.INT8),
+        (LLAMA | {"tie_word_embeddings": True}, DType.FLOAT32, KvDType.AUTO),
+        (GPT2, DType.BFLOAT16, KvDType.AUTO),
+        (GPT2, DType.FLOAT32, KvDType.INT8),
+    ],
 )
 def test_every_figure_is_a_time_of_two_digits(
     raw: dict[str, Any], dtype: DType, kv_dtype: KvDType
@@ -94,7 +100,7 @@ def test_every_figure_is_a_time_of_two_digits(
     )
     for time_s in (figures.layer_s, figures.layer_256_s, figures.embed_s, figures.head_s):
         assert time_s == float(f"{time_s:.2g}") > 0
-    choice = probe(torch.device("cpu"), dtype, None)
+    choice = probed(torch.device("cpu"), dtype, None)
     assert figures.kernel == choice.name
     assert len(ticks) > 10
 
@@ -165,7 +171,7 @@ def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) ->
     cpu = torch.device("cpu")
     sample = sample_config(config(QWEN3_MOE), DType.FLOAT32, GIB)
     assert sample is not None
-    model = SampleModel(sample, probe(cpu, DType.FLOAT32, None), cpu, no_tick)
+    model = SampleModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
     for _ in range(80):
         model.step(1)
     assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}

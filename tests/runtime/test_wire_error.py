@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_llama
-from stage_chain import CPU, RoundingChain, StageChain
+from stage_chain import CPU, RoundingChain, StageChain, probed
 
 from shardnet.errors import CheckpointError, NumericalError
 from shardnet.model import stage_model
-from shardnet.model.kernels import probe
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.loading import identify
 from shardnet.runtime.wire_error import (
@@ -46,7 +45,7 @@ def test_it_is_what_the_whole_model_says(folder: Path, dtype: DType) -> None:
     assert tokenizer is not None
     ids = tokenizer.encode(TEXT)[:N_ROWS]
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
-    stages = StageChain.load(folder, ranges, probe(CPU, dtype, None)).stages
+    stages = StageChain.load(folder, ranges, probed(CPU, dtype, None)).stages
     exact = StageChain(stages).prefill(0, ids)
     rounded = RoundingChain(stages, wire).prefill(1, ids)
     assert found == compare_logits(exact, rounded)

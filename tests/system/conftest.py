@@ -7,6 +7,7 @@ begins is left over from another test.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from nodes import Crew, Machine, open_machine
 from parrot import Parrots, make_parrots
+from warm_start import is_possible, server
 
 from shardnet.transport.loop import run
 
@@ -36,6 +38,13 @@ def _interrupts_reach_children() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_warm_starts(_interrupts_reach_children: None) -> Iterator[None]:
+    """Have the process that nodes are copies of before tests look for what is left behind."""
+    with server() if is_possible() else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

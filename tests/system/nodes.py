@@ -26,6 +26,7 @@ from typing import IO, Any
 import psutil
 from shardnet_cli.main import app
 from typer.testing import CliRunner
+from warm_start import WarmProcess, is_possible
 
 from shardnet.api.client import connect
 from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
@@ -126,7 +127,7 @@ class Result:
 class Command:
     """A running command."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | WarmProcess) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         self.process = process
@@ -165,7 +166,7 @@ class Command:
 class NodeProcess(Command):
     """A `shardnet node` that is ready. `ready` is its ready line."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | WarmProcess) -> None:
         super().__init__(process)
         self.ready: dict[str, Any] = {}
         self._told = False
@@ -221,7 +222,8 @@ class Machine:
     """A pretended machine under `folder`.
 
     `prefix` comes before each command line, to run it elsewhere. Unless `environment` says
-    otherwise, its nodes and commands neither announce nor look for nodes by mDNS.
+    otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Unless it
+    `copies_nodes`, which costs less, they are started as a user's are.
     """
 
     def __init__(
@@ -230,8 +232,10 @@ class Machine:
         *,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({"SHARDNET_NO_MDNS": "1"}),
+        copies_nodes: bool = is_possible(),
     ) -> None:
         self._prefix = tuple(prefix)
+        self._copies_nodes = copies_nodes and not prefix
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.config_path = folder / "config" / "shardnet" / "config.toml"
@@ -254,9 +258,9 @@ class Machine:
         """Start nodes on free ports, one compute thread each, and wait until all are ready."""
         nodes = [
             NodeProcess(
-                self._start(
+                self._start_node(
                     ["node", "--json", "--port", "0", "--name", name, "--threads", "1", *arguments],
-                    cwd=cwd,
+                    cwd or self.folder,
                 )
             )
             for name in names
@@ -295,7 +299,10 @@ class Machine:
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes that were started for this machine and live, whoever started them."""
+        """All processes that were started for this machine and live, whoever started them.
+
+        Copied nodes are not among them: the system tells their server's environment as theirs.
+        """
         mark = (RUNTIME_DIR_VARIABLE, str(self.runtime_dir))
         found = []
         for process in psutil.process_iter():
@@ -316,6 +323,13 @@ class Machine:
         finally:
             for command in running:
                 command.kill()
+
+    def _start_node(
+        self, arguments: Sequence[str], cwd: Path
+    ) -> subprocess.Popen[bytes] | WarmProcess:
+        if self._copies_nodes:
+            return WarmProcess(arguments, self._environment, cwd)
+        return self._start(arguments, cwd=cwd)
 
     def _start(
         self,
@@ -340,10 +354,10 @@ class Machine:
 
 
 @contextmanager
-def open_machine(folder: Path) -> Iterator[Machine]:
+def open_machine(folder: Path, *, copies_nodes: bool = is_possible()) -> Iterator[Machine]:
     """Give a machine in a new folder, and end all its processes afterwards."""
     folder.mkdir(parents=True)
-    machine = Machine(folder)
+    machine = Machine(folder, copies_nodes=copies_nodes)
     try:
         yield machine
     finally:

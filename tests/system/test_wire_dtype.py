@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from nodes import Crew, Machine
-from stage_chain import CPU, RoundingChain, StageChain
+from stage_chain import CPU, RoundingChain, StageChain, probed
 
 from shardnet.assets import DEFAULT_MODEL_PATH
-from shardnet.model.kernels import probe
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.types import DType, LayerRange, SamplingParams, WireDType
 
@@ -31,7 +30,7 @@ def test_local_nodes_make_what_a_model_that_rounds_says(machine: Machine) -> Non
     answer = run_of(machine, "--wire-dtype", "int8")
     ranges = [LayerRange(*stage["layers"]) for stage in answer["stages"]]
     assert len(ranges) == 3
-    stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, probe(CPU, DType.BFLOAT16, None)).stages
+    stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, probed(CPU, DType.BFLOAT16, None)).stages
     prompt = answer["prompt_token_ids"]
     (logits,) = RoundingChain(stages, WireDType.INT8).generate([prompt], N_TOKENS)
     (exact,) = StageChain(stages).generate([prompt], N_TOKENS)
