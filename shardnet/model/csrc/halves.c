@@ -30,6 +30,7 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t uints __attribute__((vector_size(64)));
 typedef uint16_t shorts __attribute__((vector_size(32)));
+typedef int8_t bytes __attribute__((vector_size(16)));
 
 enum activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
 enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
@@ -53,7 +54,8 @@ struct residual {
     struct team team;
 };
 
-/* Keys and values [KV heads, capacity, head size] that a slot keeps in one layer, from position `first` on. */
+/* Keys and values [KV heads, capacity, kept_bytes] that a slot keeps in one layer, from position `first` on. As they
+ * come, or rounded to int8 as kv_rows.py does it: a head's columns, then a bfloat16 scale for each group of them. */
 struct kept {
     void *keys, *values;
     int64_t first, capacity;
@@ -76,6 +78,8 @@ struct attention_half {
     void* attended;        /* [n_rows, n_heads, head_size] */
     const struct span* spans;
     int64_t n_spans, layer, n_heads, n_kv_heads, head_size, n_rotated, window;
+    int64_t kept_bytes; /* of a key or value in a slot */
+    int64_t group;      /* columns that share a scale: a multiple of LANES; 0 where nothing is rounded */
     float scale;
 };
 

@@ -139,6 +139,34 @@ INLINE TARGET void NAME(rotate)(void* head, const void* cos, const void* sin, in
     }
 }
 
+/* Rounds a key or value as kv_rows.py does, to the same bits. */
+INLINE TARGET void NAME(round_head)(const struct attention_half* half, const void* head, int8_t* to,
+                                    const int is_bf16) {
+    const lanes none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to even */
+    for (int64_t begin = 0; begin < half->head_size; begin += half->group) {
+        lanes most = none;
+        ints is_none = {0};
+        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+            const lanes size = (lanes)((ints)NAME(load)(head, i, LANES, is_bf16) & 0x7fffffff);
+            const ints is_more = size > most;
+            is_none |= size != size;
+            most = (lanes)((is_more & (ints)size) | (~is_more & (ints)most));
+        }
+        float largest = NAME(largest)(most) / 127.0f;
+        for (int i = 0; i < LANES; i++) largest = is_none[i] ? NAN : largest;
+        const uint16_t narrow = largest < 1.17549435e-38f ? 0 : to_bf16(largest);
+        memcpy(to + half->head_size + begin / half->group * 2, &narrow, 2);
+        const float scale = from_bf16(narrow);
+        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+            const lanes ratio = NAME(load)(head, i, LANES, is_bf16) / scale;
+            const ints is_number = ratio - ratio == 0;
+            const ints whole = is_number & ((ints)(ratio + magic) - 0x4b400000);
+            const bytes rounded = __builtin_convertvector(whole, bytes);
+            memcpy(to + i, &rounded, sizeof rounded);
+        }
+    }
+}
+
 /* Norm and rotation of each head of a row; keys and values go where its slot keeps them. */
 INLINE TARGET void NAME(turn_row)(const struct attention_half* half, int64_t row, const int is_bf16) {
     const int64_t size = half->head_size, n_turned = half->n_heads + half->n_kv_heads;
@@ -156,11 +184,17 @@ INLINE TARGET void NAME(turn_row)(const struct attention_half* half, int64_t row
     const struct span* span = span_of(half, row);
     const struct kept* kept = &span->layers[half->layer];
     const int64_t place = span->position + row - span->start - kept->first;
-    const size_t bytes = (size_t)size * (is_bf16 ? 2 : 4);
     for (int64_t head = 0; head < half->n_kv_heads; head++) {
-        const int64_t to = (head * kept->capacity + place) * size;
-        memcpy(at(kept->keys, to, is_bf16), at(heads, (half->n_heads + head) * size, is_bf16), bytes);
-        memcpy(at(kept->values, to, is_bf16), at(heads, (n_turned + head) * size, is_bf16), bytes);
+        const int64_t to = (head * kept->capacity + place) * half->kept_bytes;
+        const char* key = at(heads, (half->n_heads + head) * size, is_bf16);
+        const char* value = at(heads, (n_turned + head) * size, is_bf16);
+        if (half->group) {
+            NAME(round_head)(half, key, (int8_t*)kept->keys + to, is_bf16);
+            NAME(round_head)(half, value, (int8_t*)kept->values + to, is_bf16);
+        } else {
+            memcpy((char*)kept->keys + to, key, (size_t)half->kept_bytes);
+            memcpy((char*)kept->values + to, value, (size_t)half->kept_bytes);
+        }
     }
 }
 
@@ -185,13 +219,24 @@ INLINE TARGET lanes NAME(fold)(lanes parts[LANES]) {
     return parts[0];
 }
 
+/* Reads some columns of a key or value as its slot keeps it. */
+INLINE TARGET lanes NAME(kept_columns)(const struct attention_half* half, const char* row, int64_t begin,
+                                       const int is_bf16) {
+    if (!half->group) return NAME(load)(row, begin, of_last(half->head_size, begin), is_bf16);
+    uint16_t scale;
+    bytes narrow;
+    memcpy(&narrow, row + begin, sizeof narrow);
+    memcpy(&scale, row + half->head_size + begin / half->group * 2, 2);
+    return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
+}
+
 /* Reads 16 keys or values of a head; what is beyond `n` of them is zero. */
-INLINE TARGET void NAME(read_block)(lanes block[LANES][MAX_HEAD / LANES], const void* rows, int n, int64_t size,
-                                    const int n_chunks, const int is_bf16) {
+INLINE TARGET void NAME(read_block)(const struct attention_half* half, lanes block[LANES][MAX_HEAD / LANES],
+                                    const char* rows, int n, const int n_chunks, const int is_bf16) {
     for (int row = 0; row < LANES; row++)
         for (int c = 0; c < n_chunks; c++)
             block[row][c] =
-                row < n ? NAME(load)(rows, row * size + c * LANES, of_last(size, c * LANES), is_bf16) : (lanes){0};
+                row < n ? NAME(kept_columns)(half, rows + row * half->kept_bytes, c * LANES, is_bf16) : (lanes){0};
 }
 
 /* Attends one row with some heads of a group, block by block, the softmax kept up as it goes. */
@@ -202,7 +247,7 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
     const struct kept* kept = &span->layers[half->layer];
     const int64_t position = span->position + row - span->start;
     const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
-    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * size;
+    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * half->kept_bytes;
     const int64_t n_seen = position - first + 1, head = kv_head * n_group + first_query;
     const int64_t row_heads = half->n_heads + 2 * half->n_kv_heads;
     const lanes none = (lanes){0} - INFINITY;
@@ -222,7 +267,7 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
     for (int64_t seen = 0; seen < n_seen; seen += LANES) {
         const int n = of_last(n_seen, seen);
         const ints is_there = numbers < n;
-        NAME(read_block)(block, at(kept->keys, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        NAME(read_block)(half, block, (char*)kept->keys + begin + seen * half->kept_bytes, n, n_chunks, is_bf16);
         for (int q = 0; q < n_queries; q++) {
             lanes parts[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -242,7 +287,7 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
             sums[q] += shares;
             memcpy(weights[q], &shares, sizeof shares);
         }
-        NAME(read_block)(block, at(kept->values, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        NAME(read_block)(half, block, (char*)kept->values + begin + seen * half->kept_bytes, n, n_chunks, is_bf16);
         for (int q = 0; q < n_queries; q++)
             for (int c = 0; c < n_chunks; c++)
                 for (int i = 0; i < LANES; i++) totals[q][c] += weights[q][i] * block[i][c];
