@@ -35,7 +35,7 @@ from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 CPU = torch.device("cpu")
-SMALL = (192, 2048)
+SMALL = (768, 512)
 """Outputs and inputs of a product whose weights fit into a core's own cache in every format."""
 
 

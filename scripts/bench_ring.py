@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -173,11 +174,14 @@ async def _ring_turn(client: Client, message: Generate) -> Timing:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of one plain streaming read of memory, with the threads of one stage."""
+    """Bytes per second of the best of three streaming reads, with the threads of one stage."""
     memory = torch.ones(READ_BYTES // 4, dtype=torch.float32)
-    started = time.perf_counter()
-    memory.sum()
-    return READ_BYTES / (time.perf_counter() - started)
+    best_s = math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        memory.sum()
+        best_s = min(best_s, time.perf_counter() - started)
+    return READ_BYTES / best_s
 
 
 def _load(

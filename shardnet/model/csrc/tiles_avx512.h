@@ -9,6 +9,7 @@
  * rows asks for what comes a page later. Few rows wait for memory anyway, and asking slows them down. */
 #define AHEAD 4096
 #define ASKING_ROWS 6
+#define ASKING_ROWS_OF_INT4 4
 
 INLINE WITH_AVX512 void avx512_ask_for(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
@@ -73,7 +74,7 @@ INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, cons
     const int group = bits == 8 ? INT8_GROUP : INT4_GROUP, group_bytes = SCALE_BYTES + group * PANEL * bits / 8;
     const __m512i low = _mm512_set1_epi8(15);
     const int8_t *x = quads_of(p, row);
-    const int asks = n_rows >= ASKING_ROWS / 2 && row == 0;
+    const int asks = n_rows >= (bits == 8 ? ASKING_ROWS : ASKING_ROWS_OF_INT4) && row == 0;
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], _mm512_setzero_ps());
     for (int64_t g = 0; g < p->n_groups; g++, w += group_bytes) {
         __m512i sum[MAX_TILE];
