@@ -22,8 +22,8 @@
 enum type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 struct packing {
-    const void* weights; /* [n_out, n_in], rows `stride` elements apart */
-    uint8_t* packed;
+    const void *weights; /* [n_out, n_in], rows `stride` elements apart */
+    uint8_t *packed;
     struct team team;
     int64_t n_out, n_in, stride;
     int32_t type; /* of the weights */
@@ -87,15 +87,15 @@ INLINE void widen(lanes values[MAX_GROUP], int type, int group) {
 }
 
 /* Reads the inputs from `begin` on of the outputs from `first` on; what is missing is zero. */
-INLINE void read_group(const struct packing* p, int64_t first, int64_t begin, int group, lanes values[MAX_GROUP]) {
+INLINE void read_group(const struct packing *p, int64_t first, int64_t begin, int group, lanes values[MAX_GROUP]) {
     const int n = (int)(p->n_in - begin < group ? p->n_in - begin : group);
     const int n_outputs = (int)(p->n_out - first < LANES ? p->n_out - first : LANES);
-    uint32_t* lane = (uint32_t*)values;
+    uint32_t *lane = (uint32_t *)values;
     if (n < group || n_outputs < LANES) memset(values, 0, (size_t)group * sizeof(lanes));
     for (int o = 0; o < n_outputs; o++, lane++) {
         const int64_t at = (first + o) * p->stride + begin;
-        const uint32_t* wide = (const uint32_t*)p->weights + at;
-        const uint16_t* narrow = (const uint16_t*)p->weights + at;
+        const uint32_t *wide = (const uint32_t *)p->weights + at;
+        const uint16_t *narrow = (const uint16_t *)p->weights + at;
         if (p->type == FLOAT32)
             for (int i = 0; i < n; i++) lane[i * LANES] = wide[i];
         else
@@ -104,7 +104,7 @@ INLINE void read_group(const struct packing* p, int64_t first, int64_t begin, in
     if (p->type != FLOAT32) widen(values, p->type, group);
 }
 
-INLINE void put_scales(bit_lanes scale, uint8_t* out) {
+INLINE void put_scales(bit_lanes scale, uint8_t *out) {
     uint16_t narrow[LANES];
     for (int o = 0; o < LANES; o++) narrow[o] = (uint16_t)scale[o];
     memcpy(out, narrow, sizeof narrow);
@@ -121,7 +121,7 @@ INLINE bit_lanes quad(const lanes values[4], lanes inverse, float low, float hig
     return together;
 }
 
-INLINE void pack_int8(const lanes values[MAX_GROUP], uint8_t* scales, uint8_t* out) {
+INLINE void pack_int8(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *out) {
     lanes largest = all(0);
     whole_lanes is_broken = {0};
     for (int i = 0; i < 64; i++) {
@@ -153,7 +153,7 @@ INLINE lanes error_of(const lanes values[MAX_GROUP], lanes scale) {
 }
 
 /* One side goes to -8: the largest weight lies there, whatever its sign. */
-INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t* scales, uint8_t* out) {
+INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *out) {
     static const float shrinks[] = {0.92f, 0.85f, 0.78f};
     lanes extreme = values[0];
     for (int i = 1; i < 32; i++) {
@@ -179,11 +179,11 @@ INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t* scales, uint8_t* o
 
 /* --- a panel */
 
-INLINE void round_panel(const struct packing* p, int64_t panel) {
+INLINE void round_panel(const struct packing *p, int64_t panel) {
     const int group = p->bits == 8 ? INT8_GROUP : INT4_GROUP;
     const int64_t n_groups = (p->n_in + group - 1) / group;
     const int64_t group_bytes = SCALE_BYTES + (int64_t)group * PANEL * p->bits / 8;
-    uint8_t* out = p->packed + panel * n_groups * group_bytes;
+    uint8_t *out = p->packed + panel * n_groups * group_bytes;
     lanes values[MAX_GROUP];
     for (int64_t g = 0; g < n_groups; g++, out += group_bytes)
         for (int o = 0; o < PANEL; o += LANES) {
@@ -196,22 +196,22 @@ INLINE void round_panel(const struct packing* p, int64_t panel) {
 }
 
 /* Pairs of bfloat16 of one output: what is missing is zero. */
-INLINE uint32_t pair_at(const uint16_t* weights, int64_t left) {
+INLINE uint32_t pair_at(const uint16_t *weights, int64_t left) {
     uint32_t pair = 0;
     memcpy(&pair, weights, left >= 2 ? 4 : left == 1 ? 2 : 0);
     return pair;
 }
 
 /* bfloat16: outputs and pairs of inputs change places, a square of them at a time. */
-INLINE void turn_panel(const struct packing* p, int64_t panel) {
+INLINE void turn_panel(const struct packing *p, int64_t panel) {
     const int64_t n_in = p->n_in, n_pairs = (n_in + 1) / 2, first = panel * PANEL;
     const int n_outputs = (int)(p->n_out - first < PANEL ? p->n_out - first : PANEL);
-    uint8_t* out = p->packed + panel * n_pairs * QUAD_BYTES;
+    uint8_t *out = p->packed + panel * n_pairs * QUAD_BYTES;
     for (int64_t begin = 0; begin < n_pairs; begin += PANEL, out += PANEL * QUAD_BYTES) {
         const int n = (int)(n_pairs - begin < PANEL ? n_pairs - begin : PANEL);
         uint32_t square[PANEL][PANEL] = {{0}};
         for (int o = 0; o < n_outputs; o++) {
-            const uint16_t* from = (const uint16_t*)p->weights + (first + o) * p->stride + 2 * begin;
+            const uint16_t *from = (const uint16_t *)p->weights + (first + o) * p->stride + 2 * begin;
             if (n_in - 2 * begin >= 2 * PANEL)
                 for (int k = 0; k < PANEL; k++) square[k][o] = pair_at(from + 2 * k, 2);
             else
@@ -221,24 +221,24 @@ INLINE void turn_panel(const struct packing* p, int64_t panel) {
     }
 }
 
-typedef void (*panel_function)(const struct packing*, int64_t);
+typedef void (*panel_function)(const struct packing *, int64_t);
 
-static void portable_panel(const struct packing* p, int64_t panel) { round_panel(p, panel); }
+static void portable_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) static void avx2_panel(const struct packing* p, int64_t panel) {
+__attribute__((target("avx2"))) static void avx2_panel(const struct packing *p, int64_t panel) {
     round_panel(p, panel);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void avx512_panel(const struct packing* p,
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void avx512_panel(const struct packing *p,
                                                                                        int64_t panel) {
     round_panel(p, panel);
 }
 #endif
 
-static void turned_panel(const struct packing* p, int64_t panel) { turn_panel(p, panel); }
+static void turned_panel(const struct packing *p, int64_t panel) { turn_panel(p, panel); }
 
-static panel_function panel_for(const struct packing* p) {
+static panel_function panel_for(const struct packing *p) {
     if (p->bits == 16) return turned_panel;
 #if defined(__x86_64__)
     if (p->team.isa == AVX512) return avx512_panel;
@@ -247,13 +247,13 @@ static panel_function panel_for(const struct packing* p) {
     return portable_panel;
 }
 
-static void pack_panels(const void* argument, int64_t begin, int64_t end) {
-    const struct packing* p = argument;
+static void pack_panels(const void *argument, int64_t begin, int64_t end) {
+    const struct packing *p = argument;
     const panel_function pack = panel_for(p);
     for (int64_t panel = begin; panel < end; panel++) pack(p, panel);
 }
 
 /* Packs weights. Everything in `p` has been checked by the caller. */
-void shardnet_pack(const struct packing* p) {
+void shardnet_pack(const struct packing *p) {
     shardnet_share_out(&p->team, pack_panels, p, (p->n_out + PANEL - 1) / PANEL, 1);
 }
