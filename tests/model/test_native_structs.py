@@ -21,7 +21,7 @@ from shardnet.model.attention import plan_step
 from shardnet.model.kv_cache import KvCache
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
-SOURCES = Path(native.__file__).with_name("csrc")
+SOURCES = Path(__file__).parents[2] / "shardnet" / "model" / "csrc"
 TYPES = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
