@@ -61,7 +61,7 @@ class _Product(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("rounded", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("team", Team),
         ("n_rows", ctypes.c_int64),
         ("n_in", ctypes.c_int64),
@@ -154,16 +154,24 @@ class NativeProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype."""
         rows = rows.contiguous()
-        n_rows, arguments = rows.shape[0], self._arguments
+        (n_rows, n_in), arguments = rows.shape, self._arguments
+        assert n_in == self.shape[1], "the library would read beyond the rows"
         out = rows.new_empty(n_rows, self.shape[0])
         arguments.rows = rows.data_ptr()
         arguments.out = out.data_ptr()
         arguments.rounded = ROOM.of(n_rows * self.row_bytes).data_ptr()
         arguments.n_rows = n_rows
-        arguments.is_bf16 = rows.dtype is torch.bfloat16
+        arguments.is_bf16 = is_bf16(rows)
         arguments.team.n_threads = torch.get_num_threads()
         self._call(arguments)
         return out
+
+
+def is_bf16(tensor: Tensor) -> bool:
+    """Say which of the two dtypes that the library computes with this one has."""
+    dtype = tensor.dtype
+    assert dtype is torch.bfloat16 or dtype is torch.float32, f"the library cannot read {dtype}"
+    return dtype is torch.bfloat16
 
 
 @runtime_checkable

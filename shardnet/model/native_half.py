@@ -24,7 +24,7 @@ from shardnet.model.halves import AttentionHalf, Half, Layer, MlpHalf, Residual
 from shardnet.model.kernels import Linear
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import HeadNorm, Norm
-from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team
+from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team, is_bf16
 from shardnet.model.rotary import Rotary
 from shardnet.types import kv_groups
 
@@ -63,7 +63,8 @@ class _Norm(ctypes.Structure):
         if norm is None:
             return cls(weight=None, eps=0.0, is_bf16=0)
         weight = norm.weight
-        return cls(weight=weight.data_ptr(), eps=norm.eps, is_bf16=weight.dtype is torch.bfloat16)
+        assert weight.is_contiguous()
+        return cls(weight=weight.data_ptr(), eps=norm.eps, is_bf16=is_bf16(weight))
 
 
 class _Residual(ctypes.Structure):
@@ -95,10 +96,11 @@ class _Residual(ctypes.Structure):
 
     def enter(self, hidden: Tensor, out: Tensor) -> None:
         """Say what is of this call."""
+        self.n_rows, width = hidden.shape
+        assert width == self.width, "the library would read beyond the rows"
         self.hidden = hidden.data_ptr()
         self.out = out.data_ptr()
-        self.n_rows = hidden.shape[0]
-        self.is_bf16 = hidden.dtype is torch.bfloat16
+        self.is_bf16 = is_bf16(hidden)
         self.team.n_threads = torch.get_num_threads()
 
 
@@ -238,6 +240,8 @@ class NativeAttention:
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Run it, in the layer `index` within the stage: [T, E] in and out."""
         hidden, arguments = hidden.contiguous(), self._arguments
+        assert rotary.cos.shape[0] == hidden.shape[0], "each row has its position"
+        assert rotary.cos.dtype is step.kv.dtype is hidden.dtype
         out = torch.empty_like(hidden)
         arguments.residual.enter(hidden, out)
         arguments.cos = rotary.cos.data_ptr()

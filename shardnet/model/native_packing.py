@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.native import NativeKernels, Team
-from shardnet.model.quantization import PANEL
+from shardnet.model.quantization import PANEL, Quantization
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -46,7 +46,7 @@ def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: 
     assert can_pack(weight)
     assert bits != 16 or weight.dtype is torch.bfloat16
     assert packed.is_contiguous()
-    assert packed.shape[0] == -(-weight.shape[0] // PANEL)
+    assert packed.nbytes == _packed_bytes(weight.shape[0], weight.shape[1], bits)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     team = kernels.team
     team.n_threads = torch.get_num_threads()
@@ -61,3 +61,11 @@ def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: 
         bits=bits,
     )
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
+
+
+def _packed_bytes(n_out: int, n_in: int, bits: int) -> int:
+    """Return what the library writes."""
+    if bits == 16:
+        return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
+    kind = Quantization.INT8 if bits == 8 else Quantization.INT4
+    return kind.packed_bytes(n_out, n_in)

@@ -231,10 +231,11 @@ class StageWeights:
         device = self._device
         bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
 
-        def make(raw: Tensor) -> Linear:
+        def make(raw: Tensor) -> QuantizedLinear:
             return QuantizedLinear(raw.view(packed_shape), shape, kind, bias)
 
-        self._test(names[0], make(packed.to(device)), self._choice)
+        made = make(packed.to(device))
+        self._test(names[0], made, self._choice)
         self._finish()
         return StreamedLinear(
             self.stream,
@@ -244,7 +245,7 @@ class StageWeights:
             shape,
             make,
             is_ready=True,
-            is_native=native_kernels() is not None,
+            is_native=made.is_native,
         )
 
     def _part(self, tensor: ModelTensor) -> FilePart:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,12 @@ from shardnet.model import weights
 from shardnet.model.buffers import Buffers, DeviceBuffers, HostBuffers, find_buffers
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import Kernel, KernelChoice, probe
+from shardnet.model.layout import stage_tensors
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
+from shardnet.model.quantized import QuantizedLinear
 from shardnet.model.stage_model import StageModel, load_stage
-from shardnet.model.weights import StreamedLinear
+from shardnet.model.weights import StageWeights, StreamedLinear
 from shardnet.types import DType, LayerRange
 
 PLAIN = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.PLAIN, exact_rows=1, min_rows=1)
@@ -188,6 +190,29 @@ def test_rounded_layers_come_as_they_are_packed(transfers: LateTransfers, tmp_pa
     streamed = load(folder, 4, choice, tmp_path / "packs")
     assert same(said(streamed), said(load(folder, 0, choice)))
     assert not transfers.too_early
+
+
+@pytest.mark.parametrize("kind", Quantization)
+@pytest.mark.usefixtures("transfers")
+def test_rounded_layers_on_a_device_are_not_the_compiled_librarys(
+    kind: Quantization, tmp_path: Path
+) -> None:
+    """It reads memory of the CPU alone, whether layers stream or not."""
+    checkpoint = Checkpoint.open(make_decoder(tmp_path / "model", "llama", with_tokenizer=False))
+    device = torch.device("meta")
+    for streamed in ((), (0, 1)):
+        own = StageWeights(
+            checkpoint,
+            stage_tensors(checkpoint.config, LayerRange(0, 4)),
+            replace(PLAIN, quantization=kind),
+            device,
+            lambda done, total: None,
+            PackCache(tmp_path / "packs", str(tmp_path), "model", kind),
+            streamed,
+        )
+        linear = own.linear("model.layers.1.mlp.down_proj")
+        assert isinstance(linear, StreamedLinear if streamed else QuantizedLinear)
+        assert not linear.is_native
 
 
 def test_what_stays_on_the_host_is_read_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from shardnet.model import kernels
 from shardnet.model.kernels import Kernel, KernelChoice, make_linear, probe
-from shardnet.model.native import NativeKernels, find_kernels, native_kernels
+from shardnet.model.native import Isa, NativeKernels, find_kernels, native_kernels
 from shardnet.model.native_linear import NativeLinear
 from shardnet.types import DType, LayerRange
 
@@ -87,6 +89,32 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
     for weights in (stored, [weight.contiguous() for weight in stored]):
         came = NativeLinear(weights, None, NATIVE)(torch.eye(n_in))
         assert torch.equal(came.T, torch.cat(stored).float())
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(2, 29), torch.zeros(2, 30, dtype=torch.float16)], ids=["width", "dtype"]
+)
+def test_rows_that_the_library_would_misread_are_our_mistake(rows: Tensor) -> None:
+    linear = NativeLinear([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    with pytest.raises(AssertionError):
+        linear(rows)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what there is")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of another kind of machine")
+def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
+    assert NATIVE is not None
+    [flags, *_] = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    found = set(flags.split())
+    want = Isa.PORTABLE
+    if {"avx2", "fma", "f16c"} <= found:
+        want = Isa.AVX2
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} <= found:
+            want = Isa.AVX512
+    kernels = kernels_named("")
+    assert kernels.isa is want
+    assert kernels.has_pairs == (want is Isa.AVX512 and "avx512_bf16" in found)
+    assert kernels.has_tiles == ("amx_bf16" in found)
 
 
 def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:

@@ -350,6 +350,26 @@ def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | 
         torch.testing.assert_close(out, want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((5, WIDTH - 1), torch.float32), ((5, WIDTH), torch.float16), ((4, WIDTH), torch.float32)],
+    ids=["width", "dtype", "rows"],
+)
+def test_rows_that_the_library_would_misread_are_our_mistake(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """It is told addresses, and would read and write beyond what is there."""
+    layer = with_native_halves(layer_by_torch(""), kernels_named(""))
+    runner = Runner(layer, 8, 2, torch.float32)
+    step = runner.step(group(0, 0, 5))
+    rotary = runner.table.at(step.positions)
+    with pytest.raises(AssertionError):
+        layer.attention(torch.zeros(shape, dtype=dtype), 0, rotary, step)
+    if shape[0] == 5:
+        with pytest.raises(AssertionError):
+            layer.mlp(torch.zeros(shape, dtype=dtype), 0, rotary, step)
+
+
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 64, 96])

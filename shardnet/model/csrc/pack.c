@@ -180,7 +180,7 @@ INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
 /* --- a panel */
 
 INLINE void round_panel(const struct packing *p, int64_t panel) {
-    const int group = p->bits == 8 ? 64 : 32;
+    const int group = p->bits == 8 ? INT8_GROUP : INT4_GROUP;
     const int64_t n_groups = (p->n_in + group - 1) / group;
     const int64_t group_bytes = SCALE_BYTES + (int64_t)group * PANEL * p->bits / 8;
     uint8_t *out = p->packed + panel * n_groups * group_bytes;

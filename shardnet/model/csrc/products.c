@@ -194,14 +194,44 @@ void shardnet_share_out(const struct team *team, work_function work, const void 
 
 /* --- what native.py calls */
 
+#if defined(__x86_64__)
+/* What CPUID says of the machine, and which registers the system keeps: asked here, since what compilers bring for it
+ * differs in the names it knows. */
+struct machine {
+    uint32_t leaf1_c, leaf7_b, leaf7_c, leaf7_d, leaf71_a, kept;
+};
+
+static struct machine look_at_machine(void) {
+    struct machine m = {0};
+    uint32_t a, b, c, d;
+    if (__get_cpuid(1, &a, &b, &c, &d)) m.leaf1_c = c;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+        m.leaf7_b = b, m.leaf7_c = c, m.leaf7_d = d;
+        if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) m.leaf71_a = a;
+    }
+    if (m.leaf1_c >> 27 & 1) __asm__ volatile("xgetbv" : "=a"(m.kept), "=d"(d) : "c"(0)); /* OSXSAVE */
+    return m;
+}
+
+INLINE int has_all(uint32_t found, uint32_t wanted) { return (found & wanted) == wanted; }
+
+#define FMA_AVX_F16C (1u << 12 | 1u << 28 | 1u << 29)                 /* leaf 1, ecx */
+#define HAS_AVX2 (1u << 5)                                            /* leaf 7, ebx */
+#define AVX512_F_DQ_BW_VL (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* leaf 7, ebx */
+#define AVX512_VNNI (1u << 11)                                        /* leaf 7, ecx */
+#define YMM_KEPT 0x06u
+#define ZMM_KEPT 0xe6u
+#endif
+
 /* The best instruction set of this machine. */
 int32_t shardnet_isa(void) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    const struct machine m = look_at_machine();
+    if (!has_all(m.kept, YMM_KEPT) || !has_all(m.leaf1_c, FMA_AVX_F16C) || !has_all(m.leaf7_b, HAS_AVX2))
+        return PORTABLE;
+    if (has_all(m.kept, ZMM_KEPT) && has_all(m.leaf7_b, AVX512_F_DQ_BW_VL) && has_all(m.leaf7_c, AVX512_VNNI))
         return AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return AVX2;
+    return AVX2;
 #elif defined(__aarch64__) && defined(__APPLE__)
     return NEON;
 #elif defined(__aarch64__) && defined(__linux__)
@@ -213,7 +243,7 @@ int32_t shardnet_isa(void) {
 /* Whether pairs of bfloat16 are multiplied at once, and whether whole tiles are (AMX). */
 int32_t shardnet_has_bf16_pairs(void) {
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("avx512bf16") != 0;
+    return look_at_machine().leaf71_a >> 5 & 1;
 #else
     return 0;
 #endif
@@ -221,8 +251,7 @@ int32_t shardnet_has_bf16_pairs(void) {
 
 int32_t shardnet_has_bf16_tiles(void) {
 #if defined(__x86_64__)
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+    return look_at_machine().leaf7_d >> 22 & 1;
 #else
     return 0;
 #endif
