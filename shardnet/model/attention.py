@@ -103,7 +103,7 @@ class Step:
 
     `experts`, where somebody wants to know them, gets the experts [T, K] that the rows visited, by
     layer, counted from 0 within the stage. `places` says the same as `spans` to the compiled
-    library, None where it cannot read the slots.
+    library, None on other devices.
     """
 
     token_ids: Tensor  # [T], int64
@@ -163,7 +163,7 @@ def plan_step(
         spans=tuple(spans),
         kv=kv,
         experts=experts,
-        places=None if kv.is_rounded or kv.device.type != "cpu" else Places.of(spans, kv),
+        places=Places.of(spans, kv) if kv.device.type == "cpu" else None,
     )
 
 

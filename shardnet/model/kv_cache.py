@@ -87,6 +87,11 @@ class KvCache:
         return self._device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What rows come and are read in."""
+        return self._dtype
+
+    @property
     def is_rounded(self) -> bool:
         """Whether rows lie here otherwise than they come."""
         return self._is_rounded

@@ -4,8 +4,8 @@ Knows which halves it can compute, and csrc/halves.c, whose structs are here aga
 parameter names, wire or scheduling.
 
 In small models and on fast machines a decode step costs as much in calls of torch's operators as in
-what they do. Keys that lie rounded, scores that are capped and prompt chunks stay torch's: it
-attends between two calls of the library.
+what they do. Scores that are capped, sinks and prompt chunks stay torch's: it attends between two
+calls of the library.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from shardnet.model.blocks import SelfAttention
 from shardnet.model.config import Activation
 from shardnet.model.halves import AttentionHalf, Half, Layer, MlpHalf, Residual
 from shardnet.model.kernels import Linear
+from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import HeadNorm, Norm
 from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team
 from shardnet.model.rotary import Rotary
+from shardnet.types import kv_groups
 
 _BEFORE: Final = 1
 _STORE: Final = 2
 _ATTEND: Final = 4
 _AFTER: Final = 8
 _MAX_HEAD: Final = 256
+_LANES: Final = 16
+"""Columns that the library takes together: rounded groups must have whole numbers of them."""
 _ALIGNMENT: Final = 64
 _ACTIVATIONS: Final = {
     Activation.SILU: 0,
@@ -119,6 +123,8 @@ class _AttentionArguments(ctypes.Structure):
         ("head_size", ctypes.c_int64),
         ("n_rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("kept_bytes", ctypes.c_int64),
+        ("group", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 
@@ -240,7 +246,7 @@ class NativeAttention:
         arguments.layer = index
         room = self._lay_out(hidden)
         places = step.places
-        if places is None or not self._own.kind.is_plain:
+        if places is None or not self._can_attend(step.kv):
             self._call(arguments, _BEFORE)
             room.attended().copy_(self._attend_in_torch(room.looking(), index, step))
             self._call(arguments, _AFTER)
@@ -254,6 +260,19 @@ class NativeAttention:
         self._attend_chunks(room.looking(), room.attended(), index, step)
         self._call(arguments, _AFTER)
         return out
+
+    def _can_attend(self, kv: KvCache) -> bool:
+        """Say how keys and values lie in the slots. False where the library cannot read them."""
+        arguments, size = self._arguments, self._own.head_size
+        arguments.group = 0
+        arguments.kept_bytes = size * kv.dtype.itemsize
+        if kv.is_rounded:
+            n_groups, group = kv_groups(size)
+            if group % _LANES or n_groups * group != size:
+                return False
+            arguments.group = group
+            arguments.kept_bytes = size + n_groups * torch.bfloat16.itemsize
+        return self._own.kind.is_plain
 
     def _lay_out(self, hidden: Tensor) -> _AttentionRoom:
         """Give the call its products and memory."""

@@ -11,7 +11,7 @@ import pytest
 from shardnet.cluster import head as head_module
 from shardnet.cluster.head import Head, Neighbourhood
 from shardnet.errors import BusyError
-from shardnet.wire.control import ModelChoice
+from shardnet.wire.plans import ModelChoice
 
 MODEL = "/models/large"
 

@@ -23,6 +23,7 @@ from shardnet.model.config import Activation
 from shardnet.model.halves import AttentionHalf, Layer, MlpHalf, Residual
 from shardnet.model.kernels import Kernel, KernelChoice
 from shardnet.model.kv_cache import KvCache
+from shardnet.model.kv_rows import round_rows
 from shardnet.model.layers import HeadNorm, Norm
 from shardnet.model.native import NativeKernels, find_kernels, native_kernels
 from shardnet.model.native_half import NativeAttention, NativeMlp, with_native_halves
@@ -193,13 +194,22 @@ def group(slot: int, position: int, n_rows: int) -> RowGroup:
 class Runner:
     """One layer and its KV cache."""
 
-    def __init__(self, layer: Layer, size: int, n_kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        size: int,
+        n_kv_heads: int,
+        dtype: torch.dtype,
+        kv_dtype: KvDType = KvDType.AUTO,
+    ) -> None:
         attention = layer.attention
         own = attention._own if isinstance(attention, NativeAttention) else attention.self_attn  # type: ignore[attr-defined]
         self.window = own.kind.window
         self.layer = layer
         self.dtype = dtype
-        self.kv = KvCache(1, n_kv_heads, size, dtype, CPU, 64, windows=(self.window,))
+        self.kv = KvCache(
+            1, n_kv_heads, size, dtype, CPU, 64, windows=(self.window,), kv_dtype=kv_dtype
+        )
         angles = torch.outer(torch.arange(2000.0), 0.5 ** torch.arange(size // 2))
         self.table = Rotary(
             cos=torch.cat((angles.cos(), angles.cos()), -1).unsqueeze(1).to(dtype),
@@ -338,6 +348,47 @@ def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | 
         hidden = numbers(8, WIDTH, seed=position)
         out, want = (runner.run(hidden, group(1, position, 8)) for runner in runners)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 64, 96])
+def test_keys_are_rounded_to_torchs_bytes(name: str, dtype: torch.dtype, size: int) -> None:
+    """And what is no number shows in its group alone."""
+    layer = layer_by_torch(name, size=size, norms=dtype)
+    ours = with_native_halves(layer, kernels_named(name))
+    kept, rounded = (Runner(ours, size, 2, dtype, kv_dtype) for kv_dtype in KvDType)
+    hidden = numbers(40, WIDTH) * torch.logspace(-40, 3, 40)[:, None]
+    hidden[7] = 0
+    for row, bad in ((11, float("nan")), (12, float("inf")), (13, -float("inf"))):
+        hidden[row, 3] = bad
+    for begin, end in ((0, 33), (33, 40)):  # a chunk, then rows
+        for runner in (kept, rounded):
+            runner.run(hidden[begin:end], group(0, begin, end - begin))
+    for own, want in zip(rounded.kv.layer(SlotId(0), 0), kept.kv.layer(SlotId(0), 0), strict=True):
+        assert own.dtype is torch.int8
+        rounded_by_torch = round_rows(want[:, :40])
+        assert torch.equal(own[:, :40, :size], rounded_by_torch[..., :size])
+        scales, wanted = (  # of what is no number the bits are anybody's
+            rows[..., size:].contiguous().view(torch.bfloat16)
+            for rows in (own[:, :40], rounded_by_torch)
+        )
+        torch.testing.assert_close(scales, wanted, rtol=0, atol=0, equal_nan=True)
+        assert scales.isnan().any()
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("size", [32, 64, 24])
+def test_rounded_keys_are_attended_as_torch_does(name: str, size: int) -> None:
+    """Groups of 24 columns are not the library's."""
+    plain = layer_by_torch(name, size=size)
+    ours = with_native_halves(plain, kernels_named(name))
+    runners = [Runner(layer, size, 2, torch.float32, KvDType.INT8) for layer in (ours, plain)]
+    for groups in ((group(0, 0, 20),), (group(0, 20, 50), group(1, 0, 3)), (group(0, 70, 9),)):
+        n_rows = sum(g.n_rows for g in groups)
+        hidden = numbers(n_rows, WIDTH, seed=n_rows)
+        out, want = (runner.run(hidden, *groups) for runner in runners)
+        assert (out - want).square().mean() < 1e-5 * want.square().mean()
 
 
 def test_odd_sizes_are_among_the_families() -> None:

@@ -22,6 +22,7 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
+#define APART __attribute__((noinline)) /* compiled once, rather than wherever it is called */
 #define LANES 16
 #define MAX_HEAD 256  /* columns of a head */
 #define MAX_QUERIES 8 /* heads of a group that look at keys together */
@@ -30,13 +31,14 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t uints __attribute__((vector_size(64)));
 typedef uint16_t shorts __attribute__((vector_size(32)));
+typedef int8_t bytes __attribute__((vector_size(16)));
 
 enum activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
 enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
 
 /* RMSNorm. */
 struct norm {
-    const void* weight; /* NULL: there is none */
+    const void *weight; /* NULL: there is none */
     float eps;
     int32_t is_bf16; /* the weight */
 };
@@ -44,16 +46,17 @@ struct norm {
 /* What stands around a half: out = hidden + multiplier * after(half(before(hidden))). */
 struct residual {
     struct norm before, after;
-    const void* hidden; /* [n_rows, width] */
-    void* out;          /* [n_rows, width] */
-    void* inner;        /* room for [n_rows, width] */
+    const void *hidden; /* [n_rows, width] */
+    void *out;          /* [n_rows, width] */
+    void *inner;        /* room for [n_rows, width] */
     int64_t n_rows, width;
     float multiplier;
     int32_t is_bf16; /* all rows, keys and values: else they are float32 */
     struct team team;
 };
 
-/* Keys and values [KV heads, capacity, head size] that a slot keeps in one layer, from position `first` on. */
+/* Keys and values [KV heads, capacity, kept_bytes] that a slot keeps in one layer, from position `first` on. As they
+ * come, or rounded to int8 as kv_rows.py does it: a head's columns, then a bfloat16 scale for each group of them. */
 struct kept {
     void *keys, *values;
     int64_t first, capacity;
@@ -61,7 +64,7 @@ struct kept {
 
 /* The rows [start, end) of one slot, `position` the first one's. */
 struct span {
-    const struct kept* layers;
+    const struct kept *layers;
     int64_t start, end, position;
     int64_t is_chunk; /* somebody else attends over it */
 };
@@ -70,34 +73,36 @@ struct attention_half {
     struct residual residual;
     struct norm heads; /* [n_heads + n_kv_heads, head_size] */
     struct product *qkv, *output;
-    int8_t* room;          /* of the products */
+    int8_t *room;          /* of the products */
     const void *cos, *sin; /* [n_rows, n_rotated] */
-    void* looking;         /* room for [n_rows, n_heads + 2 * n_kv_heads, head_size] */
-    void* attended;        /* [n_rows, n_heads, head_size] */
-    const struct span* spans;
+    void *looking;         /* room for [n_rows, n_heads + 2 * n_kv_heads, head_size] */
+    void *attended;        /* [n_rows, n_heads, head_size] */
+    const struct span *spans;
     int64_t n_spans, layer, n_heads, n_kv_heads, head_size, n_rotated, window;
+    int64_t kept_bytes; /* of a key or value in a slot */
+    int64_t group;      /* columns that share a scale: a multiple of LANES; 0 where nothing is rounded */
     float scale;
 };
 
 struct mlp_half {
     struct residual residual;
     struct product *gate_up, *down;
-    int8_t* room;
-    void* gated;  /* room for [n_rows, 2 * n_inner] */
-    void* active; /* room for [n_rows, n_inner] */
+    int8_t *room;
+    void *gated;  /* room for [n_rows, 2 * n_inner] */
+    void *active; /* room for [n_rows, n_inner] */
     int64_t n_inner;
     int32_t activation;
 };
 
-INLINE const struct span* span_of(const struct attention_half* half, int64_t row) {
-    const struct span* span = half->spans;
+INLINE const struct span *span_of(const struct attention_half *half, int64_t row) {
+    const struct span *span = half->spans;
     while (row >= span->end) span++;
     return span;
 }
 
 /* Where in a row or slot a value is. */
-INLINE char* at(const void* values, int64_t index, int is_bf16) {
-    return (char*)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
+INLINE char *at(const void *values, int64_t index, int is_bf16) {
+    return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
 }
 
 INLINE int of_last(int64_t width, int64_t begin) { return width - begin < LANES ? (int)(width - begin) : LANES; }
@@ -132,7 +137,7 @@ struct steps {
 #include "halves_body.h"
 #endif
 
-static const struct steps* steps_for(const struct team* team) {
+static const struct steps *steps_for(const struct team *team) {
 #if defined(__x86_64__)
     if (team->isa == AVX512) return &steps_avx512;
     if (team->isa == AVX2) return &steps_avx2;
@@ -142,7 +147,7 @@ static const struct steps* steps_for(const struct team* team) {
     return &steps_portable;
 }
 
-static void multiply(struct product* p, const struct residual* residual, int8_t* room, const void* rows, void* out) {
+static void multiply(struct product *p, const struct residual *residual, int8_t *room, const void *rows, void *out) {
     p->rows = rows;
     p->out = out;
     p->rounded = room;
@@ -156,20 +161,20 @@ static void multiply(struct product* p, const struct residual* residual, int8_t*
 #define ROWS_AT_ONCE 8
 #define WORK_AT_ONCE 65536
 
-static const void* enter(const struct steps* steps, const struct residual* residual) {
+static const void *enter(const struct steps *steps, const struct residual *residual) {
     if (!residual->before.weight) return residual->hidden;
     shardnet_share_out(&residual->team, steps->enter, residual, residual->n_rows, ROWS_AT_ONCE);
     return residual->inner;
 }
 
-static void leave(const struct steps* steps, const struct residual* residual) {
+static void leave(const struct steps *steps, const struct residual *residual) {
     shardnet_share_out(&residual->team, steps->leave, residual, residual->n_rows, ROWS_AT_ONCE);
 }
 
-static int64_t most_seen(const struct attention_half* half) {
+static int64_t most_seen(const struct attention_half *half) {
     int64_t most = 1;
     for (int64_t i = 0; i < half->n_spans; i++) {
-        const struct span* span = &half->spans[i];
+        const struct span *span = &half->spans[i];
         int64_t seen = span->position + span->end - span->start;
         if (half->window && seen > half->window) seen = half->window;
         if (!span->is_chunk && seen > most) most = seen;
@@ -179,9 +184,9 @@ static int64_t most_seen(const struct attention_half* half) {
 
 /* --- what native_half.py calls. Everything in the structs has been checked by the caller. */
 
-void shardnet_attention_half(struct attention_half* half, int32_t parts) {
-    const struct residual* residual = &half->residual;
-    const struct steps* steps = steps_for(&residual->team);
+void shardnet_attention_half(struct attention_half *half, int32_t parts) {
+    const struct residual *residual = &half->residual;
+    const struct steps *steps = steps_for(&residual->team);
     if (parts & BEFORE) {
         multiply(half->qkv, residual, half->room, enter(steps, residual), half->looking);
         if (!(parts & STORE)) half->n_spans = 0;
@@ -199,9 +204,9 @@ void shardnet_attention_half(struct attention_half* half, int32_t parts) {
     }
 }
 
-void shardnet_mlp_half(struct mlp_half* half) {
-    const struct residual* residual = &half->residual;
-    const struct steps* steps = steps_for(&residual->team);
+void shardnet_mlp_half(struct mlp_half *half) {
+    const struct residual *residual = &half->residual;
+    const struct steps *steps = steps_for(&residual->team);
     multiply(half->gate_up, residual, half->room, enter(steps, residual), half->gated);
     shardnet_share_out(&residual->team, steps->activate, half, residual->n_rows, ROWS_AT_ONCE);
     multiply(half->down, residual, half->room, half->active, residual->inner);

@@ -1,7 +1,7 @@
 /* What halves.c compiles once for each instruction set: TARGET and NAME say for which. */
 
-INLINE TARGET lanes NAME(load)(const void* values, int64_t begin, int n, const int is_bf16) {
-    const char* from = at(values, begin, is_bf16);
+INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
+    const char *from = at(values, begin, is_bf16);
     if (is_bf16) {
         shorts narrow = {0};
         if (n == LANES)
@@ -18,8 +18,8 @@ INLINE TARGET lanes NAME(load)(const void* values, int64_t begin, int n, const i
     return wide;
 }
 
-INLINE TARGET void NAME(save)(void* values, int64_t begin, int n, lanes wide, const int is_bf16) {
-    char* to = at(values, begin, is_bf16);
+INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
+    char *to = at(values, begin, is_bf16);
     if (is_bf16) {
         const uints bits = (uints)wide;
         const uints is_nan = (uints)(wide != wide);
@@ -35,6 +35,17 @@ INLINE TARGET void NAME(save)(void* values, int64_t begin, int n, lanes wide, co
     } else {
         memcpy(to, &wide, (size_t)n * 4);
     }
+}
+
+INLINE TARGET lanes NAME(load_either)(const void *values, int64_t begin, int n, int is_bf16) {
+    return is_bf16 ? NAME(load)(values, begin, n, 1) : NAME(load)(values, begin, n, 0);
+}
+
+INLINE TARGET void NAME(save_either)(void *values, int64_t begin, int n, lanes wide, int is_bf16) {
+    if (is_bf16)
+        NAME(save)(values, begin, n, wide, 1);
+    else
+        NAME(save)(values, begin, n, wide, 0);
 }
 
 /* Sums and largest of 16 numbers, in a fixed order. */
@@ -73,7 +84,7 @@ INLINE TARGET lanes NAME(exponential)(lanes x) {
     return y * (lanes)((uints)(power + 127) << 23);
 }
 
-INLINE TARGET void NAME(norm_row)(const struct norm* norm, const void* weight, const void* in, void* out, int64_t width,
+INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, const void *in, void *out, int64_t width,
                                   const int is_bf16) {
     lanes squares = {0};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -83,12 +94,12 @@ INLINE TARGET void NAME(norm_row)(const struct norm* norm, const void* weight, c
     const float scale = 1.0f / sqrtf(NAME(sum)(squares) / (float)width + norm->eps);
     for (int64_t i = 0; i < width; i += LANES) {
         const int n = of_last(width, i);
-        const lanes w = norm->is_bf16 ? NAME(load)(weight, i, n, 1) : NAME(load)(weight, i, n, 0);
+        const lanes w = NAME(load_either)(weight, i, n, norm->is_bf16);
         NAME(save)(out, i, n, NAME(load)(in, i, n, is_bf16) * scale * w, is_bf16);
     }
 }
 
-INLINE TARGET void NAME(enter_rows)(const struct residual* r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(enter_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         NAME(norm_row)(&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16),
@@ -96,19 +107,19 @@ INLINE TARGET void NAME(enter_rows)(const struct residual* r, int64_t begin, int
     }
 }
 
-static TARGET void NAME(enter)(const void* argument, int64_t begin, int64_t end) {
-    const struct residual* r = argument;
+static TARGET void NAME(enter)(const void *argument, int64_t begin, int64_t end) {
+    const struct residual *r = argument;
     if (r->is_bf16)
         NAME(enter_rows)(r, begin, end, 1);
     else
         NAME(enter_rows)(r, begin, end, 0);
 }
 
-INLINE TARGET void NAME(leave_rows)(const struct residual* r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         void *inner = at(r->inner, place, is_bf16), *out = at(r->out, place, is_bf16);
-        const void* hidden = at(r->hidden, place, is_bf16);
+        const void *hidden = at(r->hidden, place, is_bf16);
         if (r->after.weight) NAME(norm_row)(&r->after, r->after.weight, inner, inner, r->width, is_bf16);
         for (int64_t i = 0; i < r->width; i += LANES) {
             const int n = of_last(r->width, i);
@@ -118,8 +129,8 @@ INLINE TARGET void NAME(leave_rows)(const struct residual* r, int64_t begin, int
     }
 }
 
-static TARGET void NAME(leave)(const void* argument, int64_t begin, int64_t end) {
-    const struct residual* r = argument;
+static TARGET void NAME(leave)(const void *argument, int64_t begin, int64_t end) {
+    const struct residual *r = argument;
     if (r->is_bf16)
         NAME(leave_rows)(r, begin, end, 1);
     else
@@ -127,7 +138,7 @@ static TARGET void NAME(leave)(const void* argument, int64_t begin, int64_t end)
 }
 
 /* Rotates the first columns of a head by its row's position; `sin` carries the sign. */
-INLINE TARGET void NAME(rotate)(void* head, const void* cos, const void* sin, int64_t n_rotated, const int is_bf16) {
+INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, int64_t n_rotated, const int is_bf16) {
     const int64_t half = n_rotated / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const int n = of_last(half, i);
@@ -139,33 +150,67 @@ INLINE TARGET void NAME(rotate)(void* head, const void* cos, const void* sin, in
     }
 }
 
+/* Rounds a key or value as kv_rows.py does, to the same bits. */
+INLINE TARGET void NAME(round_head)(const struct attention_half *half, const void *head, int8_t *to,
+                                    const int is_bf16) {
+    const lanes none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to even */
+    for (int64_t begin = 0; begin < half->head_size; begin += half->group) {
+        lanes most = none;
+        ints is_none = {0};
+        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+            const lanes size = (lanes)((ints)NAME(load)(head, i, LANES, is_bf16) & 0x7fffffff);
+            const ints is_more = size > most;
+            is_none |= size != size;
+            most = (lanes)((is_more & (ints)size) | (~is_more & (ints)most));
+        }
+        float largest = NAME(largest)(most) / 127.0f;
+        for (int i = 0; i < LANES; i++) largest = is_none[i] ? NAN : largest;
+        const uint16_t narrow = largest < 1.17549435e-38f ? 0 : to_bf16(largest);
+        memcpy(to + half->head_size + begin / half->group * 2, &narrow, 2);
+        const float scale = from_bf16(narrow);
+        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+            const lanes ratio = NAME(load)(head, i, LANES, is_bf16) / scale;
+            const ints is_number = ratio - ratio == 0;
+            const ints whole = is_number & ((ints)(ratio + magic) - 0x4b400000);
+            const bytes rounded = __builtin_convertvector(whole, bytes);
+            memcpy(to + i, &rounded, sizeof rounded);
+        }
+    }
+}
+
 /* Norm and rotation of each head of a row; keys and values go where its slot keeps them. */
-INLINE TARGET void NAME(turn_row)(const struct attention_half* half, int64_t row, const int is_bf16) {
+INLINE TARGET void NAME(turn_row)(const struct attention_half *half, int64_t row, const int is_bf16) {
     const int64_t size = half->head_size, n_turned = half->n_heads + half->n_kv_heads;
-    char* heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
-    const char* cos = at(half->cos, row * half->n_rotated, is_bf16);
-    const char* sin = at(half->sin, row * half->n_rotated, is_bf16);
+    char *heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
+    const char *cos = at(half->cos, row * half->n_rotated, is_bf16);
+    const char *sin = at(half->sin, row * half->n_rotated, is_bf16);
     for (int64_t head = 0; head < n_turned; head++) {
-        char* own = at(heads, head * size, is_bf16);
+        char *own = at(heads, head * size, is_bf16);
         if (half->heads.weight)
             NAME(norm_row)(&half->heads, at(half->heads.weight, head * size, half->heads.is_bf16), own, own, size,
                            is_bf16);
         NAME(rotate)(own, cos, sin, half->n_rotated, is_bf16);
     }
     if (!half->n_spans) return;
-    const struct span* span = span_of(half, row);
-    const struct kept* kept = &span->layers[half->layer];
+    const struct span *span = span_of(half, row);
+    const struct kept *kept = &span->layers[half->layer];
     const int64_t place = span->position + row - span->start - kept->first;
-    const size_t bytes = (size_t)size * (is_bf16 ? 2 : 4);
     for (int64_t head = 0; head < half->n_kv_heads; head++) {
-        const int64_t to = (head * kept->capacity + place) * size;
-        memcpy(at(kept->keys, to, is_bf16), at(heads, (half->n_heads + head) * size, is_bf16), bytes);
-        memcpy(at(kept->values, to, is_bf16), at(heads, (n_turned + head) * size, is_bf16), bytes);
+        const int64_t to = (head * kept->capacity + place) * half->kept_bytes;
+        const char *key = at(heads, (half->n_heads + head) * size, is_bf16);
+        const char *value = at(heads, (n_turned + head) * size, is_bf16);
+        if (half->group) {
+            NAME(round_head)(half, key, (int8_t *)kept->keys + to, is_bf16);
+            NAME(round_head)(half, value, (int8_t *)kept->values + to, is_bf16);
+        } else {
+            memcpy((char *)kept->keys + to, key, (size_t)half->kept_bytes);
+            memcpy((char *)kept->values + to, value, (size_t)half->kept_bytes);
+        }
     }
 }
 
-static TARGET void NAME(turn)(const void* argument, int64_t begin, int64_t end) {
-    const struct attention_half* half = argument;
+static TARGET void NAME(turn)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_half *half = argument;
     for (int64_t row = begin; row < end; row++)
         if (half->residual.is_bf16)
             NAME(turn_row)(half, row, 1);
@@ -185,24 +230,41 @@ INLINE TARGET lanes NAME(fold)(lanes parts[LANES]) {
     return parts[0];
 }
 
-/* Reads 16 keys or values of a head; what is beyond `n` of them is zero. */
-INLINE TARGET void NAME(read_block)(lanes block[LANES][MAX_HEAD / LANES], const void* rows, int n, int64_t size,
-                                    const int n_chunks, const int is_bf16) {
-    for (int row = 0; row < LANES; row++)
-        for (int c = 0; c < n_chunks; c++)
-            block[row][c] =
-                row < n ? NAME(load)(rows, row * size + c * LANES, of_last(size, c * LANES), is_bf16) : (lanes){0};
+INLINE TARGET lanes NAME(rounded_columns)(const struct attention_half *half, const char *row, int64_t begin) {
+    uint16_t scale;
+    bytes narrow;
+    memcpy(&narrow, row + begin, sizeof narrow);
+    memcpy(&scale, row + half->head_size + begin / half->group * 2, 2);
+    return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
+}
+
+/* Reads 16 keys or values of a head as its slot keeps them; what is beyond `n` of them is zero. */
+static APART TARGET void NAME(read_block)(const struct attention_half *half, lanes block[LANES][MAX_HEAD / LANES],
+                                          const char *rows, int n) {
+    const int64_t size = half->head_size;
+    for (int row = 0; row < n; row++, rows += half->kept_bytes)
+        for (int64_t i = 0; i < size; i += LANES) {
+            lanes *to = &block[row][i / LANES];
+            if (half->group)
+                *to = NAME(rounded_columns)(half, rows, i);
+            else if (half->residual.is_bf16)
+                *to = NAME(load)(rows, i, of_last(size, i), 1);
+            else
+                *to = NAME(load)(rows, i, of_last(size, i), 0);
+        }
+    for (int row = n; row < LANES; row++)
+        for (int64_t i = 0; i < size; i += LANES) block[row][i / LANES] = (lanes){0};
 }
 
 /* Attends one row with some heads of a group, block by block, the softmax kept up as it goes. */
-INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const struct span* span, int64_t row,
-                                      int64_t kv_head, int64_t first_query, int n_queries, const int n_chunks,
-                                      const int is_bf16) {
+INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const struct span *span, int64_t row,
+                                      int64_t kv_head, int64_t first_query, int n_queries, const int n_chunks) {
+    const int is_bf16 = half->residual.is_bf16;
     const int64_t size = half->head_size, n_group = half->n_heads / half->n_kv_heads;
-    const struct kept* kept = &span->layers[half->layer];
+    const struct kept *kept = &span->layers[half->layer];
     const int64_t position = span->position + row - span->start;
     const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
-    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * size;
+    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * half->kept_bytes;
     const int64_t n_seen = position - first + 1, head = kv_head * n_group + first_query;
     const int64_t row_heads = half->n_heads + 2 * half->n_kv_heads;
     const lanes none = (lanes){0} - INFINITY;
@@ -215,14 +277,14 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
         sums[q] = (lanes){0};
         for (int c = 0; c < n_chunks; c++) {
             const int64_t from = (row * row_heads + head + q) * size + c * LANES;
-            queries[q][c] = NAME(load)(half->looking, from, of_last(size, c * LANES), is_bf16) * half->scale;
+            queries[q][c] = NAME(load_either)(half->looking, from, of_last(size, c * LANES), is_bf16) * half->scale;
             totals[q][c] = (lanes){0};
         }
     }
     for (int64_t seen = 0; seen < n_seen; seen += LANES) {
         const int n = of_last(n_seen, seen);
         const ints is_there = numbers < n;
-        NAME(read_block)(block, at(kept->keys, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        NAME(read_block)(half, block, (char *)kept->keys + begin + seen * half->kept_bytes, n);
         for (int q = 0; q < n_queries; q++) {
             lanes parts[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -242,7 +304,7 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
             sums[q] += shares;
             memcpy(weights[q], &shares, sizeof shares);
         }
-        NAME(read_block)(block, at(kept->values, begin + seen * size, is_bf16), n, size, n_chunks, is_bf16);
+        NAME(read_block)(half, block, (char *)kept->values + begin + seen * half->kept_bytes, n);
         for (int q = 0; q < n_queries; q++)
             for (int c = 0; c < n_chunks; c++)
                 for (int i = 0; i < LANES; i++) totals[q][c] += weights[q][i] * block[i][c];
@@ -251,41 +313,44 @@ INLINE TARGET void NAME(attend_group)(const struct attention_half* half, const s
         const float share = 1.0f / NAME(sum)(sums[q]);
         for (int c = 0; c < n_chunks; c++) {
             const int64_t to = (row * half->n_heads + head + q) * size + c * LANES;
-            NAME(save)(half->attended, to, of_last(size, c * LANES), totals[q][c] * share, is_bf16);
+            NAME(save_either)(half->attended, to, of_last(size, c * LANES), totals[q][c] * share, is_bf16);
         }
     }
 }
 
-INLINE TARGET void NAME(attend_row)(const struct attention_half* half, int64_t row, int64_t kv_head,
-                                    const int is_bf16) {
-    const struct span* span = span_of(half, row);
-    const int64_t n_group = half->n_heads / half->n_kv_heads;
-    const int n_chunks = (int)((half->head_size + LANES - 1) / LANES);
-    if (span->is_chunk) return;
-    for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
-        const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
-        switch (n_chunks) { /* the usual sizes, so that the compiler unrolls */
-            case 4:
-                NAME(attend_group)(half, span, row, kv_head, query, n, 4, is_bf16);
-                break;
-            case 8:
-                NAME(attend_group)(half, span, row, kv_head, query, n, 8, is_bf16);
-                break;
-            default:
-                NAME(attend_group)(half, span, row, kv_head, query, n, n_chunks, is_bf16);
-        }
-    }
+/* The usual sizes, so that the compiler unrolls, and any other. */
+static APART TARGET void NAME(attend_64)(const struct attention_half *half, const struct span *span, int64_t row,
+                                         int64_t kv_head, int64_t query, int n_queries) {
+    NAME(attend_group)(half, span, row, kv_head, query, n_queries, 4);
+}
+
+static APART TARGET void NAME(attend_128)(const struct attention_half *half, const struct span *span, int64_t row,
+                                          int64_t kv_head, int64_t query, int n_queries) {
+    NAME(attend_group)(half, span, row, kv_head, query, n_queries, 8);
+}
+
+static APART TARGET void NAME(attend_any)(const struct attention_half *half, const struct span *span, int64_t row,
+                                          int64_t kv_head, int64_t query, int n_queries) {
+    NAME(attend_group)(half, span, row, kv_head, query, n_queries, (int)((half->head_size + LANES - 1) / LANES));
 }
 
 /* An item is one row and one KV head. */
-static TARGET void NAME(attend)(const void* argument, int64_t begin, int64_t end) {
-    const struct attention_half* half = argument;
+static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_half *half = argument;
+    const int64_t n_group = half->n_heads / half->n_kv_heads;
     for (int64_t item = begin; item < end; item++) {
         const int64_t row = item / half->n_kv_heads, kv_head = item % half->n_kv_heads;
-        if (half->residual.is_bf16)
-            NAME(attend_row)(half, row, kv_head, 1);
-        else
-            NAME(attend_row)(half, row, kv_head, 0);
+        const struct span *span = span_of(half, row);
+        if (span->is_chunk) continue;
+        for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
+            const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
+            if (half->head_size == 64)
+                NAME(attend_64)(half, span, row, kv_head, query, n);
+            else if (half->head_size == 128)
+                NAME(attend_128)(half, span, row, kv_head, query, n);
+            else
+                NAME(attend_any)(half, span, row, kv_head, query, n);
+        }
     }
 }
 
@@ -298,7 +363,7 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
-INLINE TARGET void NAME(activate_rows)(const struct mlp_half* half, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(activate_rows)(const struct mlp_half *half, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t width = half->n_inner;
     for (int64_t row = begin; row < end; row++)
         for (int64_t i = 0; i < width; i += LANES) {
@@ -309,8 +374,8 @@ INLINE TARGET void NAME(activate_rows)(const struct mlp_half* half, int64_t begi
         }
 }
 
-static TARGET void NAME(activate)(const void* argument, int64_t begin, int64_t end) {
-    const struct mlp_half* half = argument;
+static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t end) {
+    const struct mlp_half *half = argument;
     if (half->residual.is_bf16)
         NAME(activate_rows)(half, begin, end, 1);
     else

@@ -87,8 +87,7 @@ INLINE void widen(lanes values[MAX_GROUP], int type, int group) {
 }
 
 /* Reads the inputs from `begin` on of the outputs from `first` on; what is missing is zero. */
-INLINE void read_group(const struct packing *p, int64_t first, int64_t begin, int group,
-                       lanes values[MAX_GROUP]) {
+INLINE void read_group(const struct packing *p, int64_t first, int64_t begin, int group, lanes values[MAX_GROUP]) {
     const int n = (int)(p->n_in - begin < group ? p->n_in - begin : group);
     const int n_outputs = (int)(p->n_out - first < LANES ? p->n_out - first : LANES);
     uint32_t *lane = (uint32_t *)values;
@@ -173,8 +172,7 @@ INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
     const lanes inverse = inverse_of(from_f16(best));
     put_scales(best, scales);
     for (int i = 0; i < 32; i += 8, out += QUAD_BYTES) {
-        const bit_lanes both = quad(values + i, inverse, -8, 7, 8) |
-                               quad(values + i + 4, inverse, -8, 7, 8) << 4;
+        const bit_lanes both = quad(values + i, inverse, -8, 7, 8) | quad(values + i + 4, inverse, -8, 7, 8) << 4;
         memcpy(out, &both, sizeof both);
     }
 }
@@ -217,8 +215,7 @@ INLINE void turn_panel(const struct packing *p, int64_t panel) {
             if (n_in - 2 * begin >= 2 * PANEL)
                 for (int k = 0; k < PANEL; k++) square[k][o] = pair_at(from + 2 * k, 2);
             else
-                for (int k = 0; k < n; k++)
-                    square[k][o] = pair_at(from + 2 * k, n_in - 2 * (begin + k));
+                for (int k = 0; k < n; k++) square[k][o] = pair_at(from + 2 * k, n_in - 2 * (begin + k));
         }
         memcpy(out, square, (size_t)n * QUAD_BYTES);
     }
@@ -233,8 +230,8 @@ __attribute__((target("avx2"))) static void avx2_panel(const struct packing *p, 
     round_panel(p, panel);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void avx512_panel(
-    const struct packing *p, int64_t panel) {
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void avx512_panel(const struct packing *p,
+                                                                                       int64_t panel) {
     round_panel(p, panel);
 }
 #endif

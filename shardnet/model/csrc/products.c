@@ -40,17 +40,17 @@
 /* --- rows to int8 */
 
 /* Where a row's group `g` begins in its tile, and how many bytes its quads lie apart. */
-INLINE int8_t* tile_of(const struct product* p, int64_t row, int64_t g, int32_t* stride) {
+INLINE int8_t *tile_of(const struct product *p, int64_t row, int64_t g, int32_t *stride) {
     int64_t first = row / MAX_TILE * MAX_TILE;
     int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     *stride = (int32_t)n_rows * 4;
     return p->rounded + first * p->n_groups * p->group + g * p->group * n_rows + (row - first) * 4;
 }
 
-INLINE void round_row(const struct product* p, int64_t row) {
+INLINE void round_row(const struct product *p, int64_t row) {
     const int32_t group = p->group;
-    const float* wide = (const float*)p->rows + row * p->n_in;
-    const uint16_t* narrow = (const uint16_t*)p->rows + row * p->n_in;
+    const float *wide = (const float *)p->rows + row * p->n_in;
+    const uint16_t *narrow = (const uint16_t *)p->rows + row * p->n_in;
     float values[INT8_GROUP];
     int8_t rounded[INT8_GROUP];
     for (int64_t g = 0; g < p->n_groups; g++) {
@@ -69,7 +69,7 @@ INLINE void round_row(const struct product* p, int64_t row) {
         float scale = is_finite ? largest / 127.0f : NAN;
         float inverse = is_finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
         int32_t stride;
-        int8_t* out = tile_of(p, row, g, &stride);
+        int8_t *out = tile_of(p, row, g, &stride);
         int32_t sum = 0;
         for (int32_t i = 0; i < group; i++) {
             /* Adding 1.5 * 2^23 rounds to even and leaves the number in the low bits. */
@@ -87,13 +87,13 @@ INLINE void round_row(const struct product* p, int64_t row) {
 
 /* --- rows for bfloat16 weights: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
 
-INLINE void lay_out_row(const struct product* p, int64_t row) {
+INLINE void lay_out_row(const struct product *p, int64_t row) {
     const int64_t first = row / MAX_TILE * MAX_TILE, n_in = p->n_in;
     const int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
-    const float* wide = (const float*)p->rows + row * n_in;
-    const uint16_t* narrow = (const uint16_t*)p->rows + row * n_in;
+    const float *wide = (const float *)p->rows + row * n_in;
+    const uint16_t *narrow = (const uint16_t *)p->rows + row * n_in;
     if (p->pairs) {
-        uint16_t* out = (uint16_t*)p->rounded + first * even_inputs(p) + (row - first) * 2;
+        uint16_t *out = (uint16_t *)p->rounded + first * even_inputs(p) + (row - first) * 2;
         for (int64_t i = 0; i + 1 < n_in; i += 2) memcpy(out + i * n_rows, narrow + i, 4);
         if (n_in % 2) {
             out[(n_in - 1) * n_rows] = narrow[n_in - 1];
@@ -101,12 +101,12 @@ INLINE void lay_out_row(const struct product* p, int64_t row) {
         }
         return;
     }
-    float* out = (float*)p->rounded + first * even_inputs(p) + (row - first);
+    float *out = (float *)p->rounded + first * even_inputs(p) + (row - first);
     for (int64_t i = 0; i < n_in; i++) out[i * n_rows] = p->is_bf16 ? from_bf16(narrow[i]) : wide[i];
     if (n_in % 2) out[n_in * n_rows] = 0;
 }
 
-static const struct tiles* tiles_for(const struct product* p) {
+static const struct tiles *tiles_for(const struct product *p) {
 #if defined(__x86_64__)
     if (p->team.isa == AVX512 && p->bits == 16) return p->pairs ? &avx512_pairs_tiles : &avx512_wide_tiles;
     if (p->team.isa == AVX512) return p->bits == 8 ? &avx512_eight_tiles : &avx512_four_tiles;
@@ -119,7 +119,7 @@ static const struct tiles* tiles_for(const struct product* p) {
     return p->bits == 16 ? &portable_wide_tiles : &portable_rounded_tiles;
 }
 
-static void store(const struct product* p, int64_t row, int64_t panel, const float* sums) {
+static void store(const struct product *p, int64_t row, int64_t panel, const float *sums) {
     int64_t begin = panel * PANEL;
     int n = (int)(p->n_out - begin < PANEL ? p->n_out - begin : PANEL);
     float values[PANEL];
@@ -127,17 +127,17 @@ static void store(const struct product* p, int64_t row, int64_t panel, const flo
     if (p->bias)
         for (int o = 0; o < n; o++) values[o] += p->bias[begin + o];
     if (p->is_bf16) {
-        uint16_t* out = (uint16_t*)p->out + row * p->n_out + begin;
+        uint16_t *out = (uint16_t *)p->out + row * p->n_out + begin;
         for (int o = 0; o < n; o++) out[o] = to_bf16(values[o]);
     } else {
-        memcpy((float*)p->out + row * p->n_out + begin, values, sizeof(float) * (size_t)n);
+        memcpy((float *)p->out + row * p->n_out + begin, values, sizeof(float) * (size_t)n);
     }
 }
 
 /* --- the work */
 
-static void round_rows(const void* argument, int64_t begin, int64_t end) {
-    const struct product* p = argument;
+static void round_rows(const void *argument, int64_t begin, int64_t end) {
+    const struct product *p = argument;
     for (int64_t row = begin; row < end; row++)
         if (p->bits == 16)
             lay_out_row(p, row);
@@ -145,9 +145,9 @@ static void round_rows(const void* argument, int64_t begin, int64_t end) {
             round_row(p, row);
 }
 
-static void multiply_panels(const void* argument, int64_t begin, int64_t end) {
-    const struct product* p = argument;
-    const struct tiles* tiles = tiles_for(p);
+static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
+    const struct product *p = argument;
+    const struct tiles *tiles = tiles_for(p);
     const int64_t panel_bytes = bytes_of_panel(p);
     float sums[2][MAX_TILE][PANEL];
     int n_panels;
@@ -167,13 +167,13 @@ static void multiply_panels(const void* argument, int64_t begin, int64_t end) {
 
 struct job {
     work_function work;
-    const void* argument;
+    const void *argument;
     atomic_long next;
     int64_t n_items, piece;
 };
 
-static void take_pieces(void* argument) {
-    struct job* job = argument;
+static void take_pieces(void *argument) {
+    struct job *job = argument;
     int64_t begin;
     while ((begin = atomic_fetch_add(&job->next, 1) * job->piece) < job->n_items) {
         int64_t end = begin + job->piece;
@@ -181,7 +181,7 @@ static void take_pieces(void* argument) {
     }
 }
 
-void shardnet_share_out(const struct team* team, work_function work, const void* argument, int64_t n_items,
+void shardnet_share_out(const struct team *team, work_function work, const void *argument, int64_t n_items,
                         int64_t piece) {
     struct job job = {.work = work, .argument = argument, .n_items = n_items, .piece = piece};
     if (!team->parallel || team->n_threads < 2 || n_items <= piece) {
@@ -229,16 +229,16 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Says by its name what the structs are: native.py looks for its own version. */
-void shardnet_version_4(void) {}
+void shardnet_version_5(void) {}
 
-void shardnet_multiply(struct product* p) {
+void shardnet_multiply(struct product *p) {
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
     /* Pieces of about 128 KiB of weights, and of whole pairs of panels: small enough to share out evenly, large enough
      * to pay. */
     const int64_t bytes = bytes_of_panel(p), pairs = 65536 / (bytes ? bytes : 1);
     p->pairs = p->has_pairs && p->is_bf16;
-    p->scales = (float*)(p->rounded + p->n_rows * p->n_groups * p->group);
-    p->offsets = (int32_t*)(p->scales + p->n_rows * p->n_groups);
+    p->scales = (float *)(p->rounded + p->n_rows * p->n_groups * p->group);
+    p->offsets = (int32_t *)(p->scales + p->n_rows * p->n_groups);
     shardnet_share_out(&p->team, round_rows, p, p->n_rows, 16);
     shardnet_share_out(&p->team, multiply_panels, p, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }

@@ -17,7 +17,7 @@
 enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3 };
 
 /* Runs a function on several threads, as GOMP_parallel does. */
-typedef void (*parallel_function)(void (*)(void*), void*, unsigned, unsigned);
+typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
 
 /* The threads of a call, the caller's own among them. */
 struct team {
@@ -27,20 +27,20 @@ struct team {
 };
 
 /* Does the items [begin, end) of a job. */
-typedef void (*work_function)(const void* argument, int64_t begin, int64_t end);
+typedef void (*work_function)(const void *argument, int64_t begin, int64_t end);
 
 /* Has `n_items` done in pieces of `piece`: whoever is free takes the next one. */
-void shardnet_share_out(const struct team* team, work_function work, const void* argument, int64_t n_items,
+void shardnet_share_out(const struct team *team, work_function work, const void *argument, int64_t n_items,
                         int64_t piece);
 
 struct product {
-    const uint8_t* weights; /* packed */
-    const void* rows;       /* [n_rows, n_in] float32 or bfloat16 */
-    void* out;              /* [n_rows, n_out], of the same type */
-    const float* bias;      /* [n_out], or NULL */
-    int8_t* rounded;        /* room for [tiles][quads][rows of the tile][4 inputs], scales and offsets */
-    float* scales;          /* [n_rows, n_groups], in that room */
-    int32_t* offsets;       /* [n_rows, n_groups], in that room: what unsigned weights add too much */
+    const uint8_t *weights; /* packed */
+    const void *rows;       /* [n_rows, n_in] float32 or bfloat16 */
+    void *out;              /* [n_rows, n_out], of the same type */
+    const float *bias;      /* [n_out], or NULL */
+    int8_t *rounded;        /* room for [tiles][quads][rows of the tile][4 inputs], scales and offsets */
+    float *scales;          /* [n_rows, n_groups], in that room */
+    int32_t *offsets;       /* [n_rows, n_groups], in that room: what unsigned weights add too much */
     struct team team;
     int64_t n_rows, n_in, n_out, n_groups;
     int32_t group;     /* inputs of a group: INT8_GROUP or INT4_GROUP */
@@ -51,7 +51,7 @@ struct product {
 };
 
 /* out = rows * weights^T + bias. Everything in `p` has been checked by the caller. */
-void shardnet_multiply(struct product* p);
+void shardnet_multiply(struct product *p);
 
 INLINE float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;

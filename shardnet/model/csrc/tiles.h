@@ -8,7 +8,7 @@
 #define MAX_TILE 8 /* rows of a tile */
 
 /* sums[panel][row][output] of the rows from `row` on; `w` is where the first panel begins. */
-typedef void (*tile_function)(const struct product* p, const uint8_t* w, int64_t row, int n_rows,
+typedef void (*tile_function)(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
                               float sums[2][MAX_TILE][PANEL]);
 
 /* What an instruction set has for one kind of weights. */
@@ -16,29 +16,29 @@ struct tiles {
     tile_function one, two; /* `two` may be NULL */
 };
 
-INLINE int64_t even_inputs(const struct product* p) { return (p->n_in + 1) / 2 * 2; }
+INLINE int64_t even_inputs(const struct product *p) { return (p->n_in + 1) / 2 * 2; }
 
-INLINE int64_t bytes_of_group(const struct product* p) { return SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8; }
+INLINE int64_t bytes_of_group(const struct product *p) { return SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8; }
 
-INLINE int64_t bytes_of_panel(const struct product* p) {
+INLINE int64_t bytes_of_panel(const struct product *p) {
     return p->bits == 16 ? even_inputs(p) / 2 * QUAD_BYTES : p->n_groups * bytes_of_group(p);
 }
 
 /* Where a tile's rows lie: float32 [inputs][rows of the tile], or bfloat16 [pairs of inputs][rows of the tile][2]. */
-INLINE const float* floats_of(const struct product* p, int64_t row) {
-    return (const float*)p->rounded + row * even_inputs(p);
+INLINE const float *floats_of(const struct product *p, int64_t row) {
+    return (const float *)p->rounded + row * even_inputs(p);
 }
 
-INLINE const uint16_t* pairs_of(const struct product* p, int64_t row) {
-    return (const uint16_t*)p->rounded + row * even_inputs(p);
+INLINE const uint16_t *pairs_of(const struct product *p, int64_t row) {
+    return (const uint16_t *)p->rounded + row * even_inputs(p);
 }
 
 /* Where a tile's rounded rows lie: [quads of inputs][rows of the tile][4]. */
-INLINE const int8_t* quads_of(const struct product* p, int64_t row) {
+INLINE const int8_t *quads_of(const struct product *p, int64_t row) {
     return p->rounded + row * p->n_groups * p->group;
 }
 
-INLINE int32_t quad_at(const void* x) {
+INLINE int32_t quad_at(const void *x) {
     int32_t quad;
     memcpy(&quad, x, 4);
     return quad;
@@ -74,7 +74,7 @@ INLINE int32_t quad_at(const void* x) {
     }
 
 #define TILE(NAME, TARGET, CALL)                                                                \
-    static TARGET void NAME(const struct product* p, const uint8_t* w, int64_t row, int n_rows, \
+    static TARGET void NAME(const struct product *p, const uint8_t *w, int64_t row, int n_rows, \
                             float sums[2][MAX_TILE][PANEL]) {                                   \
         BY_ROWS(CALL)                                                                           \
     }

@@ -6,10 +6,10 @@
 #define AVX2_ROWS_OF_BOTH 3
 
 /* Rows of float32, for `n_halves` halves of a panel from `half` on. */
-INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int n_halves, int half, const struct product* p,
-                                   const uint8_t* w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
+INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int n_halves, int half, const struct product *p,
+                                   const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-    const float* x = floats_of(p, row);
+    const float *x = floats_of(p, row);
     __m256 total[2][MAX_TILE];
     for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
@@ -17,7 +17,7 @@ INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int n_halves, int hal
     for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_rows) {
         __m256 first[2], second[2];
         for (int h = 0; h < n_halves; h++) {
-            const __m256i both = _mm256_loadu_si256((const __m256i*)(w + 32 * h));
+            const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * h));
             first[h] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
             second[h] = _mm256_castsi256_ps(_mm256_and_si256(both, high));
         }
@@ -34,12 +34,12 @@ INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int n_halves, int hal
 
 /* Rounded rows and weights. */
 INLINE WITH_AVX2 void avx2_rounded_of(const int n_rows, const int n_halves, int half, const int bits,
-                                      const struct product* p, const uint8_t* w, int64_t row,
+                                      const struct product *p, const uint8_t *w, int64_t row,
                                       float sums[2][MAX_TILE][PANEL]) {
     const int32_t group = p->group;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const __m256i flip = _mm256_set1_epi8((char)0x80);
-    const int8_t* x = quads_of(p, row);
+    const int8_t *x = quads_of(p, row);
     __m256 total[2][MAX_TILE];
     for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
@@ -47,13 +47,13 @@ INLINE WITH_AVX2 void avx2_rounded_of(const int n_rows, const int n_halves, int 
         __m256 scale[2];
         __m256i sum[2][MAX_TILE];
         for (int h = 0; h < n_halves; h++)
-            scale[h] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(w + 16 * (half + h))));
+            scale[h] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w + 16 * (half + h))));
         for (int r = 0; r < n_rows; r++)
             sum[0][r] = sum[1][r] = _mm256_set1_epi32(bits == 8 ? 0 : p->offsets[(row + r) * p->n_groups + g]);
         w += SCALE_BYTES;
         for (int32_t k = 0; k < group; k += bits == 8 ? 4 : 8, w += QUAD_BYTES) {
             for (int h = 0; h < n_halves; h++) {
-                const __m256i both = _mm256_loadu_si256((const __m256i*)(w + 32 * (half + h)));
+                const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * (half + h)));
                 if (bits == 8) {
                     const __m256i own = _mm256_xor_si256(both, flip), size = _mm256_abs_epi8(own);
                     for (int r = 0; r < n_rows; r++) {

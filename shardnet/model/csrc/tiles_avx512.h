@@ -10,14 +10,14 @@
 #define AHEAD 4096
 #define ASKING_ROWS 6
 
-INLINE WITH_AVX512 void avx512_ask_for(const uint8_t* w) { _mm_prefetch((const char*)w + AHEAD, _MM_HINT_T1); }
+INLINE WITH_AVX512 void avx512_ask_for(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
 /* Rows of float32. */
-INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, const struct product* p, const uint8_t* w,
+INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, const struct product *p, const uint8_t *w,
                                        int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int64_t panel = bytes_of_panel(p);
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-    const float* x = floats_of(p, row);
+    const float *x = floats_of(p, row);
     const int asks = n_rows >= ASKING_ROWS / 2 && row == 0;
     __m512 total[2][MAX_TILE];
     for (int q = 0; q < n_panels; q++)
@@ -44,10 +44,10 @@ INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, con
 }
 
 /* Rows of bfloat16, multiplied in pairs. */
-INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panels, const struct product* p,
-                                             const uint8_t* w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
+INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panels, const struct product *p,
+                                             const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int64_t panel = bytes_of_panel(p);
-    const uint16_t* x = pairs_of(p, row);
+    const uint16_t *x = pairs_of(p, row);
     const int asks = n_rows >= ASKING_ROWS && row == 0;
     __m512 total[2][MAX_TILE];
     for (int q = 0; q < n_panels; q++)
@@ -56,7 +56,7 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
         __m512bh pairs[2];
         for (int q = 0; q < n_panels; q++) {
             pairs[q] = (__m512bh)_mm512_loadu_si512(w + q * panel);
-            if (asks) _mm_prefetch((const char*)w + q * panel + AHEAD, _MM_HINT_T1);
+            if (asks) _mm_prefetch((const char *)w + q * panel + AHEAD, _MM_HINT_T1);
         }
         for (int r = 0; r < n_rows; r++) {
             const __m512bh own = (__m512bh)_mm512_set1_epi32(quad_at(x + 2 * r));
@@ -68,11 +68,11 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
 }
 
 /* Rounded rows and weights, one panel at a time: with two, registers run out. The sums of groups stay in memory. */
-INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, const struct product* p, const uint8_t* w,
+INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, const struct product *p, const uint8_t *w,
                                           int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int group = bits == 8 ? INT8_GROUP : INT4_GROUP, group_bytes = SCALE_BYTES + group * PANEL * bits / 8;
     const __m512i low = _mm512_set1_epi8(15);
-    const int8_t* x = quads_of(p, row);
+    const int8_t *x = quads_of(p, row);
     const int asks = n_rows >= ASKING_ROWS / 2 && row == 0;
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], _mm512_setzero_ps());
     for (int64_t g = 0; g < p->n_groups; g++, w += group_bytes) {
@@ -81,7 +81,7 @@ INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, cons
             for (int byte = 0; byte < group_bytes; byte += 64) avx512_ask_for(w + byte);
         for (int r = 0; r < n_rows; r++) sum[r] = _mm512_set1_epi32(p->offsets[(row + r) * p->n_groups + g]);
         for (int quad = 0; quad < group / 4; quad += 2, x += 8 * n_rows) {
-            const uint8_t* quads = w + SCALE_BYTES + quad * QUAD_BYTES * bits / 8;
+            const uint8_t *quads = w + SCALE_BYTES + quad * QUAD_BYTES * bits / 8;
             const __m512i both = _mm512_loadu_si512(quads);
             const __m512i first = bits == 8 ? both : _mm512_and_si512(both, low);
             const __m512i second =
@@ -91,7 +91,7 @@ INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, cons
             for (int r = 0; r < n_rows; r++)
                 sum[r] = _mm512_dpbusd_epi32(sum[r], second, _mm512_set1_epi32(quad_at(x + 4 * (n_rows + r))));
         }
-        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)w));
+        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)w));
         for (int r = 0; r < n_rows; r++) {
             const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[(row + r) * p->n_groups + g]));
             const __m512 before = _mm512_loadu_ps(sums[0][r]);

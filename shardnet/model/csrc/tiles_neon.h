@@ -5,12 +5,12 @@
 #define WITH_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
 
 /* Rows of float32. */
-INLINE void neon_wide_of(const int n_rows, const struct product* p, const uint8_t* w, int64_t row,
+INLINE void neon_wide_of(const int n_rows, const struct product *p, const uint8_t *w, int64_t row,
                          float sums[2][MAX_TILE][PANEL]) {
     const uint32x4_t high = vdupq_n_u32(0xffff0000u);
     for (int part = 0; part < 4; part++) {
-        const uint8_t* at = w + 16 * part;
-        const float* x = floats_of(p, row);
+        const uint8_t *at = w + 16 * part;
+        const float *x = floats_of(p, row);
         float32x4_t total[MAX_TILE];
         for (int r = 0; r < n_rows; r++) total[r] = vdupq_n_f32(0);
         for (int64_t k = 0; k < p->n_in; k += 2, at += QUAD_BYTES, x += 2 * n_rows) {
@@ -24,21 +24,21 @@ INLINE void neon_wide_of(const int n_rows, const struct product* p, const uint8_
     }
 }
 
-INLINE int8x16_t neon_spread(const int8_t* x) { return vreinterpretq_s8_s32(vdupq_n_s32(quad_at(x))); }
+INLINE int8x16_t neon_spread(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(quad_at(x))); }
 
 /* Rounded rows and weights. */
-INLINE WITH_NEON void neon_rounded_of(const int n_rows, const int bits, const struct product* p, const uint8_t* w,
+INLINE WITH_NEON void neon_rounded_of(const int n_rows, const int bits, const struct product *p, const uint8_t *w,
                                       int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int32_t group = p->group;
     const uint8x16_t low = vdupq_n_u8(15), flip = vdupq_n_u8(0x80);
     for (int part = 0; part < 4; part++) {
-        const uint8_t* at = w;
-        const int8_t* x = quads_of(p, row);
+        const uint8_t *at = w;
+        const int8_t *x = quads_of(p, row);
         float32x4_t total[MAX_TILE];
         for (int r = 0; r < n_rows; r++) total[r] = vdupq_n_f32(0);
         for (int64_t g = 0; g < p->n_groups; g++, at += bytes_of_group(p)) {
-            const float32x4_t scale = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)(at + 8 * part))));
-            const uint8_t* quads = at + SCALE_BYTES + 16 * part;
+            const float32x4_t scale = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(at + 8 * part))));
+            const uint8_t *quads = at + SCALE_BYTES + 16 * part;
             int32x4_t sum[MAX_TILE];
             for (int r = 0; r < n_rows; r++)
                 sum[r] = vdupq_n_s32(bits == 8 ? 0 : p->offsets[(row + r) * p->n_groups + g]);

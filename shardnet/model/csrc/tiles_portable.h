@@ -15,14 +15,14 @@ INLINE float from_f16(uint16_t half) {
     return value;
 }
 
-static void portable_rounded(const struct product* p, const uint8_t* w, int64_t row, int n_rows,
+static void portable_rounded(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
                              float sums[2][MAX_TILE][PANEL]) {
     const int n_quads = p->group / 4, stride = 4 * n_rows;
     for (int64_t g = 0; g < p->n_groups; g++) {
         const uint8_t *scales = w + g * bytes_of_group(p), *quads = scales + SCALE_BYTES;
         for (int r = 0; r < n_rows; r++) {
             const int64_t at = (row + r) * p->n_groups + g;
-            const int8_t* x = quads_of(p, row) + g * p->group * n_rows + 4 * r;
+            const int8_t *x = quads_of(p, row) + g * p->group * n_rows + 4 * r;
             for (int o = 0; o < PANEL; o++) {
                 int32_t sum = p->offsets[at];
                 for (int q = 0; q < n_quads; q++)
@@ -40,9 +40,9 @@ static void portable_rounded(const struct product* p, const uint8_t* w, int64_t 
     }
 }
 
-static void portable_wide(const struct product* p, const uint8_t* w, int64_t row, int n_rows,
+static void portable_wide(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
                           float sums[2][MAX_TILE][PANEL]) {
-    const float* x = floats_of(p, row);
+    const float *x = floats_of(p, row);
     memset(sums[0], 0, sizeof sums[0]);
     for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES)
         for (int i = 0; i < 2; i++, x += n_rows)
