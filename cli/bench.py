@@ -22,7 +22,7 @@ from .option_groups import takes_groups
 from .options import Json
 from .progress import LoadBars
 from .ring_options import OnlineRingOptions
-from .run import run_command, say
+from .run import run_command, say, write_out
 from .target import Target, Wanted, open_target
 from .texts import print_json
 
@@ -141,7 +141,7 @@ async def _run(job: _Job) -> None:
             quality = await bench.score()
             bench.show({"perplexity": asdict(quality)})
             if not job.as_json:
-                print(
+                write_out(
                     f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per "
                     f"byte ({quality.n_tokens} tokens, {quality.took_s:.1f} s)"
                 )
@@ -166,11 +166,10 @@ class _Bench:
         speeds = [await self._round(n_sequences) for _ in range(self._job.rounds)]
         best = max(speeds, key=lambda speed: speed.decode_tok_s)
         if not self._job.as_json:
-            print(
+            write_out(
                 f"{n_sequences:3} sequences: first token after {best.ttft_s * 1e3:.0f} ms "
                 f"({best.prefill_tok_s:.0f} prompt tokens/s), "
-                f"{best.decode_tok_s:.1f} tokens/s",
-                flush=True,
+                f"{best.decode_tok_s:.1f} tokens/s"
             )
         return best
 

@@ -16,7 +16,7 @@ from shardnet.model.pack_cache import packed_models
 from shardnet.model.pack_cache import remove as remove_packed
 
 from .options import Json
-from .run import fail, say
+from .run import fail, say, write_out
 
 MIB = 2**20
 
@@ -35,18 +35,18 @@ def list_models(as_json: Json = False) -> None:
     except ShardnetError as error:
         fail(str(error))
     if as_json:
-        print(json.dumps([_as_json(model) for model in models]))
+        write_out(json.dumps([_as_json(model) for model in models]))
         return
     for model in models:
         state = "in use" if model.in_use else f"used {_age(time.time() - model.used_s)} ago"
-        print(
+        write_out(
             f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
             f"MiB  {state}  {model.name}"
         )
     packs = packed_models(cache.folder / PACKS_FOLDER)
     for packed in packs:
         age = _age(time.time() - packed.used_s)
-        print(
+        write_out(
             f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
             f"{age} ago  {packed.model}"
         )

@@ -22,7 +22,7 @@ from .access import Access
 from .option_groups import takes_groups
 from .progress import LoadBars
 from .ring_options import RingOptions
-from .run import EXIT_FAILURE, exit_codes, say
+from .run import EXIT_FAILURE, exit_codes, say, write_out
 from .sampling_options import MaxTokens, SamplingOptions, Temperature
 from .target import Wanted, open_target
 
@@ -116,17 +116,17 @@ class Conversation:
                         if event.error is not None:
                             raise event.error
                         answer += event.text
-                        print(event.text, end="", flush=True)
+                        write_out(event.text, end="")
                         if event.result is not None:
                             timing = event.result.timing
                             closing = (
                                 f"({event.result.usage.n_generated} tokens, first after "
                                 f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s)"
                             )
-            print(flush=True)
+            write_out()
             say(closing)
         except KeyboardInterrupt:
-            print(flush=True)
+            write_out()
             say("(stopped)")
         self._messages += [asked, {"role": "assistant", "content": answer}]
 
@@ -166,8 +166,8 @@ def _read_line(is_terminal: bool) -> str | None:
         try:
             return input("> ")
         except EOFError:
-            print(flush=True)
+            write_out()
             return None
         except KeyboardInterrupt:
-            print(flush=True)
+            write_out()
             say(f"({HELP})")

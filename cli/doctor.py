@@ -17,7 +17,7 @@ from shardnet.errors import ConfigurationError
 from .access import Access
 from .option_groups import takes_groups
 from .options import Json, NoMdns, Peer
-from .run import EXIT_FAILURE, run_command
+from .run import EXIT_FAILURE, run_command, write_out
 
 if TYPE_CHECKING:
     from shardnet.cluster.diagnosis_facts import Finding, KeyFacts
@@ -83,7 +83,7 @@ async def _run(
     )
     findings = diagnose(facts)
     if as_json:
-        print(msgspec.json.encode([_as_json(finding) for finding in findings]).decode())
+        write_out(msgspec.json.encode([_as_json(finding) for finding in findings]).decode())
     else:
         _print(findings)
     if any(finding.severity is Severity.PROBLEM for finding in findings):
@@ -114,7 +114,7 @@ def _print(findings: list[Finding]) -> None:
         lines[-n_more:] = [("ok", f"and {n_more} more findings are fine; --json has them all")]
     if not sys.stdout.isatty():
         for word, line in lines:
-            print(f"{word:7}  {line}")
+            write_out(f"{word:7}  {line}")
         return
     from rich.console import Console
     from rich.text import Text

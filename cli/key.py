@@ -16,7 +16,7 @@ from shardnet.cluster.cluster_key import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
 from .options import KeyFile
-from .run import fail, say
+from .run import fail, say, write_out
 
 TRIES = 3
 """How often a mistyped key may be typed again."""
@@ -42,7 +42,7 @@ def new(key_file: KeyFile = "", replace: Replace = False) -> None:
         store_key(key, path, replace=replace)
     except ShardnetError as error:
         fail(str(error))
-    print(key.text())
+    write_out(key.text())
     _tell("stored the new key", key, path)
     say("run `shardnet key join` on every other machine and type it there")
 
@@ -83,14 +83,14 @@ def show(key_file: KeyFile = "") -> None:
             )
     except ShardnetError as error:
         fail(str(error))
-    print(key.text())
+    write_out(key.text())
     _tell("this is the key", key, path)
 
 
 def _type_key() -> ClusterKey:
     """Ask at the terminal; what is typed is shown, as it has 28 characters."""
     for tries_left in reversed(range(TRIES)):
-        print("cluster key: ", end="", file=sys.stderr, flush=True)
+        say("cluster key: ", end="")
         try:
             return _read_key()
         except UsageError as error:

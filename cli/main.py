@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ from .node import node
 from .nodes import nodes
 from .plan import plan
 from .pull import pull
-from .run import fail
+from .run import exit_codes, fail, open_missing_streams, write_out
 from .status import status
 from .unload import unload
 
@@ -43,7 +44,7 @@ app.add_typer(cache_app)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"shardnet {__version__}")
+        write_out(f"shardnet {__version__}")
         raise typer.Exit
 
 
@@ -65,4 +66,9 @@ def configure(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    open_missing_streams()
+    try:
+        with exit_codes():
+            app()
+    except typer.Exit as end:
+        sys.exit(end.exit_code)

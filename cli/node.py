@@ -25,7 +25,7 @@ from .access import Access
 from .mdns import told_interfaces
 from .option_groups import takes_groups
 from .options import Json, NoMdns, Offline, Peer, keep_offline, parse_size
-from .run import run_command, say
+from .run import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node import Node
@@ -249,18 +249,24 @@ def _say_ready(flags: _Flags, node: Node) -> None:
             "version": __version__,
             "cluster": node.cluster,
         }
-        print(json.dumps(ready), flush=True)
+        write_out(json.dumps(ready))
     else:
         where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
         share = "as told" if flags.threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
-        print(f"{line} ({share})", flush=True)
+        write_out(f"{line} ({share})")
 
 
 def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
-    """Return an event that SIGTERM, SIGINT or, if wanted, the end of standard input sets."""
+    """Return an event that a signal to end or, if wanted, the end of standard input sets.
+
+    SIGHUP, which comes when the terminal is closed, is such a signal except under nohup.
+    """
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    for number in signals:
         loop.add_signal_handler(number, stopping.set)
     if until_stdin_closes:
         stdin = sys.stdin.fileno()

@@ -19,7 +19,7 @@ from .access import Access
 from .mdns import find_nearest
 from .option_groups import takes_groups
 from .options import Json, Nodes, NoMdns, Peer, split_nodes
-from .run import run_command, say
+from .run import run_command, say, write_out
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.table import Table
@@ -58,11 +58,11 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
     if not watch:
         infos = await _gather(named, access, mdns)
         if as_json:
-            print(msgspec.json.encode([_as_json(info) for info in infos]).decode())
+            write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
             Console().print(_table(infos))
         else:
-            print("no nodes found: start one with `shardnet node`, or name one with --peer")
+            write_out("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
     with Live(_table(await _gather(named, access, mdns)), auto_refresh=False) as live:
         while True:

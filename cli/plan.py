@@ -23,7 +23,7 @@ from .option_groups import takes_groups
 from .options import Json
 from .plan_text import plan_json, plan_text, run_json, run_text
 from .ring_options import OnlineRingOptions
-from .run import run_command
+from .run import run_command, write_out
 from .target import Wanted, connect_here, open_target
 
 
@@ -59,12 +59,12 @@ async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
     async with open_target(wanted) as target:
         with WireBar(wanted.choice.wire_dtype) as bar:
             reply = await target.client.plan(target.choice, bar.update, again=again)
-    print(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
+    write_out(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
 
 
 async def _show_last(wanted: Wanted, as_json: bool) -> None:
     run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], wanted.access)
-    print(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
+    write_out(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
 
 
 async def _last_run(addresses: list[str], access: Access) -> LastRun:

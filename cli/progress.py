@@ -121,10 +121,10 @@ class ProgressLine:
         if self._is_on and now >= self._next_s:
             self._next_s = now + 0.1
             self._shown = line
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            say(f"\r\x1b[K{line}", end="")
 
     def clear(self) -> None:
         """Take the line away; something else is written."""
         if self._shown:
             self._shown = ""
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say("\r\x1b[K", end="")

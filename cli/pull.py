@@ -19,7 +19,7 @@ from shardnet.types import LayerRange, parse_layer_range
 
 from .download_bars import DownloadBars
 from .options import Json, Offline, keep_offline
-from .run import EXIT_INTERRUPTED, fail, say
+from .run import EXIT_INTERRUPTED, fail, say, write_out
 from .texts import print_json
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def pull(
         raise typer.BadParameter(f"'{text}' is not ORG/NAME, ORG/NAME:GGUF or NAME")
     here = pulled_folder(name) if offline else None
     if here is not None:
-        print(here)
+        write_out(here)
     elif layers:
         _pull_layers(name, _one_range(layers), as_json=as_json)
     else:
@@ -135,7 +135,7 @@ def _pull_model(name: HubName, *, as_json: bool) -> None:
         say(f"  {file.name}  {file.size_bytes / MIB:.1f} MiB{digest}")
     news = _news(pulled.n_new_bytes)
     say(f"{pulled.name} (commit {pulled.commit[:12]}): {news}; use it with --model {pulled.name}")
-    print(pulled.folder)
+    write_out(pulled.folder)
 
 
 def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
@@ -160,7 +160,7 @@ def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
         f"{_news(pulled.n_new_bytes)}; `shardnet cache ls` shows them, a node of this machine "
         f"uses them with --model {pulled.name}"
     )
-    print(pulled.folder)
+    write_out(pulled.folder)
 
 
 def _pull_url(url: str, to: Path, sha256: str, *, as_json: bool) -> None:
@@ -195,7 +195,7 @@ def _pull_url(url: str, to: Path, sha256: str, *, as_json: bool) -> None:
         )
         return
     say(f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}; use it with --model")
-    print(path)
+    write_out(path)
 
 
 def _news(n_bytes: int) -> str:

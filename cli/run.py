@@ -1,14 +1,16 @@
-"""How a command runs: on which loop, and how it ends.
+"""How a command runs: on which loop, what it writes where, and how it ends.
 
-Knows the exit codes: 0 done, 1 a named failure in one line on standard error, 130 Ctrl-C.
+Knows the exit codes: 0 done, 1 a named failure in one line on standard error, 130 Ctrl-C. Who stops
+reading what a command writes, as `| head -1` does, ends it with 1 and without a line.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -33,24 +35,77 @@ def exit_codes() -> Iterator[None]:
     except ShardnetError as error:
         fail(str(error))
     except BaseExceptionGroup as group:
-        named, other = group.split(ShardnetError)
-        if named is None or other is not None:
-            raise
-        fail(str(first_error(named)))
+        _, other = group.split(ShardnetError)
+        if other is not None:
+            _, other = other.split(BrokenPipeError)
+            if other is not None:
+                raise
+            _nobody_reads()
+        fail(str(first_error(group)))
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; say nothing more
-        raise typer.Exit(EXIT_FAILURE) from None
+        _nobody_reads()
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def say(line: str) -> None:
-    """Print one line on standard error."""
-    print(line, file=sys.stderr, flush=True)
+def open_missing_streams() -> None:
+    """Put the null device where standard input, output or error were closed before the start.
+
+    Else the next file or socket takes the place of one, and would get what is meant for it; and
+    uvloop ends the process when it closes such a one.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def write_out(text: object = "", *, end: str = "\n") -> None:
+    """Print on standard output at once.
+
+    Raises BrokenPipeError when nobody reads it any more, ShardnetError when it cannot be written
+    for another reason, as on a full disk.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        _silence(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise ShardnetError(
+            f"standard output cannot be written: {error.strerror}; what came before may be there"
+        ) from error
+
+
+def say(line: str, *, end: str = "\n") -> None:
+    """Print one line on standard error.
+
+    Where nobody reads that any more it is dropped: no node and no generation fails because whoever
+    started it has gone.
+    """
+    try:
+        print(line, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
 
 
 def fail(message: str) -> NoReturn:
     """End the command with a named failure."""
     say(f"error: {' '.join(message.split())}")
     raise typer.Exit(EXIT_FAILURE)
+
+
+def _nobody_reads() -> NoReturn:
+    _silence(sys.stdout)
+    raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _silence(stream: TextIO) -> None:
+    """Have a stream write to the null device, also what it still holds when Python ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

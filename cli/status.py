@@ -16,7 +16,7 @@ from shardnet.types import BLOCK_POSITIONS
 from .access import Access
 from .option_groups import takes_groups
 from .options import Json, Nodes, split_nodes
-from .run import run_command
+from .run import run_command, write_out
 from .target import named_or_here
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
             assert reply.info is not None
             assert reply.report is not None
             if as_json:
-                print(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
+                write_out(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
             else:
-                print(_as_text(reply.info, reply.report))
+                write_out(_as_text(reply.info, reply.report))
 
 
 async def _ask(client: Client) -> ReportReply:

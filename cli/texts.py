@@ -5,7 +5,6 @@ Knows events and results, standard output and standard error. Must not know how 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from shardnet.errors import ShardnetError
 from shardnet.wire.plans import PlanReply
 
 from .progress import ProgressLine
-from .run import say
+from .run import say, write_out
 
 
 class OneText:
@@ -38,7 +37,7 @@ class OneText:
     def take(self, event: GenerationEvent) -> None:
         """Show what is new, and at the end where the time went."""
         if not self._as_json:
-            print(event.text, end="\n" if event.result else "", flush=True)
+            write_out(event.text, end="\n" if event.result else "")
         elif event.result is not None:
             print_json(as_object(event.result, self.plan))
         if event.result is not None:
@@ -142,9 +141,9 @@ class ListedTexts:
     def _show_text(self, prompt: _Listed) -> None:
         if not prompt.is_open and (prompt.text or prompt.result is not None):
             self._progress.clear()
-            print(f"==> {prompt.line} <==")
+            write_out(f"==> {prompt.line} <==")
             prompt.is_open = True
-        print(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "", flush=True)
+        write_out(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
         prompt.text = ""
 
     def _count(self, event: GenerationEvent) -> None:
@@ -189,8 +188,7 @@ def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one line."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
+    write_out(msgspec.json.encode(value).decode())
 
 
 def _as_entry(logprob: TokenLogprob) -> dict[str, Any]:

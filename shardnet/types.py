@@ -164,7 +164,7 @@ def parse_layer_range(text: str) -> LayerRange:
     """Read `0-8`, half-open. Raises UsageError when it is not two numbers, or empty."""
     start, dash, end = text.strip().partition("-")
     if not (dash and start.isdigit() and end.isdigit()):
-        raise UsageError(f"--layers: '{text}' is not START-END; write for example 0-8")
+        raise UsageError(f"'{text}' is not START-END; write for example 0-8")
     return LayerRange(int(start), int(end))
 
 
@@ -177,9 +177,7 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
     expected = 0
     for layers in ranges:
         if layers.start != expected:
-            raise UsageError(
-                f"--layers: range {layers} should start at {expected}; ranges must join, from 0"
-            )
+            raise UsageError(f"range {layers} should start at {expected}; ranges must join, from 0")
         expected = layers.end
     return tuple(ranges)
 
