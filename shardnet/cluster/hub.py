@@ -229,8 +229,8 @@ def named_errors(name: HubName) -> Iterator[None]:
         raise HubError(f"{name}: the Hub answered {status}; try again later: {GO_ON}") from error
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
         raise HubError(
-            f"{name}: the Hub cannot be reached ({_first_line(error)}): look at the network; "
-            f"{GO_ON}"
+            f"{name} is no folder here, and the Hub cannot be reached ({_first_line(error)}): "
+            f"check the name and the network; {GO_ON}"
         ) from error
     except OSError as error:
         raise HubError(f"{name}: {_first_line(error)}; {GO_ON}") from error

@@ -9,6 +9,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BUILD_S = 120
 
@@ -27,7 +29,11 @@ def run(*command: str, cwd: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_compiler", [True, False], ids=["compiler", "no-compiler"])
+def test_a_wheel_installed_elsewhere_runs_the_bundled_model(
+    has_compiler: bool, tmp_path: Path
+) -> None:
+    """With the compiled library in it, or without where nothing compiles it."""
     sources, target = tmp_path / "sources", tmp_path / "target"
     sources.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "shardnet", "cli"):
@@ -35,6 +41,8 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> N
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"SHARDNET_RUNTIME_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)}
     environment["SHARDNET_NO_MDNS"] = "1"
+    if not has_compiler:
+        environment |= {name: str(tmp_path / "no-such-compiler") for name in ("CC", "CXX")}
     pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
     run(
         *(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)),
@@ -46,6 +54,8 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "shardnet/assets/default_model/model.safetensors" in names
+    libraries = [name for name in names if name.startswith("shardnet/model/_quantized.")]
+    assert len(libraries) == has_compiler
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
         "shardnet",
         "shardnet_cli",
@@ -58,7 +68,9 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(tmp_path: Path) -> N
     output = run(
         "-c",
         "import shardnet, shardnet_cli.main as m, sys; "
+        "from shardnet.model.native import native_kernels; "
         f"assert shardnet.__file__.startswith({str(target)!r}), shardnet.__file__; "
+        f"assert (native_kernels() is not None) is {has_compiler}; "
         "sys.argv = ['shardnet', 'generate', 'It was', '--max-tokens', '4', '--json']; m.main()",
         cwd=tmp_path,
         environment=environment | {"PYTHONPATH": str(target)},
