@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def through_shell(folder: Path, line: str) -> Machine:
     return Machine(folder, prefix=("sh", "-c", line, "sh"))
 
 
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """What the tests' own parent ignores, as under nohup, is not ignored by what they start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_node_that_nobody_listens_to_serves_and_leaves(
     tmp_path: Path, parrots: Parrots, number: signal.Signals
