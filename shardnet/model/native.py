@@ -131,7 +131,6 @@ class NativeProduct:
     ) -> None:
         n_out, n_in = shape
         n_groups = -(-n_in // group) if group else 0
-        self.kernels = kernels
         self.shape = shape
         self.row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
         """Room that each row needs while it is multiplied."""

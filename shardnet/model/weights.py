@@ -201,7 +201,8 @@ class StageWeights:
             is_native=choice.kernel is Kernel.NATIVE and native_kernels() is not None,
         )
         key = (*product_shape, choice.dtype, StreamedLinear)
-        if self.exact_rows > 1 and key not in self._tested:  # else nothing is read now
+        if not linear.is_native and self.exact_rows > 1 and key not in self._tested:
+            # Only then is anything read now: the library's products need not be tried.
             self._tested.add(key)
             whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
             self._test(names[0], make(whole.view(-1).view(torch.uint8).to(device)), choice)
