@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from bench_ring import random_1b, read_bandwidth
+from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import read_bytes_per_step
@@ -26,13 +27,8 @@ from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
-    Epoch,
     LayerRange,
-    MicroBatch,
-    RowGroup,
-    SequenceId,
     SlotId,
-    StepId,
 )
 
 FORMATS = {"none": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -109,15 +105,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _step(model: StageModel, position: int, ids: Sequence[int], n_sampled: int) -> None:
-    group = RowGroup(
-        sequence_id=SequenceId(1),
-        slot=SlotId(0),
-        position=position,
-        n_rows=len(ids),
-        n_sampled=n_sampled,
-    )
-    batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=list(ids))
-    model.forward(batch, None)
+    model.forward(make_step([(0, position, ids)], n_sampled=n_sampled), None)
 
 
 def _prefill(model: StageModel) -> None:

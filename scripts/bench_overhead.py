@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import Kernel, KernelChoice, probe
@@ -27,13 +28,8 @@ from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import (
     DType,
-    Epoch,
     LayerRange,
     MicroBatch,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
 )
 
 CPU = torch.device("cpu")
@@ -130,27 +126,15 @@ def _measure(
 def _step_s(stage: StageModel, n_rows: int) -> float:
     """Seconds of a decode step with a row of each of `n_rows` sequences, at positions up to 255."""
     for number in range(256 - STEPS):
-        stage.run(_batch(number, n_rows), None)
+        stage.run(_step(number, n_rows), None)
     began = time.perf_counter()
     for number in range(256 - STEPS, 256):
-        stage.run(_batch(number, n_rows), None)
+        stage.run(_step(number, n_rows), None)
     return (time.perf_counter() - began) / STEPS
 
 
-def _batch(position: int, n_rows: int) -> MicroBatch:
-    groups = tuple(
-        RowGroup(
-            sequence_id=SequenceId(1 + slot),
-            slot=SlotId(slot),
-            position=position,
-            n_rows=1,
-            n_sampled=1,
-        )
-        for slot in range(n_rows)
-    )
-    return MicroBatch(
-        epoch=Epoch(0), step=StepId(position), groups=groups, token_ids=tuple(range(n_rows))
-    )
+def _step(position: int, n_rows: int) -> MicroBatch:
+    return make_step((slot, position, [slot]) for slot in range(n_rows))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from bench_steps import make_step
 from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
 
@@ -36,14 +37,9 @@ from shardnet.runtime.requests import (
     TokenGenerated,
 )
 from shardnet.types import (
-    Epoch,
     LayerRange,
-    MicroBatch,
-    RowGroup,
     SamplingParams,
-    SequenceId,
     SlotId,
-    StepId,
 )
 from shardnet.wire.plans import ModelChoice
 
@@ -230,22 +226,7 @@ class Alone:
             return (time.perf_counter() - began) / n_passes
 
     def _run(self, groups: Sequence[tuple[int, int, Sequence[int]]], *, n_sampled: int) -> None:
-        batch = MicroBatch(
-            epoch=Epoch(1),
-            step=StepId(1),
-            groups=tuple(
-                RowGroup(
-                    sequence_id=SequenceId(slot),
-                    slot=SlotId(slot),
-                    position=position,
-                    n_rows=len(rows),
-                    n_sampled=n_sampled,
-                )
-                for slot, position, rows in groups
-            ),
-            token_ids=[token for _, _, rows in groups for token in rows],
-        )
-        logits = self.model.forward(batch, None)
+        logits = self.model.forward(make_step(groups, n_sampled=n_sampled), None)
         if n_sampled:
             logits.argmax(-1)
 

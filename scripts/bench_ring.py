@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from bench_steps import make_step
 from shardnet_cli.access import Access
 from shardnet_cli.local_processes import local_processes
 
@@ -38,13 +39,8 @@ from shardnet.transport.loop import run
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
-    Epoch,
     LayerRange,
-    MicroBatch,
-    RowGroup,
-    SequenceId,
     SlotId,
-    StepId,
     parse_layers,
 )
 from shardnet.wire.generation import Generate
@@ -204,7 +200,7 @@ def _prefill_alone(model: StageModel, prompt: Sequence[int], chunk_rows: int) ->
     for start in range(0, len(prompt), chunk_rows):
         rows = prompt[start : start + chunk_rows]
         is_last = start + len(rows) == len(prompt)
-        model.forward(_batch(start, rows, n_sampled=int(is_last)), None)
+        model.forward(make_step([(0, start, rows)], n_sampled=int(is_last)), None)
     return time.perf_counter() - started
 
 
@@ -213,21 +209,10 @@ def _decode_alone(model: StageModel, start: int, n_tokens: int) -> float:
     token, steps = 1, []
     for position in range(start, start + n_tokens):
         started = time.perf_counter()
-        logits = model.forward(_batch(position, [token], n_sampled=1), None)
+        logits = model.forward(make_step([(0, position, [token])]), None)
         token = int(logits[0].argmax())
         steps.append(time.perf_counter() - started)
     return statistics.fmean(steps)
-
-
-def _batch(position: int, rows: Sequence[int], n_sampled: int) -> MicroBatch:
-    group = RowGroup(
-        sequence_id=SequenceId(1),
-        slot=SlotId(0),
-        position=position,
-        n_rows=len(rows),
-        n_sampled=n_sampled,
-    )
-    return MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=rows)
 
 
 def _prompt(settings: Settings, vocab_size: int) -> list[int]:

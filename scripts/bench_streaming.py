@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import layer_stream_bytes, stage_weight_bytes
@@ -29,13 +30,7 @@ from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import Run, StageModel, load_stage
 from shardnet.runtime.measuring import measure_disk
 from shardnet.types import (
-    Epoch,
     LayerRange,
-    MicroBatch,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
     blocks_for,
 )
 
@@ -111,28 +106,13 @@ def main() -> None:
 
 def _step(model: StageModel, position: int, batches: Sequence[Sequence[int]]) -> int:
     """Decode one token of each slot; every list of slots is a step. Returns the tokens."""
-    runs = [Run(batch=_batch(slots, position), hidden=None) for slots in batches]
+    steps = [make_step((slot, position, [5]) for slot in slots) for slots in batches]
+    runs = [Run(batch=step, hidden=None) for step in steps]
     for run, rows in zip(runs, model.run_together(runs), strict=True):
         if isinstance(rows, Exception):
             raise rows
         model.logits(rows)[: run.batch.n_rows].argmax(-1)
     return sum(len(slots) for slots in batches)
-
-
-def _batch(slots: Sequence[int], position: int) -> MicroBatch:
-    groups = tuple(
-        RowGroup(
-            sequence_id=SequenceId(slot),
-            slot=SlotId(slot),
-            position=position,
-            n_rows=1,
-            n_sampled=1,
-        )
-        for slot in slots
-    )
-    return MicroBatch(
-        epoch=Epoch(1), step=StepId(position + 1), groups=groups, token_ids=[5] * len(slots)
-    )
 
 
 def drop_pages(files: Sequence[Path]) -> None:

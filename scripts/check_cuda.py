@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
@@ -36,13 +37,8 @@ from shardnet.model.sample_model import CONTEXT, SampleModel
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.types import (
     DType,
-    Epoch,
     LayerRange,
     MicroBatch,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
 )
 
 LLAMA_3_8B = {
@@ -147,18 +143,10 @@ def _logits_agree(what: str, dtype: DType, one: StageModel, other: StageModel) -
 
 def _batch(positions: list[int]) -> MicroBatch:
     """One row of each of so many sequences."""
-    groups = tuple(
-        RowGroup(
-            sequence_id=SequenceId(slot),
-            slot=SlotId(slot),
-            position=position,
-            n_rows=1,
-            n_sampled=1,
-        )
+    return make_step(
+        (slot, position, [(7 * slot + 31 * position) % 4000])
         for slot, position in enumerate(positions)
     )
-    ids = [(7 * slot + 31 * position) % 4000 for slot, position in enumerate(positions)]
-    return MicroBatch(epoch=Epoch(1), step=StepId(1), groups=groups, token_ids=ids)
 
 
 def _measure(device: torch.device, n_layers: int, n_steps: int) -> None:
