@@ -47,6 +47,25 @@ class Rows:
     n_sampled: int
 
 
+def batch_of(groups: Sequence[Rows]) -> MicroBatch:
+    """Put the rows of some sequences together, one behind the other."""
+    return MicroBatch(
+        epoch=Epoch(1),
+        step=StepId(1),
+        groups=tuple(
+            RowGroup(
+                sequence_id=SequenceId(rows.slot),
+                slot=SlotId(rows.slot),
+                position=rows.position,
+                n_rows=len(rows.ids),
+                n_sampled=rows.n_sampled,
+            )
+            for rows in groups
+        ),
+        token_ids=[token_id for rows in groups for token_id in rows.ids],
+    )
+
+
 class StageChain:
     """The stages of one model, first to last."""
 
@@ -89,21 +108,7 @@ class StageChain:
         A chain that does not begin at the first stage takes `hidden`, one that does not end at the
         last returns it.
         """
-        batch = MicroBatch(
-            epoch=Epoch(1),
-            step=StepId(1),
-            groups=tuple(
-                RowGroup(
-                    sequence_id=SequenceId(rows.slot),
-                    slot=SlotId(rows.slot),
-                    position=rows.position,
-                    n_rows=len(rows.ids),
-                    n_sampled=rows.n_sampled,
-                )
-                for rows in groups
-            ),
-            token_ids=[token_id for rows in groups for token_id in rows.ids],
-        )
+        batch = batch_of(groups)
         for stage in self.stages:
             hidden = stage.forward(batch, hidden)
         assert hidden is not None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2
 from operator_tape import TapeCapture
-from stage_chain import CPU, Rows, StageChain, even_split
+from stage_chain import CPU, Rows, StageChain, batch_of, even_split
 from torch import Tensor
 
 from shardnet.model import quantized
@@ -26,14 +26,8 @@ from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import Run, load_stage
 from shardnet.types import (
     DType,
-    Epoch,
     KvDType,
     LayerRange,
-    MicroBatch,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -199,24 +193,6 @@ def test_products_with_a_smallest_number_of_rows_are_replayed(llama: Path) -> No
     assert capture.n_replayed == 6 * 5
 
 
-def batch_of(groups: Sequence[Rows]) -> MicroBatch:
-    return MicroBatch(
-        epoch=Epoch(1),
-        step=StepId(1),
-        groups=tuple(
-            RowGroup(
-                sequence_id=SequenceId(rows.slot),
-                slot=SlotId(rows.slot),
-                position=rows.position,
-                n_rows=len(rows.ids),
-                n_sampled=rows.n_sampled,
-            )
-            for rows in groups
-        ),
-        token_ids=[token_id for rows in groups for token_id in rows.ids],
-    )
-
-
 def test_steps_that_go_through_together_do_not_meet(llama: Path) -> None:
     """Only the first is replayed; and what a step gave stays, whatever runs after it."""
     capture, steps = TapeCapture(), singles(5, 7, 6, 8)
@@ -294,6 +270,7 @@ def test_the_check_for_gpus_says_where_there_is_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["check_cuda.py"])
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # where Python looks when it runs a script
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "scripts/check_cuda.py"), run_name="__main__")
     assert ended.value.code == 2
