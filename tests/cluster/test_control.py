@@ -21,7 +21,7 @@ from shardnet.wire.control import Done
 from shardnet.wire.generation import Unload
 from shardnet.wire.messages import Hello, Purpose, Role
 from shardnet.wire.neighbours import IdentifyModel, ModelIdentity
-from shardnet.wire.stages import LoadProgress
+from shardnet.wire.stages import LoadProgress, RingBroken
 
 
 def hello(name: str) -> Hello:
@@ -86,6 +86,27 @@ def test_a_named_failure_comes_back_as_itself_with_the_peer() -> None:
                 await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
 
     asyncio.run(main())
+
+
+def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The link, and with it the node, goes on: other requests are not at fault."""
+
+    async def stumble(control: ControlLink, message: Incoming) -> None:
+        if not isinstance(message, Unload):
+            raise ZeroDivisionError("a bug of ours")
+        control.send(Done(request=message.request))
+
+    async def main() -> None:
+        async with pair(stumble) as (asking, _):
+            asking.send(RingBroken(ring="r", epoch=1, code=1, message=""))
+            with pytest.raises(ShardnetError, match=r"far .*: internal error in IdentifyModel: Zer"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+            await asking.ask(Unload(request=2), Done)
+
+    asyncio.run(main())
+    assert "RingBroken of near" in caplog.text
+    assert "IdentifyModel of near" in caplog.text
+    assert "test_control.py" in caplog.text
 
 
 def test_a_reply_of_another_kind_is_the_peers_fault() -> None:
