@@ -136,14 +136,12 @@ class ControlLink:
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
         self.begin(message, answers.put_nowait)
-        given_up = False
+        is_over = False
         try:
             yield _unpacked(answers, self.peer_name)
-        except (asyncio.CancelledError, GeneratorExit):
-            given_up = True
-            raise
+            is_over = True
         finally:
-            self.end(message.request, give_up=given_up)
+            self.end(message.request, give_up=not is_over)  # of what has failed it is no news
 
     def begin(self, message: Request, on_answer: OnAnswer) -> None:
         """Send a request and hand everything that answers it to `on_answer`, until `end`.

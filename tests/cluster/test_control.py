@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from shardnet.cluster import control as control_module
 from shardnet.cluster.control import ControlLink, Handler, Incoming
 from shardnet.errors import (
     CancelledRequestError,
     CheckpointError,
     LinkError,
+    PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
 )
@@ -153,6 +155,29 @@ def test_giving_up_a_wait_cancels_the_request_at_the_peer() -> None:
             await cancelled.wait()
             with pytest.raises(asyncio.CancelledError):
                 await asked
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_answers_nothing_is_told_that_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "REPLY_SILENCE_S", 0.05)
+
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async def wait(control: ControlLink, message: Incoming) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with pair(wait) as (asking, _):
+            with pytest.raises(PeerSilentError, match="did not answer Unload for"):
+                await asking.ask(Unload(request=5), Done)
+            async with asyncio.timeout(5):
+                await cancelled.wait()
 
     asyncio.run(main())
 
