@@ -110,8 +110,10 @@ class Ring:
         started = time.perf_counter()
         try:
             ready = await self._load(on_progress)
+            self._check_not_broken()
             self._engine = self._make_engine(ready)
             await self._connect(self._engine.pipeline)
+            self._check_not_broken()
         except (ShardnetError, asyncio.CancelledError):
             await self.unload()
             raise
@@ -187,6 +189,11 @@ class Ring:
                     tasks.create_task(port.connect(self.name, self.epoch, pipeline))
         except* ShardnetError as group:
             raise first_error(group) from None
+
+    def _check_not_broken(self) -> None:
+        """Raise what has ended the ring: a stage that is ready may be lost before the others are."""
+        if self.broken is not None:
+            raise self.broken
 
     def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
         scheduler = Scheduler(
