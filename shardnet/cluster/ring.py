@@ -19,6 +19,7 @@ from shardnet.errors import PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
+from shardnet.transport.loop import finish
 from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.schema import KvDTypeName, Phase, Quant
 from shardnet.wire.stages import LoadStage, StageReady
@@ -115,7 +116,7 @@ class Ring:
             await self._connect(self._engine.pipeline)
             self._check_not_broken()
         except (ShardnetError, asyncio.CancelledError):
-            await self.unload()
+            await finish(self.unload())
             raise
         self._watches = [port.watch(partial(self._node_lost, port.name)) for port in self._ports]
         self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")

@@ -26,6 +26,7 @@ from shardnet.runtime.loading import (
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.reporter import Reporter
 from shardnet.transport.link import Link
+from shardnet.transport.loop import finish
 from shardnet.types import Epoch, WireDType
 from shardnet.wire.messages import Hello
 from shardnet.wire.reports import StageState
@@ -200,7 +201,7 @@ class StageHost:
                 reporter,
             )
         except asyncio.CancelledError:
-            await self._loader.run(give_memory_back)
+            await finish(self._loader.run(give_memory_back))
             raise
 
     def _seat(self, ring: str, epoch: int) -> RingSeat:
@@ -239,8 +240,15 @@ async def _to_its_end(executor: Executor, job: Callable[[], T], reporter: Report
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         reporter.give_up()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # it was told to give up: nobody else asks how it ended
-        del running  # with what it has made: the memory may be wanted back while this error travels
+        try:
+            await finish(_ended(running))
+        finally:
+            del running  # with what it has made: its memory may be wanted while this error travels
         raise
+
+
+async def _ended(running: asyncio.Future[T]) -> None:
+    """Wait for the end of what was told to give up: nobody else asks how it ended."""
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()

@@ -92,3 +92,26 @@ def test_a_stage_that_is_lost_before_the_others_are_ready_ends_the_ring(phase: s
         assert not any(port.is_loaded for port in ports)
 
     asyncio.run(main())
+
+
+def test_who_gives_up_and_hangs_up_leaves_nothing_loaded() -> None:
+    """Both cancel: the second comes while the stages are being freed."""
+
+    async def main() -> None:
+        ports = Port("a"), Port("b")
+        begun = asyncio.Event()
+
+        async def load_for_ever() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        ports[1].loading = load_for_ever
+        building = asyncio.create_task(ring_of(*ports).build(lambda *_: None))
+        await begun.wait()
+        while not building.done():
+            building.cancel()
+            await asyncio.sleep(0)
+        assert building.cancelled()
+        assert not any(port.is_loaded for port in ports)
+
+    asyncio.run(main())

@@ -92,8 +92,10 @@ def test_a_sequence_that_opens_meanwhile_ends_the_measurement() -> None:
 
 
 def test_who_gives_up_waiting_ends_the_measurement() -> None:
+    """And waits for its end, also when who has given up hangs up then, which cancels once more."""
+
     async def main(host: StageHost) -> None:
-        began, gave_up = asyncio.Event(), threading.Event()
+        began, may_end, gave_up = asyncio.Event(), threading.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
         def job(tick: Callable[[], None]) -> None:
@@ -102,11 +104,16 @@ def test_who_gives_up_waiting_ends_the_measurement() -> None:
                 while True:
                     tick()
             finally:
+                may_end.wait(5)
                 gave_up.set()
 
         measuring = asyncio.create_task(host.measure(job, lambda done, total: None))
         await began.wait()
-        measuring.cancel()
+        for _ in range(4):
+            measuring.cancel()
+            await asyncio.sleep(0)
+        assert not measuring.done()
+        may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await measuring
         assert gave_up.is_set()
