@@ -192,7 +192,7 @@ class Ring:
             raise first_error(group) from None
 
     def _check_not_broken(self) -> None:
-        """Raise what has ended the ring: a stage that is ready may be lost before the others are."""
+        """Raise what has ended the ring: a ready stage may be lost before the others are."""
         if self.broken is not None:
             raise self.broken
 

@@ -101,7 +101,7 @@ def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) 
     async def main() -> None:
         async with pair(stumble) as (asking, _):
             asking.send(RingBroken(ring="r", epoch=1, code=1, message=""))
-            with pytest.raises(ShardnetError, match=r"far .*: internal error in IdentifyModel: Zer"):
+            with pytest.raises(ShardnetError, match=r"far .*: internal error in IdentifyModel"):
                 await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
             await asking.ask(Unload(request=2), Done)
 
