@@ -61,7 +61,7 @@ def test_a_folder_in_which_others_can_write_is_refused(
         else:
             monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     nodes = LocalNodes(folder)
-    with pytest.raises(ConfigurationError, match="another user can write in .*run, where"):
+    with pytest.raises(ConfigurationError, match="another user can write in"):
         nodes.list()
     with pytest.raises(ConfigurationError, match="SHARDNET_RUNTIME_DIR"):
         nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
