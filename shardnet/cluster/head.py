@@ -272,7 +272,8 @@ class Head:
             await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
-        ring = self._building = Ring(_spec(plan), ports, Epoch(self._epoch), sources)
+        epoch = Epoch(self._epoch)
+        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s)
         try:
             load_s = await ring.build(on_progress)
         finally:

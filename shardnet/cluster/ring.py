@@ -68,10 +68,17 @@ class Ring:
     """A built ring. `broken` holds what ended it, None while it runs."""
 
     def __init__(
-        self, spec: RingSpec, ports: Sequence[StagePort], epoch: Epoch, sources: Sequence[str] = ()
+        self,
+        spec: RingSpec,
+        ports: Sequence[StagePort],
+        epoch: Epoch,
+        sources: Sequence[str] = (),
+        chunk_s: float | None = None,
     ) -> None:
-        """Take what the ring is, its nodes, and where they can fetch the weights they lack."""
+        """Take what the ring is, its nodes, where they can fetch the weights they lack, and how
+        long a whole prompt chunk is predicted to take."""
         self.spec = spec
+        self._chunk_s = chunk_s
         self._sources = tuple(sources)
         self.name = secrets.token_hex(8)
         self.epoch = epoch
@@ -215,6 +222,7 @@ class Ring:
                 on_answered=on_answered,
                 on_failed=on_failed,
                 routing=self.spec.routing,
+                chunk_s=self._chunk_s,
             ),
             clock_ns=time.perf_counter_ns,
         )

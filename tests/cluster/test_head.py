@@ -76,7 +76,7 @@ class EndlessRing:
 def endless(monkeypatch: pytest.MonkeyPatch) -> type[EndlessRing]:
     """Have every head plan for itself alone, and build a ring without an end."""
     facts = SimpleNamespace(model_id="x", path="/x")
-    plan = SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts)
+    plan = SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts, chunk_s=None)
 
     async def planned(*_: object, **__: object) -> Any:
         return plan
