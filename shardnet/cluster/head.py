@@ -197,12 +197,15 @@ class Head:
             return None
 
     async def close(self) -> None:
-        """End the ring, requests or not, within a few seconds."""
-        if self._lead is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+        """End the ring, requests or not, within a few seconds.
+
+        One that is being built is freed by who builds it, as soon as who asked for it has gone.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S), self._changing:
+                if self._lead is not None:
                     await self._lead.ring.unload()
-            self._lead = None
+        self._lead = None
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """Take a stage's word that a ring is broken, the one that is being built among them."""

@@ -68,7 +68,11 @@ class EndlessRing:
     async def build(self, on_progress: object) -> float:
         """Load until it is cancelled."""
         self.begun.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # stages of other nodes are freed
+            self.causes.append("freed")
         return 0.0
 
 
@@ -95,7 +99,7 @@ async def ask(head: Head) -> None:
 
 def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[EndlessRing]) -> None:
     async def main() -> None:
-        endless.begun = asyncio.Event()
+        endless.begun, endless.causes = asyncio.Event(), []
         nobody = Nobody()
         head = Head(cast(Neighbourhood, nobody))
         asking = asyncio.create_task(ask(head))
@@ -109,6 +113,23 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
             await asking
         await head.unload()
         assert nobody.n_freed == 1
+
+    asyncio.run(main())
+
+
+def test_a_head_that_leaves_waits_until_what_it_was_building_is_freed(
+    endless: type[EndlessRing],
+) -> None:
+    async def main() -> None:
+        endless.begun, endless.causes = asyncio.Event(), []
+        head = Head(cast(Neighbourhood, Nobody()))
+        asking = asyncio.create_task(ask(head))
+        await endless.begun.wait()
+        asking.cancel()  # the client is told, and hangs up
+        await head.close()
+        assert endless.causes == ["freed"]
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
     asyncio.run(main())
 
