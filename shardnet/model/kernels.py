@@ -253,7 +253,7 @@ def _attend_without_plans() -> None:
     cuDNN makes a plan for every number of keys, which takes longer than a decode step, and every
     decode step has another one.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _packs(dtype: DType) -> bool:
@@ -274,9 +274,7 @@ def _packs(dtype: DType) -> bool:
 
 def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice:
     """Find the smallest padding with which rows keep their bits in company."""
-    choice = KernelChoice(
-        dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, device=device.type
-    )
+    choice = KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, device=device.type)
     for min_rows in _MIN_ROWS_CANDIDATES:
         exact = replace(choice, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows)
         if all(_is_exact(exact, device, *shape) for shape in _PROBE_SHAPES):
