@@ -38,18 +38,25 @@ def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in _TYPES
 
 
-def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: int) -> None:
+def pack_natively(
+    kernels: NativeKernels,
+    weight: Tensor,
+    packed: Tensor,
+    bits: int,
+    n_threads: int | None = None,
+) -> None:
     """Pack [N, K] weights that the library reads into `packed`, which has a row for each panel.
 
-    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are.
+    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are. `n_threads`
+    do it, None: as many as torch has.
     """
     assert can_pack(weight)
     assert bits != 16 or weight.dtype is torch.bfloat16
     assert packed.is_contiguous()
-    assert packed.nbytes == _packed_bytes(weight.shape[0], weight.shape[1], bits)
+    assert packed.nbytes == packed_bytes(weight.shape[0], weight.shape[1], bits)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     team = kernels.team
-    team.n_threads = torch.get_num_threads()
+    team.n_threads = n_threads or torch.get_num_threads()
     packing = _Packing(
         weights=rows.data_ptr(),
         packed=packed.data_ptr(),
@@ -63,8 +70,8 @@ def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: 
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
 
 
-def _packed_bytes(n_out: int, n_in: int, bits: int) -> int:
-    """Return what the library writes."""
+def packed_bytes(n_out: int, n_in: int, bits: int) -> int:
+    """Return what the library writes for [n_out, n_in] weights."""
     if bits == 16:
         return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
     kind = Quantization.INT8 if bits == 8 else Quantization.INT4

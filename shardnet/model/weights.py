@@ -34,6 +34,7 @@ from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
 from shardnet.model.native import NativeProduct, NativeSource, native_kernels
+from shardnet.model.native_linear import NativeLinear, PanelPacking, fills_panels
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear, pack_all
@@ -170,26 +171,35 @@ class StageWeights:
         if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        dtype = torch_dtype(self._choice.stored_dtype)
+        stored_dtype = torch_dtype(self._choice.stored_dtype)
         stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
-        begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
         own = [bias.clone() for bias in biases]
         choice, device = self._choice, self._device
-        bias = torch.cat(own).to(device, dtype) if own else None
-        is_ready = choice.kernel is Kernel.PLAIN and not transposed
+        native = native_kernels() if choice.kernel is Kernel.NATIVE else None
+        packing = None
+        if native is not None and not transposed and fills_panels([t.shape[0] for t in stored]):
+            packing = PanelPacking(native=native, n_in=shape[1])
+        parts = [self._part(tensor) for tensor in stored]
+        begin = self.stream.reserve(layer, parts, packing)
+        n_bytes = sum(part.size_bytes for part in parts)
+        if packing is not None:
+            n_bytes = packing.packed_bytes(n_bytes)
+        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
 
         def make(raw: Tensor) -> Linear:
-            weight = raw.view(dtype).view(shape)
-            if is_ready:
+            if native is not None and packing is not None:
+                return NativeLinear(raw, shape, bias, native)
+            weight = raw.view(stored_dtype).view(shape)
+            if choice.kernel is Kernel.PLAIN and not transposed:
                 return PlainLinear(weight, bias, choice.min_rows)
             return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
             self._skip(f"{name}.weight")
-        n_bytes = shape[0] * shape[1] * dtype.itemsize
         product_shape = shape[::-1] if transposed else shape
+        is_plain = choice.kernel is Kernel.PLAIN and not transposed
         linear = StreamedLinear(
             self.stream,
             layer,
@@ -197,8 +207,8 @@ class StageWeights:
             n_bytes,
             product_shape,
             make,
-            is_ready=False,
-            is_native=choice.kernel is Kernel.NATIVE and native_kernels() is not None,
+            is_ready=is_plain or packing is not None,
+            is_native=native is not None,
         )
         key = (*product_shape, choice.dtype, StreamedLinear)
         if not linear.is_native and self.exact_rows > 1 and key not in self._tested:
