@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardnet.errors import CheckpointError
 from shardnet.model.buffers import Buffers, HostBuffers
+from shardnet.model.crew import Crew
 from shardnet.model.footprint import N_BUFFERS
 from shardnet.model.kernels import Linear
 from shardnet.model.native import ROOM
@@ -127,7 +128,7 @@ class LayerStream:
         self._order: list[int] = []
         self._fetches: deque[_Fetch] = deque()
         self._reader: ThreadPoolExecutor | None = None
-        self._helpers: ThreadPoolExecutor | None = None
+        self._crew = Crew(_READERS, "shardnet-stream-help")
         self.made: dict[int, Linear] = {}
         """Products that were packed for the layer at work, by where their weights begin."""
         self.n_fetched = 0
@@ -160,7 +161,6 @@ class LayerStream:
             largest = max(layer.size_bytes for layer in self._layers.values())
             self._buffers.make(self._order, self._n_buffers, largest)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardnet-stream")
-        self._helpers = ThreadPoolExecutor(_READERS - 1, thread_name_prefix="shardnet-stream")
         if self._order:
             self._restart(self._order[0])
 
@@ -220,10 +220,9 @@ class LayerStream:
 
     def _fetch(self, layer: int, buffer: int) -> None:
         assert self._reader is not None
-        assert self._helpers is not None
         self.n_fetched += 1
         wanted = self._layers[layer]
-        read = partial(_read_layer, wanted, self._helpers)
+        read = partial(_read_layer, self._crew, wanted)
         done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
@@ -233,32 +232,12 @@ def _units(n_bytes: int, packing: Packing) -> int:
     return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
 
 
-def _read_layer(layer: _StreamedLayer, helpers: ThreadPoolExecutor, buffer: Tensor) -> None:
+def _read_layer(crew: Crew, layer: _StreamedLayer, buffer: Tensor) -> None:
     """Bring a layer's pieces to their places. Raises CheckpointError, which names the file."""
-    waiting = deque(layer.pieces)
-
-    def work() -> None:
-        while (piece := _taken_from(waiting)) is not None:
-            _bring(piece, buffer)
-
-    helping = [helpers.submit(work) for _ in range(_READERS - 1)]
-    try:
-        work()
-    finally:
-        waiting.clear()  # where that failed, helpers need not go on
-        wait_for(helping)
-    for helper in helping:
-        helper.result()
+    crew.do(partial(_bring, buffer), layer.pieces)
 
 
-def _taken_from(waiting: deque[_Piece]) -> _Piece | None:
-    try:
-        return waiting.popleft()
-    except IndexError:
-        return None
-
-
-def _bring(piece: _Piece, buffer: Tensor) -> None:
+def _bring(buffer: Tensor, piece: _Piece) -> None:
     """Read a piece, and pack it if it has to be."""
     target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
     if _stamp(part.path) != part.stamp:

@@ -36,6 +36,7 @@ from shardnet.model.making import ModelTensor
 from shardnet.model.native import NativeProduct, NativeSource, native_kernels
 from shardnet.model.native_linear import NativeLinear, PanelPacking, fills_panels
 from shardnet.model.pack_cache import PackCache
+from shardnet.model.pack_writer import PackWriter
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear, pack_all
 from shardnet.model.streaming import FilePart, LayerStream
@@ -101,6 +102,8 @@ class StageWeights:
         self._device = device
         self._progress = progress
         self._packs = packs
+        self.writer = PackWriter(packs)
+        """What is packed goes to the cache on its thread."""
         self._shapes = tensors.all
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
@@ -290,8 +293,9 @@ class StageWeights:
         packed = self._kept_pack(names, kind, kind.packed_shape(*shape))
         if packed is None:
             packed = pack_all(self._weights(names, transposed=transposed), kind, self._finish)
-            if self._packs is not None:
-                self._packs.put(names, kind, packed, self._finish)
+            self.writer.put(names, kind, packed)
+            if self._device.type != "cpu" or f"{names[0]}.weight" in self._streamed:
+                self.writer.finish(self._finish)  # or it would stay in memory only to be written
         return packed, shape
 
     def _kept_pack(
