@@ -3,8 +3,9 @@
 For each format, in turns within each round: plain reads of the bytes (`read`), the simplest loop
 that reads and packs them, without checks, progress or digests (`pack`), and `load_stage` (`load`).
 Rounded formats are loaded twice: `int8` into an empty pack cache, which it fills, `int8 again` from
-that; `kept` is when all of it is written, beside the stage that is loaded. The ratio is load to pack, in the middle of the rounds' ratios. The peak is the memory that
-loading took at most beside what it left behind: pages of the mapped file count.
+that; `kept` is when the cache has all of it, written beside the stage that is loaded already. The
+ratio is load to pack, in the middle of the rounds' ratios. The peak is the memory that loading took
+at most beside what it left behind: pages of the mapped file count.
 """
 
 from __future__ import annotations

@@ -48,8 +48,10 @@ class Crew:
         finally:
             waiting.clear()  # where this failed, helpers need not go on
             wait_for(helping)
-        for helper in helping:
-            helper.result()
+        while (
+            helping
+        ):  # popped: an error that knows this frame would keep its future, and so itself
+            helping.pop().result()
 
 
 def _taken_from(waiting: deque[Piece]) -> Iterator[Piece]:

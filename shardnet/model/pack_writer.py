@@ -9,6 +9,9 @@ changed, and it is let go with the object here: then its stage is gone, and its 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -25,6 +28,7 @@ from shardnet.model.quantization import Quantization
 
 _REPORT_S: Final = 0.1
 """Whoever waits is alive at least so often."""
+_LOWEST_PRIORITY: Final = 19
 
 
 class PackWriter:
@@ -58,7 +62,9 @@ class PackWriter:
         if self._packs is None:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardnet-packs-put")
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="shardnet-packs-put", initializer=_let_others_go_first
+            )
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
         job = self._thread.submit(_write, self._packs, names, kind, packed, self._stop)
@@ -71,6 +77,13 @@ class PackWriter:
             if self._writing[0].done():
                 self._writing.popleft().result()
             alive()
+
+
+def _let_others_go_first() -> None:
+    """Have the calling thread work when nobody else does, where threads can be told."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 class _Stopped(Exception):

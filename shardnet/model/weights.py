@@ -170,44 +170,45 @@ class StageWeights:
         *,
         transposed: bool,
     ) -> Linear:
-        """Make a product whose weights are read when its layer is at work."""
+        """Make a product whose weights are read when its layer is at work.
+
+        What the library multiplies is packed as it is read, where panels do not go over from one
+        weight to the next; what oneDNN does, and what is turned, when its layer is at work.
+        """
         if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        stored_dtype = torch_dtype(self._choice.stored_dtype)
+        choice, device = self._choice, self._device
         stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
         own = [bias.clone() for bias in biases]
-        choice, device = self._choice, self._device
+        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
         native = native_kernels() if choice.kernel is Kernel.NATIVE else None
         packing = None
         if native is not None and not transposed and fills_panels([t.shape[0] for t in stored]):
             packing = PanelPacking(native=native, n_in=shape[1])
+        is_plain = choice.kernel is Kernel.PLAIN and not transposed
         parts = [self._part(tensor) for tensor in stored]
         begin = self.stream.reserve(layer, parts, packing)
         n_bytes = sum(part.size_bytes for part in parts)
-        if packing is not None:
-            n_bytes = packing.packed_bytes(n_bytes)
-        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
 
         def make(raw: Tensor) -> Linear:
             if native is not None and packing is not None:
                 return NativeLinear(raw, shape, bias, native)
-            weight = raw.view(stored_dtype).view(shape)
-            if choice.kernel is Kernel.PLAIN and not transposed:
+            weight = raw.view(torch_dtype(choice.stored_dtype)).view(shape)
+            if is_plain:
                 return PlainLinear(weight, bias, choice.min_rows)
             return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
             self._skip(f"{name}.weight")
         product_shape = shape[::-1] if transposed else shape
-        is_plain = choice.kernel is Kernel.PLAIN and not transposed
         linear = StreamedLinear(
             self.stream,
             layer,
             begin,
-            n_bytes,
+            n_bytes if packing is None else packing.packed_bytes(n_bytes),
             product_shape,
             make,
             is_ready=is_plain or packing is not None,
