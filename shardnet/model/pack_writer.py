@@ -100,7 +100,7 @@ def _write(
     """Keep packed weights. It does not know the writer, who may be let go meanwhile."""
 
     def alive() -> None:
-        if stop.is_set():
+        if stop.is_set() or not threading.main_thread().is_alive():  # a program ends, and may
             raise _Stopped
 
     try:

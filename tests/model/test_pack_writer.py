@@ -98,6 +98,21 @@ def test_a_stage_that_is_let_go_lets_go_of_its_weights(tmp_path: Path) -> None:
     assert written(tmp_path) == [".json"]
 
 
+def test_a_program_that_ends_does_not_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = SlowCache(tmp_path)
+    writer = PackWriter(packs)
+    writer.put(["a"], INT4, some())
+    assert packs.begun.acquire(timeout=TIMEOUT_S)
+    ended = threading.Thread(target=list)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    writer.finish()
+    assert written(tmp_path) == [".json"]
+
+
 def test_what_waits_for_the_disk_says_that_it_is_alive(tmp_path: Path) -> None:
     packs = SlowCache(tmp_path)
     writer = PackWriter(packs)
