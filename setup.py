@@ -28,7 +28,7 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack")],
+            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack", "checksum")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

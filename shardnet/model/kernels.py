@@ -174,7 +174,7 @@ def make_linear(
     bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
     if native is not None and all(weight.dtype is torch.bfloat16 for weight in weights):
-        return NativeLinear(weights, bias, native)
+        return NativeLinear.pack(weights, bias, native)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)

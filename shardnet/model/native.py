@@ -28,7 +28,7 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
 _LIBRARY: Final = "_quantized"
-_VERSION: Final = 5
+_VERSION: Final = 6
 """Counts up with what the library and this module tell each other."""
 _KEPT_BYTES: Final = 1 << 22
 """Room that each thread keeps: enough for a decode step."""
@@ -83,12 +83,14 @@ class NativeKernels:
     """The library, and the instruction set it uses here.
 
     `has_pairs`: it has instructions that multiply pairs of bfloat16, `has_tiles` others that
-    multiply whole tiles, which the library does not use and oneDNN does.
+    multiply whole tiles, which the library does not use and oneDNN does. `can_fold`: it has those
+    that native_checksum.py needs.
     """
 
     isa: Isa
     has_pairs: bool
     has_tiles: bool
+    can_fold: bool
     _library: ctypes.CDLL
     _parallel: int
 
@@ -267,6 +269,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
         isa=isa,
         has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
         has_tiles=bool(library.shardnet_has_bf16_tiles()),
+        can_fold=bool(library.shardnet_can_fold()),
         _library=library,
         _parallel=_parallel_function(),
     )

@@ -37,11 +37,18 @@ def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in _TYPES
 
 
-def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: int) -> None:
+def pack_natively(
+    kernels: NativeKernels,
+    weight: Tensor,
+    packed: Tensor,
+    bits: int,
+    n_threads: int | None = None,
+) -> None:
     """Pack [N, K] weights that the library reads into `packed`, which has a row for each panel.
 
-    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are. Raises
-    ValueError for memory that the library cannot read or write.
+    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are. `n_threads`
+    do it, None: as many as torch has. Raises ValueError for memory that the library cannot read or
+    write.
     """
     if (
         not can_pack(weight)
@@ -52,7 +59,7 @@ def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: 
     check_memory("packed weights", packed, packed_bytes((weight.shape[0], weight.shape[1]), bits))
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     team = kernels.team
-    team.n_threads = torch.get_num_threads()
+    team.n_threads = n_threads or torch.get_num_threads()
     packing = _Packing(
         weights=rows.data_ptr(),
         packed=packed.data_ptr(),

@@ -12,13 +12,14 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardnet.model.crew import Crew
 from shardnet.model.quantization import Quantization
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ SHARE_OF_DISK: Final = 0.5
 """Packed weights take at most this share of what the disk has left beside them."""
 _PIECE_BYTES: Final = 1 << 20
 """What is read or written, and checked, at one time: it is still in the processor's caches."""
+_MAX_THREADS: Final = 8
+"""Threads that read and check at most: fewer are as fast as a machine's memory."""
 _ABOUT: Final = "about.json"
 _MAX_ABOUT_BYTES: Final = 1 << 16
 
@@ -62,6 +65,7 @@ class PackCache:
         self._room_bytes = 0
         """What may still be put without looking at the folder again."""
         self._is_full = False
+        self._crew: Crew | None = None
 
     def get(
         self,
@@ -77,21 +81,51 @@ class PackCache:
         """
         import torch
 
-        packed = torch.empty(shape, dtype=torch.uint8)
-        view = _bytes_of(packed)
+        path, packed = self._path(names, kind), torch.empty(shape, dtype=torch.uint8)
+        view, ends = _bytes_of(packed), deque[int]()
+
+        def alive() -> None:
+            came(sum(ends.popleft() for _ in range(len(ends))))
+
         try:
-            with self._path(names, kind).open("rb", buffering=0) as file:
+            if path.stat().st_size != _DIGEST_BYTES + len(view):
+                return None
+            with path.open("rb", buffering=0) as file:
                 said = file.read(_DIGEST_BYTES)
-                digest = _Digest()
-                for piece in _pieces(view):
-                    if not _read_whole(file, piece):
-                        return None
-                    digest.add(piece)
-                    came(len(piece))
-                is_whole = not file.read(1)
+            sums = self._read(path, view, ends, alive)
         except OSError:
             return None
-        return packed if is_whole and digest.value == said else None
+        if ends:
+            alive()
+        return packed if _digest(sums) == said else None
+
+    def _read(
+        self, path: Path, view: memoryview, ends: deque[int], alive: Callable[[], None]
+    ) -> list[int]:
+        """Fill `view` from a file and sum up its pieces, each of which adds its size to `ends`.
+
+        Raises OSError, also where the file ends before.
+        """
+        import torch
+
+        from shardnet.model.native_checksum import crc32
+
+        begins = range(0, len(view), _PIECE_BYTES)
+        sums = [0] * len(begins)
+
+        def read(number: int) -> None:
+            piece = view[begins[number] :][:_PIECE_BYTES]
+            with path.open("rb", buffering=0) as file:
+                file.seek(_DIGEST_BYTES + begins[number])
+                _read_whole(file, piece)
+            sums[number] = crc32(piece)
+            ends.append(len(piece))
+
+        if self._crew is None:
+            n_threads = min(torch.get_num_threads(), _MAX_THREADS)
+            self._crew = Crew(n_threads, "shardnet-packs")
+        self._crew.do(read, range(len(begins)), alive)
+        return sums
 
     def put(
         self,
@@ -198,51 +232,40 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class _Digest:
-    """Tells whether bytes are those that were written: SHA-256 over the CRC-32 of each piece.
+def _digest(sums: Iterable[int]) -> bytes:
+    """Tell bytes by the CRC-32 of each piece, in their order.
 
-    What befalls files on a disk is no attack, and a CRC is several times as fast as a SHA-256.
+    What befalls files on a disk is no attack, and a CRC is many times as fast as a SHA-256.
     """
-
-    def __init__(self) -> None:
-        self._sums = hashlib.sha256()
-
-    def add(self, piece: memoryview) -> None:
-        """Take the next piece."""
-        self._sums.update(zlib.crc32(piece).to_bytes(4, "little"))
-
-    @property
-    def value(self) -> bytes:
-        """Digest of what was added."""
-        return self._sums.digest()
+    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in sums)).digest()
 
 
-_DIGEST_BYTES: Final = len(_Digest().value)
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for begin in range(0, len(view), _PIECE_BYTES):
-        yield view[begin : begin + _PIECE_BYTES]
+_DIGEST_BYTES: Final = len(_digest(()))
 
 
 def _write(file: RawIOBase, view: memoryview, alive: Callable[[], None]) -> None:
     """Write a digest and what it is of. Raises OSError."""
+    from shardnet.model.native_checksum import crc32
+
+    if hasattr(os, "posix_fallocate"):
+        with contextlib.suppress(OSError):  # some disks cannot; others grow the file only once
+            os.posix_fallocate(file.fileno(), 0, _DIGEST_BYTES + len(view))
     file.seek(_DIGEST_BYTES)
-    digest = _Digest()
-    for piece in _pieces(view):
-        digest.add(piece)
+    sums = []
+    for begin in range(0, len(view), _PIECE_BYTES):
+        piece = view[begin : begin + _PIECE_BYTES]
+        sums.append(crc32(piece))
         while piece:
             piece = piece[file.write(piece) :]
         alive()
     file.seek(0)
-    file.write(digest.value)
+    file.write(_digest(sums))
 
 
-def _read_whole(file: RawIOBase, view: memoryview) -> bool:
-    """Fill `view` from an open file; False where the file ends before."""
+def _read_whole(file: RawIOBase, view: memoryview) -> None:
+    """Fill `view` from an open file. Raises OSError where the file ends before."""
     while view:
         n_bytes = file.readinto(view)
         if not n_bytes:
-            return False
+            raise OSError("packed weights end too early")
         view = view[n_bytes:]
-    return True

@@ -37,6 +37,7 @@ from shardnet.model.llama import load_llama_layer
 from shardnet.model.mixtral import load_mixtral_layer
 from shardnet.model.olmo2 import load_olmo2_layer
 from shardnet.model.pack_cache import PackCache
+from shardnet.model.pack_writer import PackWriter
 from shardnet.model.phi3 import load_phi3_layer
 from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
@@ -127,8 +128,10 @@ class StageModel:
         context: int,
         exact_rows: int,
         stream: LayerStream,
+        writer: PackWriter,
     ) -> None:
         self._family = family
+        self._writer = writer
         self._stream = stream
         self._config = checkpoint.config
         self._context = context
@@ -153,6 +156,10 @@ class StageModel:
     def streams(self) -> bool:
         """Whether layers are read from disk at every pass, which then should serve many rows."""
         return self._stream.n_layers > 0
+
+    def finish_packs(self) -> None:
+        """Wait until rounded weights are on the disk; they are written while the stage computes."""
+        self._writer.finish()
 
     @property
     def width(self) -> int:
@@ -356,12 +363,13 @@ def load_stage(
     """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
 
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights. `n_streamed`
-    layers stay on disk. `capture` is make_family's. `progress` is called with (bytes done, bytes in
-    all) after every part; what it raises ends the loading, and nothing of it remains. Raises
-    CheckpointError for tensors that do not fit the config, UsageError for layers the model does not
-    have, CapacityError where memory runs out, where the model has fewer positions than `context`,
-    and for layers that cannot be streamed.
+    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights, which may be
+    written while the stage is at work already. `n_streamed` layers stay on disk. `capture` is
+    make_family's. `progress` is called with (bytes done, bytes in all) after every part; what it
+    raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
+    not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    runs out, where the model has fewer positions than `context`, and for layers that cannot be
+    streamed.
     """
     config = checkpoint.config
     if layers.end > config.n_layers:
@@ -383,7 +391,8 @@ def load_stage(
     try:
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
-        family = make_family(config, layers, weights, context, dtype, device, capture)
+        with weights.writer:
+            family = make_family(config, layers, weights, context, dtype, device, capture)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -408,7 +417,15 @@ def load_stage(
     )
     weights.stream.start()
     return StageModel(
-        family, checkpoint, layers, choice, kv, context, weights.exact_rows, weights.stream
+        family,
+        checkpoint,
+        layers,
+        choice,
+        kv,
+        context,
+        weights.exact_rows,
+        weights.stream,
+        weights.writer,
     )
 
 

@@ -1,5 +1,7 @@
 """Layers that stay on disk: read into one of two buffers while another one computes.
 
+What computes needs packed, and the disk has plain, is packed by those who read, a piece at a time.
+
 Knows files and the order in which layers are wanted. Must not know what the bytes mean, where the
 buffers lie (buffers.py), nor why these layers are streamed.
 
@@ -12,24 +14,46 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from shardnet.errors import CheckpointError
 from shardnet.model.buffers import Buffers, HostBuffers
+from shardnet.model.crew import Crew
 from shardnet.model.footprint import N_BUFFERS
 from shardnet.model.kernels import Linear
+from shardnet.model.native import ROOM
 
 ALIGNMENT: Final = 64
 """Bytes that each product's weights begin at a multiple of."""
-_READ_AT_A_TIME: Final = 1 << 26
+_READERS: Final = 2
+"""Threads that read: one alone copies from the system's memory slower than a core multiplies."""
+_SHARED_BYTES: Final = 1 << 23
+"""What a thread reads before it takes the next: many a piece, and of one place of the disk."""
+_PACKED_AT_A_TIME: Final = 1 << 20
+"""What is read before it is packed: it is still in the processor's caches."""
+
+
+class Packing(Protocol):
+    """Packs bytes of a file on their way into a buffer, units of them each for itself."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Stored bytes that are packed together; the last unit may have fewer."""
+
+    def packed_bytes(self, size_bytes: int) -> int:
+        """Return what so many stored bytes take when they are packed."""
+
+    def __call__(self, stored: Tensor, packed: Tensor) -> None:
+        """Pack whole units, or the last ones, uint8. Several threads do it at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +70,40 @@ class FilePart:
         """Name bytes of a file as it is now. Raises CheckpointError when it cannot be looked at."""
         return cls(path=path, offset=offset, size_bytes=size_bytes, stamp=_stamp(path))
 
+    def cut(self, at_a_time: int) -> Iterator[FilePart]:
+        """Name the same bytes in parts of `at_a_time`, the last of what is left."""
+        for begin in range(0, self.size_bytes, at_a_time):
+            n_bytes = min(at_a_time, self.size_bytes - begin)
+            yield replace(self, offset=self.offset + begin, size_bytes=n_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What a thread reads without looking up, and the bytes of the buffer where it goes."""
+
+    part: FilePart
+    begin: int
+    end: int
+    packing: Packing | None
+
 
 @dataclass(slots=True, kw_only=True)
 class _StreamedLayer:
-    parts: list[tuple[int, FilePart]] = field(default_factory=list)  # and where they go
+    pieces: list[_Piece] = field(default_factory=list)
     size_bytes: int = 0
+
+    def add(self, part: FilePart, begin: int, packing: Packing | None) -> int:
+        """Have a part put at `begin` of the buffer; return where it ends."""
+        at_a_time = _SHARED_BYTES
+        if packing is not None:
+            at_a_time = _units(at_a_time, packing)
+        for some in part.cut(at_a_time):
+            n_bytes = some.size_bytes if packing is None else packing.packed_bytes(some.size_bytes)
+            piece = _Piece(part=some, begin=begin, end=begin + n_bytes, packing=packing)
+            self.pieces.append(piece)
+            begin = piece.end
+        self.size_bytes = max(self.size_bytes, begin)
+        return begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +117,7 @@ class LayerStream:
     """Reads the weights of some layers in turn, one ahead of those that compute.
 
     Layers are counted from 0 within the stage. One thread computes and calls everything here; the
-    reading is done on a thread that ends with this object.
+    reading is done on threads that end with this object.
     """
 
     def __init__(self, buffers: Buffers | None = None) -> None:
@@ -75,6 +128,7 @@ class LayerStream:
         self._order: list[int] = []
         self._fetches: deque[_Fetch] = deque()
         self._reader: ThreadPoolExecutor | None = None
+        self._crew = Crew(_READERS, "shardnet-stream-help")
         self.made: dict[int, Linear] = {}
         """Products that were packed for the layer at work, by where their weights begin."""
         self.n_fetched = 0
@@ -85,15 +139,15 @@ class LayerStream:
         """How many layers are streamed."""
         return len(self._layers)
 
-    def reserve(self, layer: int, parts: Iterable[FilePart]) -> int:
-        """Have `parts` read one behind the other with the layer; return where they will begin."""
+    def reserve(self, layer: int, parts: Iterable[FilePart], packing: Packing | None = None) -> int:
+        """Have `parts` read one behind the other with the layer; return where they will begin.
+
+        With `packing` they are packed there, each for itself.
+        """
         streamed = self._layers.setdefault(layer, _StreamedLayer())
-        begin = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
-        end = begin
+        begin = end = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
         for part in parts:
-            streamed.parts.append((end, part))
-            end += part.size_bytes
-        streamed.size_bytes = end
+            end = streamed.add(part, end, packing)
         return begin
 
     def start(self) -> None:
@@ -168,33 +222,50 @@ class LayerStream:
         assert self._reader is not None
         self.n_fetched += 1
         wanted = self._layers[layer]
-        done = self._reader.submit(
-            self._buffers.fill, layer, buffer, wanted.size_bytes, partial(_read_layer, wanted)
-        )
+        read = partial(_read_layer, self._crew, wanted)
+        done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
 
-def _read_layer(layer: _StreamedLayer, buffer: Tensor) -> None:
-    """Read a layer's parts to their places. Raises CheckpointError, which names the file."""
-    array: Any = buffer.numpy()  # numpy's arrays are buffers, which its types do not say
-    view = memoryview(array)
-    for begin, part in layer.parts:
-        _read_part(part, view[begin : begin + part.size_bytes])
+def _units(n_bytes: int, packing: Packing) -> int:
+    """Return the bytes of about `n_bytes` that are whole units."""
+    return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
 
 
-def _read_part(part: FilePart, view: memoryview) -> None:
+def _read_layer(crew: Crew, layer: _StreamedLayer, buffer: Tensor) -> None:
+    """Bring a layer's pieces to their places. Raises CheckpointError, which names the file."""
+    crew.do(partial(_bring, buffer), layer.pieces)
+
+
+def _bring(buffer: Tensor, piece: _Piece) -> None:
+    """Read a piece, and pack it if it has to be."""
+    target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
     if _stamp(part.path) != part.stamp:
         raise _changed(part)
     try:
         with part.path.open("rb", buffering=0) as file:
             file.seek(part.offset)
-            while view:
-                n_bytes = file.readinto(view[:_READ_AT_A_TIME])
-                if not n_bytes:
-                    raise _changed(part)
-                view = view[n_bytes:]
+            if packing is None:
+                _read(file, part, target)
+                return
+            end = 0
+            for some in part.cut(_units(_PACKED_AT_A_TIME, packing)):
+                stored = ROOM.of(some.size_bytes)[: some.size_bytes]
+                _read(file, some, stored)
+                begin, end = end, end + packing.packed_bytes(some.size_bytes)
+                packing(stored, target[begin:end])
     except OSError as error:
         raise _unreadable(part.path, error) from error
+
+
+def _read(file: RawIOBase, part: FilePart, target: Tensor) -> None:
+    array: Any = target.numpy()  # numpy's arrays are buffers, which its types do not say
+    view = memoryview(array)
+    while view:
+        n_bytes = file.readinto(view)
+        if not n_bytes:
+            raise _changed(part)
+        view = view[n_bytes:]
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -34,7 +34,9 @@ from shardnet.model.layers import Norm
 from shardnet.model.layout import StageTensors, left_over
 from shardnet.model.making import ModelTensor
 from shardnet.model.native import NativeProduct, NativeSource, native_kernels
+from shardnet.model.native_linear import NativeLinear, PanelPacking, fills_panels
 from shardnet.model.pack_cache import PackCache
+from shardnet.model.pack_writer import PackWriter
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear, pack_all
 from shardnet.model.streaming import FilePart, LayerStream
@@ -100,6 +102,8 @@ class StageWeights:
         self._device = device
         self._progress = progress
         self._packs = packs
+        self.writer = PackWriter(packs)
+        """What is packed goes to the cache on its thread."""
         self._shapes = tensors.all
         self._head = tensors.head.keys()
         self._shared = tensors.embedding.keys() & tensors.head.keys()
@@ -166,39 +170,49 @@ class StageWeights:
         *,
         transposed: bool,
     ) -> Linear:
-        """Make a product whose weights are read when its layer is at work."""
+        """Make a product whose weights are read when its layer is at work.
+
+        What the library multiplies is packed as it is read, where panels do not go over from one
+        weight to the next; what oneDNN does, and what is turned, when its layer is at work.
+        """
         if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        dtype = torch_dtype(self._choice.stored_dtype)
+        choice, device = self._choice, self._device
         stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
-        begin = self.stream.reserve(layer, [self._part(tensor) for tensor in stored])
         own = [bias.clone() for bias in biases]
-        choice, device = self._choice, self._device
-        bias = torch.cat(own).to(device, dtype) if own else None
-        is_ready = choice.kernel is Kernel.PLAIN and not transposed
+        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
+        native = native_kernels() if choice.kernel is Kernel.NATIVE else None
+        packing = None
+        if native is not None and not transposed and fills_panels([t.shape[0] for t in stored]):
+            packing = PanelPacking(native=native, n_in=shape[1])
+        is_plain = choice.kernel is Kernel.PLAIN and not transposed
+        parts = [self._part(tensor) for tensor in stored]
+        begin = self.stream.reserve(layer, parts, packing)
+        n_bytes = sum(part.size_bytes for part in parts)
 
         def make(raw: Tensor) -> Linear:
-            weight = raw.view(dtype).view(shape)
-            if is_ready:
+            if native is not None and packing is not None:
+                return NativeLinear(raw, shape, bias, native)
+            weight = raw.view(torch_dtype(choice.stored_dtype)).view(shape)
+            if is_plain:
                 return PlainLinear(weight, bias, choice.min_rows)
             return make_linear(choice, [weight.T if transposed else weight], own, device)
 
         for name in names:
             self._skip(f"{name}.weight")
-        n_bytes = shape[0] * shape[1] * dtype.itemsize
         product_shape = shape[::-1] if transposed else shape
         linear = StreamedLinear(
             self.stream,
             layer,
             begin,
-            n_bytes,
+            n_bytes if packing is None else packing.packed_bytes(n_bytes),
             product_shape,
             make,
-            is_ready=False,
-            is_native=choice.kernel is Kernel.NATIVE and native_kernels() is not None,
+            is_ready=is_plain or packing is not None,
+            is_native=native is not None,
         )
         key = (*product_shape, choice.dtype, StreamedLinear)
         if not linear.is_native and self.exact_rows > 1 and key not in self._tested:
@@ -280,8 +294,9 @@ class StageWeights:
         packed = self._kept_pack(names, kind, kind.packed_shape(*shape))
         if packed is None:
             packed = pack_all(self._weights(names, transposed=transposed), kind, self._finish)
-            if self._packs is not None:
-                self._packs.put(names, kind, packed, self._finish)
+            self.writer.put(names, kind, packed)
+            if self._device.type != "cpu" or f"{names[0]}.weight" in self._streamed:
+                self.writer.finish(self._finish)  # or it would stay in memory only to be written
         return packed, shape
 
     def _kept_pack(

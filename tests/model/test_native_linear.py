@@ -46,7 +46,7 @@ def test_the_product_is_that_of_torch(
 ) -> None:
     weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
     rows = numbers(n_rows, shape[1], seed=2).to(dtype)
-    product = NativeLinear([weight], bias, kernels_named(name))(rows)
+    product = NativeLinear.pack([weight], bias, kernels_named(name))(rows)
     assert product.dtype is dtype
     want = rows.double() @ weight.double().T + bias
     spread = float(want.abs().max())
@@ -66,7 +66,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
     for name in ("portable", "avx2", ""):
-        linear = NativeLinear([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
+        linear = NativeLinear.pack([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
         whole = linear(rows)
         assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
         assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
@@ -74,9 +74,11 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
     weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
-    products = [NativeLinear([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")]
+    products = [
+        NativeLinear.pack([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")
+    ]
     assert torch.equal(products[0], products[1])
-    assert torch.equal(NativeLinear([weight], None, kernels_named(""))(rows), products[0])
+    assert torch.equal(NativeLinear.pack([weight], None, kernels_named(""))(rows), products[0])
 
 
 @pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (40,)], ids=str)
@@ -88,7 +90,7 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
     assert NATIVE is not None
     stored = [numbers(n_in, n_out + 1).bfloat16()[:, 1:].T for n_out in n_outs]
     for weights in (stored, [weight.contiguous() for weight in stored]):
-        came = NativeLinear(weights, None, NATIVE)(torch.eye(n_in))
+        came = NativeLinear.pack(weights, None, NATIVE)(torch.eye(n_in))
         assert torch.equal(came.T, torch.cat(stored).float())
 
 
@@ -104,7 +106,7 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 )
 def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
     """It is told addresses, and would read beyond what is there."""
-    linear = NativeLinear([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    linear = NativeLinear.pack([numbers(20, 30).bfloat16()], None, kernels_named(""))
     with pytest.raises(ValueError, match="compiled library"):
         linear(rows)
 
@@ -162,7 +164,7 @@ def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:
     weight, rows = numbers(20, 30), numbers(3, 30)
     assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
     with pytest.raises(ValueError, match=r"float32, not bfloat16"):
-        NativeLinear([weight], None, kernels_named(""))
+        NativeLinear.pack([weight], None, kernels_named(""))
 
 
 def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(

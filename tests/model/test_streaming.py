@@ -17,10 +17,13 @@ from own_process import figures_of, make_large
 from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
+from shardnet.model import streaming
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import stage_weight_bytes, streamed_layers
 from shardnet.model.kernels import KernelChoice
+from shardnet.model.native import native_kernels
+from shardnet.model.native_linear import NativeLinear, PanelPacking
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import Run, StageModel, load_stage
@@ -284,6 +287,48 @@ def test_layers_come_in_turn_and_each_is_whole(tmp_path: Path) -> None:
     assert stream.n_fetched == 3 * 5 + 2
     stream.need(5)  # a pass that was given up
     assert stream.weights(places[5], 1, stream.buffer_of(5)).tolist() == [50]
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@pytest.mark.parametrize("n_in", [64, 33])
+@pytest.mark.parametrize("shared_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("n_outs", [(16,), (32, 16, 5)], ids=str)
+def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
+    n_outs: tuple[int, ...],
+    shared_bytes: int,
+    n_in: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Piece by piece, by two threads, and a last panel that is not full."""
+    monkeypatch.setattr(streaming, "_SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(streaming, "_PACKED_AT_A_TIME", shared_bytes // 2)
+    native = native_kernels()
+    assert native is not None
+    packing = PanelPacking(native=native, n_in=n_in)
+    weights = [torch.randn(n_out, n_in).bfloat16() for n_out in n_outs]
+    file, parts, whole = tmp_path / "file", list[tuple[int, int]](), b"..."
+    for weight in weights:
+        parts.append((len(whole), 2 * weight.numel()))
+        whole += weight.view(torch.uint8).numpy().tobytes()
+    file.write_bytes(whole)
+    stream = LayerStream()
+    named = [FilePart.of(file, offset, size_bytes) for offset, size_bytes in parts]
+    assert stream.reserve(1, named[:1]) == 0
+    begin = stream.reserve(1, named, packing)
+    end = stream.reserve(1, named[:1])
+    stream.start()
+    stream.need(1)
+    shape, rows = (sum(n_outs), n_in), torch.eye(n_in)
+    packed = stream.weights(begin, packing.packed_bytes(2 * shape[0] * n_in), 0)
+    assert begin + packed.numel() <= end
+    assert torch.equal(
+        NativeLinear(packed, shape, None, native)(rows),
+        NativeLinear.pack(weights, None, native)(rows),
+    )
+    first = weights[0].view(torch.uint8).flatten()
+    for plain in (0, end):
+        assert torch.equal(stream.weights(plain, first.numel(), 0), first)
 
 
 MEASURE = """

@@ -151,7 +151,9 @@ def layer_by_torch(
 
     def linear(n_out: int, n_in: int, seed: int) -> NativeLinear:
         weight = numbers(n_out, n_in, seed=seed) / n_in**0.5
-        return NativeLinear([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
+        return NativeLinear.pack(
+            [weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name)
+        )
 
     def norm(width: int, seed: int) -> Norm:
         return Norm(weight=numbers(width, seed=seed).to(norms), bias=None, eps=1e-5)

@@ -11,8 +11,12 @@
 #include <string.h>
 
 #include "products.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define MAX_GROUP INT8_GROUP
+#define SQUARE_BYTES (PANEL * QUAD_BYTES)
 #if defined(__x86_64__)
 #define LANES 8 /* outputs that are rounded at once: of 16 a panel has */
 #else
@@ -202,49 +206,126 @@ INLINE uint32_t pair_at(const uint16_t *weights, int64_t left) {
     return pair;
 }
 
+/* Turns a square that has nothing missing: 16 pairs of inputs of 16 outputs, rows `stride` weights apart. */
+typedef void (*square_function)(const uint16_t *from, int64_t stride, uint8_t *out);
+
 /* bfloat16: outputs and pairs of inputs change places, a square of them at a time. */
-INLINE void turn_panel(const struct packing *p, int64_t panel) {
+INLINE void turn_panel(const struct packing *p, int64_t panel, square_function turn) {
     const int64_t n_in = p->n_in, n_pairs = (n_in + 1) / 2, first = panel * PANEL;
     const int n_outputs = (int)(p->n_out - first < PANEL ? p->n_out - first : PANEL);
+    const uint16_t *weights = (const uint16_t *)p->weights + first * p->stride;
     uint8_t *out = p->packed + panel * n_pairs * QUAD_BYTES;
-    for (int64_t begin = 0; begin < n_pairs; begin += PANEL, out += PANEL * QUAD_BYTES) {
+    for (int64_t begin = 0; begin < n_pairs; begin += PANEL, out += SQUARE_BYTES) {
+        const uint16_t *from = weights + 2 * begin;
+        if (n_outputs == PANEL && n_in - 2 * begin >= 2 * PANEL) {
+            turn(from, p->stride, out);
+            continue;
+        }
         const int n = (int)(n_pairs - begin < PANEL ? n_pairs - begin : PANEL);
         uint32_t square[PANEL][PANEL] = {{0}};
-        for (int o = 0; o < n_outputs; o++) {
-            const uint16_t *from = (const uint16_t *)p->weights + (first + o) * p->stride + 2 * begin;
-            if (n_in - 2 * begin >= 2 * PANEL)
-                for (int k = 0; k < PANEL; k++) square[k][o] = pair_at(from + 2 * k, 2);
-            else
-                for (int k = 0; k < n; k++) square[k][o] = pair_at(from + 2 * k, n_in - 2 * (begin + k));
-        }
+        for (int o = 0; o < n_outputs; o++)
+            for (int k = 0; k < n; k++) square[k][o] = pair_at(from + o * p->stride + 2 * k, n_in - 2 * (begin + k));
         memcpy(out, square, (size_t)n * QUAD_BYTES);
     }
 }
+
+INLINE void turn_square(const uint16_t *from, int64_t stride, uint8_t *out) {
+    uint32_t square[PANEL][PANEL];
+    for (int o = 0; o < PANEL; o++)
+        for (int k = 0; k < PANEL; k++) square[k][o] = pair_at(from + o * stride + 2 * k, 2);
+    memcpy(out, square, SQUARE_BYTES);
+}
+
+#if defined(__x86_64__)
+#define AVX2_TARGET __attribute__((target("avx2")))
+#define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define AHEAD 512 /* bytes of each row that are asked for before they are turned: 16 rows are many to foresee */
+
+/* Squares of 2, 4 and 8 change places one after the other: first within the quarters of a register, then these. */
+AVX512_TARGET INLINE void avx512_square(const uint16_t *from, int64_t stride, uint8_t *out) {
+    __m512i a[PANEL], b[PANEL];
+    for (int o = 0; o < PANEL; o++) {
+        a[o] = _mm512_loadu_si512(from + o * stride);
+        _mm_prefetch((const char *)(from + o * stride) + AHEAD, _MM_HINT_T0);
+    }
+    for (int o = 0; o < PANEL; o += 2) {
+        b[o] = _mm512_unpacklo_epi32(a[o], a[o + 1]);
+        b[o + 1] = _mm512_unpackhi_epi32(a[o], a[o + 1]);
+    }
+    for (int o = 0; o < PANEL; o += 4) {
+        a[o] = _mm512_unpacklo_epi64(b[o], b[o + 2]);
+        a[o + 1] = _mm512_unpackhi_epi64(b[o], b[o + 2]);
+        a[o + 2] = _mm512_unpacklo_epi64(b[o + 1], b[o + 3]);
+        a[o + 3] = _mm512_unpackhi_epi64(b[o + 1], b[o + 3]);
+    }
+    for (int o = 0; o < PANEL; o += 8)
+        for (int k = o; k < o + 4; k++) {
+            b[k] = _mm512_shuffle_i32x4(a[k], a[k + 4], 0x88);
+            b[k + 4] = _mm512_shuffle_i32x4(a[k], a[k + 4], 0xdd);
+        }
+    /* b[k] has pairs k and k + 8 of 8 outputs, b[k + 4] pairs k + 4 and k + 12. */
+    for (int k = 0; k < 8; k++) {
+        a[k] = _mm512_shuffle_i32x4(b[k], b[k + 8], 0x88);
+        a[k + 8] = _mm512_shuffle_i32x4(b[k], b[k + 8], 0xdd);
+    }
+    if ((uintptr_t)out % QUAD_BYTES == 0) /* past the caches: weights are read when all of them have been packed */
+        for (int k = 0; k < PANEL; k++) _mm512_stream_si512((__m512i *)(out + k * QUAD_BYTES), a[k]);
+    else
+        for (int k = 0; k < PANEL; k++) _mm512_storeu_si512(out + k * QUAD_BYTES, a[k]);
+}
+
+AVX2_TARGET INLINE void avx2_eight(const uint16_t *from, int64_t stride, uint8_t *out) {
+    __m256i a[8], b[8];
+    for (int o = 0; o < 8; o++) a[o] = _mm256_loadu_si256((const __m256i *)(from + o * stride));
+    for (int o = 0; o < 8; o += 2) {
+        b[o] = _mm256_unpacklo_epi32(a[o], a[o + 1]);
+        b[o + 1] = _mm256_unpackhi_epi32(a[o], a[o + 1]);
+    }
+    for (int o = 0; o < 8; o += 4) {
+        a[o] = _mm256_unpacklo_epi64(b[o], b[o + 2]);
+        a[o + 1] = _mm256_unpackhi_epi64(b[o], b[o + 2]);
+        a[o + 2] = _mm256_unpacklo_epi64(b[o + 1], b[o + 3]);
+        a[o + 3] = _mm256_unpackhi_epi64(b[o + 1], b[o + 3]);
+    }
+    for (int k = 0; k < 4; k++) {
+        b[k] = _mm256_permute2x128_si256(a[k], a[k + 4], 0x20);
+        b[k + 4] = _mm256_permute2x128_si256(a[k], a[k + 4], 0x31);
+    }
+    for (int k = 0; k < 8; k++) _mm256_storeu_si256((__m256i *)(out + k * QUAD_BYTES), b[k]);
+}
+
+AVX2_TARGET INLINE void avx2_square(const uint16_t *from, int64_t stride, uint8_t *out) {
+    for (int o = 0; o < PANEL; o += 8)
+        for (int k = 0; k < PANEL; k += 8)
+            avx2_eight(from + o * stride + 2 * k, stride, out + k * QUAD_BYTES + 4 * o);
+}
+#endif
 
 typedef void (*panel_function)(const struct packing *, int64_t);
 
 static void portable_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
 
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void avx2_panel(const struct packing *p, int64_t panel) {
-    round_panel(p, panel);
-}
+static void portable_turned(const struct packing *p, int64_t panel) { turn_panel(p, panel, turn_square); }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void avx512_panel(const struct packing *p,
-                                                                                       int64_t panel) {
-    round_panel(p, panel);
+#if defined(__x86_64__)
+AVX2_TARGET static void avx2_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
+
+AVX2_TARGET static void avx2_turned(const struct packing *p, int64_t panel) { turn_panel(p, panel, avx2_square); }
+
+AVX512_TARGET static void avx512_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
+
+AVX512_TARGET static void avx512_turned(const struct packing *p, int64_t panel) {
+    turn_panel(p, panel, avx512_square);
+    _mm_sfence(); /* other threads may be told now that the panel is there */
 }
 #endif
-
-static void turned_panel(const struct packing *p, int64_t panel) { turn_panel(p, panel); }
 
 static panel_function panel_for(const struct packing *p) {
-    if (p->bits == 16) return turned_panel;
 #if defined(__x86_64__)
-    if (p->team.isa == AVX512) return avx512_panel;
-    if (p->team.isa == AVX2) return avx2_panel;
+    if (p->team.isa == AVX512) return p->bits == 16 ? avx512_turned : avx512_panel;
+    if (p->team.isa == AVX2) return p->bits == 16 ? avx2_turned : avx2_panel;
 #endif
-    return portable_panel;
+    return p->bits == 16 ? portable_turned : portable_panel;
 }
 
 static void pack_panels(const void *argument, int64_t begin, int64_t end) {
