@@ -18,11 +18,16 @@ import hypothesis
 import psutil
 import pytest
 
-hypothesis.settings.register_profile("shardnet", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "shardnet",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("shardnet")
 
 FD_FOLDER = Path("/proc/self/fd")
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
 
 

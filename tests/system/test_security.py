@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from nodes import Crew, Machine, NodeProcess, open_machine
-from parrot import Parrots
+from parrot import LONG, Parrots
 
 from shardnet.wire.frames import PREAMBLE
 
@@ -196,7 +196,7 @@ def test_the_key_is_seen_nowhere(guarded: Crew, parrots: Parrots) -> None:
     key = guarded.machine.run("key", "show").stdout.strip()
     command = guarded.machine.begin(
         *("generate", "abc", "--model", str(parrots.alphabet), "--local", "2"),
-        *("--max-tokens", "100000", "--ignore-eos"),
+        *("--context", str(LONG), "--max-tokens", str(LONG - 10)),
     )
     command.stdout.wait_for("d")
     processes = guarded.machine.processes()
