@@ -29,6 +29,8 @@ hypothesis.settings.load_profile("shardnet")
 FD_FOLDER = Path("/proc/self/fd")
 GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
+KILLED_S = 60.0
+"""How long a child that was killed may take to be gone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,7 +110,7 @@ def _end_children_since(before: set[int]) -> list[str]:
                 continue
             left.append(f"{pid} ({command})")
             child.kill()
-            child.wait(GRACE_S)
+            child.wait(KILLED_S)
         except psutil.NoSuchProcess:
             continue
     return left

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from watchers import LOOPBACK, RECORD, Watcher, new_record, running
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
+from shardnet.cluster import record_watch
 from shardnet.cluster.discovery import browse
 from shardnet.cluster.node_record import SERVICE_TYPE, UnusableRecordError, from_service, to_service
 from shardnet.cluster.record_watch import Goodbye
@@ -27,6 +28,13 @@ from shardnet.transport.loop import run
 def _loop_before_all_tests() -> None:
     """Have libuv open the pipe for signals that it keeps as long as the process lives."""
     run(asyncio.sleep(0))
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is late with answers and goodbyes."""
+    monkeypatch.setattr(record_watch, "RESOLVE_S", 60.0)
+    monkeypatch.setattr(record_watch, "GOODBYE_S", 20.0)
 
 
 def test_nodes_find_each_other_a_late_one_too_and_hear_goodbyes() -> None:

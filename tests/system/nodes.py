@@ -24,9 +24,9 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
+from parrot import LONG
 from shardnet_cli.main import app
 from typer.testing import CliRunner
-from parrot import LONG
 from warm_start import WarmProcess, is_possible
 
 from shardnet.api.client import connect

@@ -90,7 +90,7 @@ def test_with_a_key_a_node_listens_everywhere(guarded: Crew) -> None:
 
 def test_a_node_answers_what_is_no_tls_with_an_alert_and_nothing_else(guarded: Crew) -> None:
     port = guarded.nodes[0].ready["port"]
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as stranger:
         stranger.sendall(PREAMBLE)
         received = b""
         while chunk := stranger.recv(1000):
