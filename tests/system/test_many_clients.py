@@ -224,7 +224,7 @@ async def until_idle(client: Client) -> RingLoad:
                 return load
 
 
-@pytest.mark.timeout(400 + 2 * SOAK_S)
+@pytest.mark.timeout(600 + 2 * SOAK_S)
 def test_sixteen_clients_come_and_go(case: Case) -> None:
     async def main() -> None:
         prompts = make_prompts(case)
