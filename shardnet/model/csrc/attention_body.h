@@ -84,19 +84,18 @@ INLINE TARGET lanes NAME(value)(const struct attention_half *half, const char *r
 
 /* totals = totals * less + weights * values, for `n` values and some of their columns; weights: [n_queries][KEYS]. */
 INLINE TARGET void NAME(weigh_columns)(const struct attention_half *half, const char *row, int n, const float *weights,
-                                       const float *less, float (*totals)[MAX_HEAD], int64_t begin, const int n_vectors,
-                                       const int n_queries, const enum kind kind) {
-    const int width = of_last(half->head_size, begin);
+                                       const float *less, float (*totals)[MAX_HEAD], int64_t begin, int width,
+                                       const int n_vectors, const int n_queries, const enum kind kind) {
     lanes sums[MAX_QUERIES][4];
     for (int q = 0; q < n_queries; q++)
         for (int c = 0; c < n_vectors; c++) {
             memcpy(&sums[q][c], &totals[q][begin + c * LANES], sizeof(lanes));
             sums[q][c] *= less[q];
         }
-    for (int i = 0; i < n; i++, row += half->kept_bytes)
+    for (int i = 0; i < n; i++, row += half->kept_bytes, weights++)
         for (int c = 0; c < n_vectors; c++) {
-            const lanes value = NAME(value)(half, row, begin + c * LANES, n_vectors > 1 ? LANES : width, kind);
-            for (int q = 0; q < n_queries; q++) sums[q][c] += weights[q * KEYS + i] * value;
+            const lanes value = NAME(value)(half, row, begin + c * LANES, width, kind);
+            for (int q = 0; q < n_queries; q++) sums[q][c] += weights[q * KEYS] * value;
         }
     for (int q = 0; q < n_queries; q++)
         for (int c = 0; c < n_vectors; c++) memcpy(&totals[q][begin + c * LANES], &sums[q][c], sizeof(lanes));
@@ -106,12 +105,12 @@ INLINE TARGET void NAME(weigh)(const struct attention_half *half, const char *va
                                const float *less, float (*totals)[MAX_HEAD], const int n_queries,
                                const enum kind kind) {
     const int n_vectors = n_queries > 4 ? 1 : n_queries > 2 ? 2 : 4; /* so many sums that none waits for itself */
-    int64_t begin = 0;
-    if (n_vectors > 1)
-        for (; begin + n_vectors * LANES <= half->head_size; begin += n_vectors * LANES)
-            NAME(weigh_columns)(half, values, n, weights, less, totals, begin, n_vectors, n_queries, kind);
-    for (; begin < half->head_size; begin += LANES)
-        NAME(weigh_columns)(half, values, n, weights, less, totals, begin, 1, n_queries, kind);
+    const int64_t size = half->head_size;
+    int64_t c = 0;
+    for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
+        NAME(weigh_columns)(half, values, n, weights, less, totals, c, LANES, n_vectors, n_queries, kind);
+    for (; c < size; c += LANES)
+        NAME(weigh_columns)(half, values, n, weights, less, totals, c, of_last(size, c), 1, n_queries, kind);
 }
 
 /* Makes scores of `n` keys into weights, beside the largest score so far. Returns what earlier ones shrink by. */
