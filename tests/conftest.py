@@ -18,12 +18,19 @@ import hypothesis
 import psutil
 import pytest
 
-hypothesis.settings.register_profile("shardnet", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "shardnet",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("shardnet")
 
 FD_FOLDER = Path("/proc/self/fd")
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
+KILLED_S = 60.0
+"""How long a child that was killed may take to be gone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -103,7 +110,7 @@ def _end_children_since(before: set[int]) -> list[str]:
                 continue
             left.append(f"{pid} ({command})")
             child.kill()
-            child.wait(GRACE_S)
+            child.wait(KILLED_S)
         except psutil.NoSuchProcess:
             continue
     return left

@@ -42,7 +42,7 @@ class Hub:
     @property
     def environment(self) -> dict[str, str]:
         """What makes a process ask this Hub alone."""
-        return {"HF_ENDPOINT": self.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_ETAG_TIMEOUT": "5"}
+        return {"HF_ENDPOINT": self.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_ETAG_TIMEOUT": "60"}
 
 
 @contextmanager

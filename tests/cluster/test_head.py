@@ -104,7 +104,7 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
         head = Head(cast(Neighbourhood, nobody))
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(BusyError, match=f"is loading {MODEL}: stop the command"):
                 await head.unload()
         assert not asking.done()
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_anything_is_loaded(
         nobody = Nobody()
         nobody.tokenizer = CheckpointError("/x/tokenizer.json is damaged")
         with pytest.raises(CheckpointError, match="is damaged"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await ask(Head(cast(Neighbourhood, nobody)))
         assert not endless.begun.is_set()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardnet.cluster import link_figures
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.link_figures import (
     FIRST_PAYLOAD_BYTES,
@@ -90,6 +91,14 @@ async def linked() -> AsyncIterator[Ends]:
         await asyncio.gather(near.close(), far.close())
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine take its time for payloads of the real size."""
+    for name in ("PAYLOADS_S", "GIVE_UP_S", "GLANCE_S"):
+        monkeypatch.setattr(link_figures, name, 100.0)
+
+
+@pytest.mark.usefixtures("patience")
 def test_a_link_is_measured_once_and_then_known_until_it_is_stale() -> None:
     async def main() -> None:
         async with linked() as ends:
@@ -111,6 +120,7 @@ def test_a_link_is_measured_once_and_then_known_until_it_is_stale() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_step_waits_for_both_compute_threads_and_payloads_grow_to_the_real_size() -> None:
     async def main() -> None:
         async with linked() as ends:
@@ -129,6 +139,7 @@ def test_a_step_waits_for_both_compute_threads_and_payloads_grow_to_the_real_siz
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_glance_tells_what_is_known_or_looks_and_keeps_nothing() -> None:
     async def main() -> None:
         async with linked() as ends:
@@ -156,6 +167,7 @@ def test_a_glance_at_a_node_that_generates_shows_nothing() -> None:
 
 
 @pytest.mark.parametrize("busy", ["near_is_busy", "far_is_busy"])
+@pytest.mark.usefixtures("patience")
 def test_who_generates_is_not_disturbed_and_tells_what_was_known(busy: str) -> None:
     async def main() -> None:
         async with linked() as ends:

@@ -28,7 +28,7 @@ from shardnet.wire.frames import Frame, FrameKind
 from shardnet.wire.messages import Hello, Purpose, Role
 from shardnet.wire.neighbours import PeersKnown, Ping
 
-TIMES = PeerTimes(redial_s=0.01, compare_s=0.05, retire_s=0.02, ping_s=0.05, gather_s=0.0)
+TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 PATIENT = LinkOptions(close_s=20)
 HERE = rank([Interface(name="eth0", is_up=True, addresses=("10.0.0.99/24",))])
 

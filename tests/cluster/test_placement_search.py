@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
 
 import pytest
 from clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardnet.cluster import placement_rules
 from shardnet.cluster.placement import place
 from shardnet.cluster.placement_estimate import measured_problem
 from shardnet.cluster.placement_figures import (
@@ -29,6 +31,9 @@ from shardnet.cluster.placement_search import (
     width_for,
 )
 from shardnet.cluster.placement_split import Problem
+
+MOST_LOOKS = 350_000
+"""At longer paths, before the best ring of 16 nodes is found."""
 
 both = pytest.mark.parametrize("objective", list(Objective))
 
@@ -141,15 +146,22 @@ def test_above_that_no_single_node_and_no_pair_is_better(objective: Objective) -
 
 @both
 @pytest.mark.parametrize("seed", [2, 6, 8, 37])
-def test_sixteen_nodes_and_128_layers_take_a_second_at_most(
-    objective: Objective, seed: int
+def test_sixteen_nodes_and_128_layers_are_placed_with_little_work(
+    objective: Objective, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deadline that is a feature: a second on an idle machine, three on a busy one.
+    """A second on an idle machine: so long take as many looks at longer paths as are allowed here.
 
     Room for the model is scarce in these clusters: rings of 10 to 16 stages, the slowest to find.
     """
+    looks = count()
+    for rules in (placement_rules._SumRules, placement_rules._SlowestRules):
+
+        def counted(*place: Any, floor: Callable[..., float] = rules.floor) -> float:
+            next(looks)
+            return floor(*place)
+
+        monkeypatch.setattr(rules, "floor", counted)
     model, nodes, links = random_cluster(seed, n_nodes=16, n_layers=128)
-    started = time.process_time()
     placement = place(model, nodes, links, objective)
-    assert time.process_time() - started < 3
+    assert next(looks) < MOST_LOOKS
     assert placement.stages[-1].layers.end == 128

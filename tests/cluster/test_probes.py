@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from shardnet.api.client import dial
+from shardnet.cluster import probes
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.probes import look, probe
 from shardnet.errors import ShardnetError
@@ -24,7 +25,9 @@ from shardnet.wire.messages import Hello, Purpose, Role
 from shardnet.wire.neighbours import Ping
 from shardnet.wire.reports import AddressView
 
-KNOCK = partial(dial, handshake_s=0.3)
+KNOCK = partial(dial, handshake_s=30.0)
+IMPATIENT = partial(dial, handshake_s=0.3)
+"""For where nobody answers."""
 BERT = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="bert-id", name="bert", version="0.1.0")
 
 
@@ -40,7 +43,7 @@ def address(of: socket.socket) -> str:
 
 
 def seen_at(where: str) -> AddressView:
-    [view] = asyncio.run(probe(NodeId("bert-id"), [where], KNOCK))
+    [view] = asyncio.run(probe(NodeId("bert-id"), [where], IMPATIENT))
     assert view.address == where
     return view
 
@@ -88,13 +91,16 @@ def test_another_key_or_none(theirs: bytes | None, ours: bytes | None) -> None:
     assert view.seen == "other key"
 
 
-def test_a_port_where_nothing_listens(server: socket.socket) -> None:
-    where = address(server)
-    server.close()
-    assert seen_at(where).seen == "refused"
+def test_a_port_where_nothing_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert seen_at(address(taken)).seen == "refused"
 
 
-def test_a_port_behind_which_everything_hangs(server: socket.socket) -> None:
+def test_a_port_behind_which_everything_hangs(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "CONNECT_S", 30.0)
     assert seen_at(address(server)).seen == "hangs"
 
 

@@ -45,6 +45,11 @@ class Watcher:
         options = {"fingerprint": "", "interfaces": LOOPBACK, **options}
         self._discovery = Discovery(log=self._log, **options)
 
+    @property
+    def own_lines(self) -> list[str]:
+        """What it has logged, but for records that other tests on this machine have written."""
+        return [line for line in self.lines if "not an id" not in line]
+
     async def run(self) -> None:
         await self._discovery.run(lambda: self.record, self._see)
 

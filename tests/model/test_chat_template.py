@@ -59,6 +59,10 @@ TURNS = """{%- set ns = namespace(found=0) -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 
 
+PATIENCE_S = 120.0
+"""How long a process may take that renders; a busy machine starts it late."""
+
+
 def make_template(source: str) -> ChatTemplate:
     return ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
 
@@ -71,7 +75,7 @@ def test_a_template_gives_the_text_that_transformers_gives(
     [expected], _ = render_jinja_template(
         [messages], chat_template=source, add_generation_prompt=True, **TOKENS
     )
-    assert make_template(source).render(messages) == expected
+    assert make_template(source).render(messages, seconds=PATIENCE_S) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_a_template_gives_the_text_that_transformers_gives(
 )
 def test_what_a_template_may_not_do_is_named(source: str, words: str) -> None:
     with pytest.raises(CheckpointError, match=r"^chat_template\.jinja") as caught:
-        make_template(source).render(SHORT_TALK)
+        make_template(source).render(SHORT_TALK, seconds=PATIENCE_S)
     assert words in str(caught.value)
 
 
@@ -110,13 +114,14 @@ def test_a_template_that_takes_too_long_is_given_up(source: str) -> None:
 def test_a_template_may_refuse_messages_in_its_own_words() -> None:
     template = make_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
-        template.render(TALK)
+        template.render(TALK, seconds=PATIENCE_S)
 
 
 def test_the_environment_of_the_node_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor would jinja2 give it: two walls."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert make_template("{{ HF_TOKEN }}{{ environ }}|").render(TALK) == "|"
+    template = make_template("{{ HF_TOKEN }}{{ environ }}|")
+    assert template.render(TALK, seconds=PATIENCE_S) == "|"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_special_tokens_come_from_the_files_beside_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         '{"eos_token": {"content": "<c>", "lstrip": false}, "pad_token": null}'
     )
-    assert ChatTemplate.find(tmp_path).render(TALK) == "<a>|<c>|"
+    assert ChatTemplate.find(tmp_path).render(TALK, seconds=PATIENCE_S) == "<a>|<c>|"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
+from parrot import LONG
 from shardnet_cli.main import app
 from typer.testing import CliRunner
 from warm_start import WarmProcess, is_possible
@@ -33,11 +34,11 @@ from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ShardnetError
 from shardnet.wire.plans import ModelChoice
 
-START_S = 60.0
+START_S = 120.0
 """How long a node may take to its ready line."""
-COMMAND_S = 60.0
-"""How long a command may take unless a test says otherwise."""
-STOP_S = 10.0
+COMMAND_S = 120.0
+"""How long a command may take, and a line in a log may be waited for."""
+STOP_S = 60.0
 """How long a process may take to leave when it was told to."""
 
 
@@ -398,10 +399,10 @@ class Crew:
         return asyncio.run(say_all())
 
     def begin(self, model: Path, addresses: str = "") -> Command:
-        """Start a generation that goes on for long, and wait until it is under way."""
+        """Start a generation that goes on for minutes, and wait until it is under way."""
         running = self.machine.begin(
-            *("generate", "a", "--model", str(model), "--max-tokens", "8000"),
-            *("--nodes", addresses or self.addresses()),
+            *("generate", "a", "--model", str(model), "--nodes", addresses or self.addresses()),
+            *("--context", str(LONG), "--max-tokens", str(LONG - 1)),
         )
         running.stdout.wait_for("xyz")
         return running

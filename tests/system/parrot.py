@@ -22,6 +22,9 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 BOS_ID, EOS_ID = 0, 1
 N_TOKENS = 258
+LONG = 100_000
+"""So many tokens take minutes, whatever the model."""
+
 HIDDEN = 320
 """At least one component per token, rounded to whole attention heads of 64."""
 
@@ -40,8 +43,8 @@ def make_parrots(folder: Path) -> Parrots:
     """Write all of them into `folder`."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     return Parrots(
-        alphabet=make_parrot(folder / "alphabet", letters, ends=False),
-        big=make_parrot(folder / "big", letters, ends=False, intermediate=1 << 14),
+        alphabet=make_parrot(folder / "alphabet", letters, ends=False, positions=LONG),
+        big=make_parrot(folder / "big", letters, ends=False, intermediate=1 << 14, positions=LONG),
         signs=make_parrot(folder / "signs", "aé€😀 Жz.", ends=True),
     )
 

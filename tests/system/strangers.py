@@ -6,12 +6,12 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from nodes import NodeProcess
 
-from shardnet.wire.frames import PREAMBLE, Limits, pack_frame
+from shardnet.wire.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import Hello, Purpose, Role, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
@@ -31,9 +31,9 @@ def hello(**fields: Any) -> bytes:
 
 
 HELLO = hello()
-PATIENCE_S = 30.0
-"""Three times the silence after which a node gives a peer up."""
-
+PATIENCE_S = 120.0
+"""Many times the silence after which a node gives a peer up."""
+BEAT_S = 1.0
 
 _hosts = (f"127.0.0.{number}" for number in count(2))
 
@@ -49,6 +49,25 @@ def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
         connection.settimeout(PATIENCE_S)
         connection.sendall(said)
         yield connection
+
+
+@contextmanager
+def beating(connection: socket.socket) -> Iterator[None]:
+    """Send heartbeats on a connection, so that its node does not give it up."""
+    ended = Event()
+    beat = b"".join(pack_frame(Frame(kind=FrameKind.HEARTBEAT), Limits()))
+
+    def send() -> None:
+        while not ended.wait(BEAT_S):
+            connection.sendall(beat)
+
+    thread = Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:
@@ -103,6 +122,5 @@ def dropping() -> Iterator[str]:
 
 
 def unused_address() -> str:
-    """An address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    """An address where nothing listens: its port is given to nobody who asks for any."""
+    return "127.0.0.1:1"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from nodes import Crew
 from parrot import Parrots
-from strangers import HELLO, OTHER_VERSION, answering, connected, hello, read_to_the_end
+from strangers import (
+    HELLO,
+    OTHER_VERSION,
+    answering,
+    connected,
+    hello,
+    read_to_the_end,
+    unused_address,
+)
 
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
 from shardnet.wire.messages import Purpose
@@ -78,8 +84,7 @@ def test_what_is_no_node_is_named(
 
 
 def test_an_address_where_nothing_listens_is_named(trio: Crew, parrots: Parrots) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = unused_address()
     for nodes in (address, f"{trio.addresses(0)},{address}"):
         error = trio.generate("a", parrots.alphabet, "--nodes", nodes).error
         assert address in error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nodes import Machine, NodeProcess
-from parrot import Parrots
+from parrot import LONG, Parrots
 
 from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError
@@ -139,8 +139,8 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
     machine: Machine, node: NodeProcess, talker: Path
 ) -> None:
     command = machine.begin(
-        *("chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "8000"),
-        *("--temperature", "0"),
+        *("chat", "--model", str(talker), "--nodes", node.address, "--temperature", "0"),
+        *("--context", str(LONG), "--max-tokens", str(LONG // 3)),
         stdin="a\n!m\n",
     )
     command.stdout.wait_for("bcdef")

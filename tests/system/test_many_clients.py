@@ -37,7 +37,9 @@ from shardnet.wire.neighbours import RingLoad
 SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "7.5"))
 N_CLIENTS = 16
 N_TEXTS = 12
-PATIENCE_S = 30.0
+WAYS = ("stay", "close", "cancel", "deadline", "list", "vanish")
+USUAL_WAYS = ("stay",) * 5 + WAYS
+PATIENCE_S = 120.0
 """How long one request may take before it counts as lost."""
 
 
@@ -102,6 +104,7 @@ class Guest:
         self, number: int, case: Case, prompts: Sequence[Prompt], texts: Sequence[tuple[int, ...]]
     ) -> None:
         self._chance = random.Random(number)
+        self._ways = [WAYS[number % len(WAYS)]]  # so that all come, however slow the machine is
         self._case = case
         self._prompts = prompts
         self._texts = texts
@@ -112,9 +115,7 @@ class Guest:
             async with asyncio.timeout(PATIENCE_S + SOAK_S), AsyncExitStack() as stack:
                 client = await stack.enter_async_context(connect(self._case.choice.nodes[0]))
                 while time.monotonic() < until_s:
-                    way = self._chance.choice(
-                        ["stay"] * 6 + ["close", "cancel", "deadline", "list", "vanish"]
-                    )
+                    way = self._ways.pop() if self._ways else self._chance.choice(USUAL_WAYS)
                     await getattr(self, f"_{way}")(client)
                     self.ends[way] += 1
                     if way == "vanish":
@@ -223,7 +224,7 @@ async def until_idle(client: Client) -> RingLoad:
                 return load
 
 
-@pytest.mark.timeout(120 + 2 * SOAK_S)
+@pytest.mark.timeout(600 + 2 * SOAK_S)
 def test_sixteen_clients_come_and_go(case: Case) -> None:
     async def main() -> None:
         prompts = make_prompts(case)
@@ -234,7 +235,7 @@ def test_sixteen_clients_come_and_go(case: Case) -> None:
             await asyncio.gather(*(guest.stay(until_s) for guest in guests))
             ends: Counter[str] = sum((guest.ends for guest in guests), Counter())
             print(f"{case.choice.dtype}: {dict(sorted(ends.items()))}")
-            assert {"stay", "close", "cancel", "deadline", "list", "vanish"} <= ends.keys()
+            assert {*WAYS} <= ends.keys()
             assert ends["queued"] > 0
             assert await one_by_one(client, case, prompts[:4]) == texts[:4]
             load = await until_idle(client)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from nodes import Crew, Machine, NodeProcess, open_machine
-from parrot import Parrots
+from parrot import LONG, Parrots
 
 from shardnet.wire.frames import PREAMBLE
 
@@ -90,7 +90,7 @@ def test_with_a_key_a_node_listens_everywhere(guarded: Crew) -> None:
 
 def test_a_node_answers_what_is_no_tls_with_an_alert_and_nothing_else(guarded: Crew) -> None:
     port = guarded.nodes[0].ready["port"]
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as stranger:
         stranger.sendall(PREAMBLE)
         received = b""
         while chunk := stranger.recv(1000):
@@ -196,7 +196,7 @@ def test_the_key_is_seen_nowhere(guarded: Crew, parrots: Parrots) -> None:
     key = guarded.machine.run("key", "show").stdout.strip()
     command = guarded.machine.begin(
         *("generate", "abc", "--model", str(parrots.alphabet), "--local", "2"),
-        *("--max-tokens", "100000", "--ignore-eos"),
+        *("--context", str(LONG), "--max-tokens", str(LONG - 10)),
     )
     command.stdout.wait_for("d")
     processes = guarded.machine.processes()

@@ -14,7 +14,7 @@ import pytest
 from nodes import Crew, Result, open_machine
 from parrot import Parrots
 from proxy import Proxy
-from strangers import HELLO, PATIENCE_S, answering, connected, read_to_the_end
+from strangers import HELLO, answering, connected, read_to_the_end
 
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
 
@@ -71,9 +71,9 @@ def silence(
         for stranger in strangers:
             read_to_the_end(stranger)  # fails unless the node hangs up
         result = Silence(
-            frozen_middle=middle.wait(PATIENCE_S),
-            frozen_tail=tail.wait(PATIENCE_S),
-            stalled_link=link.wait(PATIENCE_S),
+            frozen_middle=middle.wait(),
+            frozen_tail=tail.wait(),
+            stalled_link=link.wait(),
             meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
             mute_nodes=[question.wait() for question in questions],
             stranger_log=olga.log,

@@ -101,7 +101,7 @@ def test_three_machines_as_the_readme_says(people: dict[str, Person]) -> None:
         assert teller.node is not None
         for name, other in people.items():
             if other is not teller:
-                teller.node.stderr.wait_for(f"node {name} (", deadline_s=30)
+                teller.node.stderr.wait_for(f"node {name} (")
     listing, planning, generating = steps[next(heads)]
     listed = people["bert"].type(listing)
     assert all(name in listed for name in people)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILD_S = 120
+BUILD_S = 300
 
 
 def run(*command: str, cwd: Path, environment: dict[str, str]) -> str:

@@ -40,11 +40,11 @@ def harness(request: pytest.FixtureRequest) -> Harness:
 
 
 @pytest.fixture
-def free_port() -> int:
+def free_port() -> Iterator[int]:
+    """A port on which nothing listens. It is taken all the same, so that nobody else gets it."""
     with socket.socket() as sock:
         sock.bind((LOCAL, 0))
-        port: int = sock.getsockname()[1]
-        return port
+        yield sock.getsockname()[1]
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def test_a_foreign_member_sees_a_clean_end_and_gets_no_ticket() -> None:
 
     def talk(port: int) -> bytes:
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=20) as tcp,
+            socket.create_connection(("127.0.0.1", port), timeout=120) as tcp,
             IDENTITY.client.wrap_socket(tcp, suppress_ragged_eofs=False) as tls,
         ):
             tls.sendall(b"hello")
