@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import typer
@@ -51,7 +52,10 @@ def pull(
     to: Annotated[
         Path,
         typer.Option(
-            "--to", metavar="FOLDER", help="Where what comes from a URL goes. Default: here."
+            "--to",
+            metavar="FOLDER",
+            help="Where what comes from a URL goes. Default: here.",
+            show_default=False,
         ),
     ] = Path(),
     sha256: Annotated[
@@ -74,6 +78,7 @@ def pull(
     A download that broke goes on where it stopped. The last line, on standard output, is the path.
     """
     keep_offline(offline)
+    _refuse_path(model)
     if "://" in model:
         _refuse(bool(revision), "--revision is for models of the Hub, not for a URL")
         _refuse(bool(layers), "--layers is for models of the Hub, not for a URL")
@@ -105,6 +110,16 @@ def _one_range(layers: str) -> LayerRange:
         return parse_layer_range(layers)
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
+
+
+def _refuse_path(model: str) -> None:
+    """Refuse what is on this machine: there is nothing to download."""
+    is_file = model.lower().startswith("file:")
+    if is_file or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
+        path = unquote(urlsplit(model).path) if is_file else model
+        raise typer.BadParameter(
+            f"'{model}' is a path, and a path needs no download: use --model {path}"
+        )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
-from shardnet.api.opening import node_in_process
+from shardnet.api.opening import check_local, node_in_process
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.plans import ModelChoice
@@ -64,6 +64,7 @@ async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
         if choice.nodes and wanted.local:
             raise UsageError("--nodes and --local exclude each other: give one of them")
         if wanted.local:
+            check_local(wanted.local, choice)
             addresses = await stack.enter_async_context(
                 local_processes(wanted.local, choice.threads, wanted.access)
             )

@@ -6,7 +6,7 @@ import contextlib
 
 from .access import Access
 from .option_groups import takes_groups
-from .options import Nodes, Peer, split_nodes
+from .options import Nodes, Peer, check_addresses, split_nodes
 from .run import run_command, say
 from .target import named_or_here
 
@@ -14,7 +14,7 @@ from .target import named_or_here
 @takes_groups
 def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
     """Free the model of the ring that the node of this machine, or a named node, is part of."""
-    run_command(_run([*split_nodes(nodes), *(peer or [])], access))
+    run_command(_run([*split_nodes(nodes), *check_addresses(peer)], access))
 
 
 async def _run(addresses: list[str], access: Access) -> None:

@@ -21,6 +21,7 @@ from shardnet.cluster.placement_figures import (
     Placement,
     Streaming,
 )
+from shardnet.cluster.placement_words import LISTED
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
@@ -209,10 +210,7 @@ def _placed(
     exactly = bool(choice.nodes or layers)
     if layers is not None and not choice.nodes:
         if len(layers) > len(candidates):
-            raise PlanError(
-                f"--layers names {len(layers)} stages and {len(candidates)} nodes are known: "
-                "name the nodes with --nodes, or give fewer ranges"
-            )
+            raise PlanError(_too_few_nodes(len(layers), candidates))
         candidates = candidates[: len(layers)]
 
     def resident() -> Placement:
@@ -229,6 +227,11 @@ def _placed(
 
     if not choice.stream_layers:
         return resident()
+    if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
+        raise UsageError(
+            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers; "
+            f"give {shape.n_layers} or fewer, or auto for as few as must be"
+        )
     if choice.stream_layers == "auto":
         try:
             return resident()
@@ -244,6 +247,17 @@ def _placed(
             "use --stream-layers auto"
         )
     return placement
+
+
+def _too_few_nodes(n_ranges: int, candidates: Sequence[Candidate]) -> str:
+    known = "only one node is known"
+    if len(candidates) > 1:
+        names = ", ".join(candidate.name for candidate in candidates[:LISTED])
+        known = f"only {len(candidates)} nodes are known ({names})"
+    return (
+        f"--layers has {n_ranges} ranges, one for each node, and {known}: name "
+        f"{n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give fewer ranges"
+    )
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
