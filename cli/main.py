@@ -26,9 +26,11 @@ from .pull import pull
 from .run import exit_codes, fail, open_missing_streams, write_out
 from .status import status
 from .unload import unload
+from .wrong_values import CommandGroup
 
 app = typer.Typer(
     name="shardnet",
+    cls=CommandGroup,
     help="One language model over the machines of a home lab.",
     no_args_is_help=True,
     add_completion=False,

@@ -225,7 +225,7 @@ def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         words = refused_words(error, content)
         raise UsageError(
-            f"the messages cannot be asked: {words}; each has a role and a content, both text"
+            f"the messages cannot be asked: {words}; give each a role and a content, both text"
         ) from error
 
 

@@ -48,7 +48,7 @@ def refused_words(error: msgspec.ValidationError, root: object) -> str:
     if unknown := _UNKNOWN.fullmatch(what):
         return f"{_inside(path, unknown['name'])} is not known here"
     if missing := _MISSING.fullmatch(what):
-        return f"{_inside(path, missing['name'])} is missing: give it"
+        return f"{_inside(path, missing['name'])} is missing"
     owner, value = _follow(root, path)
     name = path.lstrip(".") or "the value"
     told = f"{name} is {_shown(value)}" if _is_shown(value) else name

@@ -68,7 +68,13 @@ def test_an_object_has_options_of_its_own() -> None:
     ("line", "named"),
     [
         ("[1, 2", "truncated"),
-        ('["a"]', "Expected `int`"),
+        ('["a"]', "'a': give a whole number"),
+        (
+            '{"prompt": "a", "max_tokes": 3}',
+            "max_tokes is not known here; did you mean 'max_tokens'",
+        ),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5: give a whole number"),
+        ('{"messages": [{"role": 3}]}', "a value of messages[0]: give text"),
         ('{"prompt": 1}', "prompt"),
         ('{"text": "a"}', "text"),
         ('{"prompt": "a", "token_ids": [1]}', "one of prompt, token_ids and messages"),

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from nodes import Crew, Machine, Result
 from parrot import Parrots
 
@@ -164,6 +165,10 @@ WRONG_USAGE = [
     ["generate", "a", "--layers", "0-4,5-8"],
     ["node", "--port", "70000"],
     ["node", "--memory", "much"],
+    ["node", "--device", "tpu"],
+    ["node", "--peer", "here"],
+    ["generate", "a", "--nodes", "127.0.0.1:99999"],
+    ["bench", "--perplexity", "/no/such/text"],
     ["no-such-command"],
 ]
 
@@ -250,8 +255,39 @@ def test_a_port_in_use_is_named(machine: Machine) -> None:
     assert "--port" in error
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_is_not_here_is_named(machine: Machine) -> None:
-    assert "--device tpu" in machine.run("node", "--device", "tpu", "--port", "0").error
+    assert "--device cuda" in machine.run("node", "--device", "cuda", "--port", "0").error
+
+
+@pytest.mark.parametrize(
+    ("usage", "words"),
+    [
+        (["plan", "--context", "many"], "for --context: 'many': give a whole number"),
+        (["plan", "--local", "-1"], "for --local: '-1': give 0 or more"),
+        (["node", "--port", "70000"], "for --port: '70000': give 65535 or less"),
+        (["generate", "a", "--temperature", "hot"], "for --temperature: 'hot': give a number"),
+        (["bench", "--parallel", "1", "--parallel", "x"], "'x': give a whole number"),
+        (["pull", "file:///m/a%20b"], "use --model /m/a b"),
+        (["pull", "./m"], "use --model ./m"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_a_wrong_value_is_told_with_what_would_do(
+    machine: Machine, usage: list[str], words: str
+) -> None:
+    result = machine.call(*usage)
+    assert result.code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_wrong_value_is_told_with_where_it_stands(machine: Machine) -> None:
+    by_variable = machine.run("plan", environment={"SHARDNET_CONTEXT": "many"})
+    assert "for SHARDNET_CONTEXT: 'many': give a whole number" in by_variable.stderr
+    machine.config_path.write_text("local = -1\n")
+    by_file = machine.call("plan")
+    assert f"for local in {machine.config_path}: -1: give 0 or more" in by_file.stderr
+    assert by_variable.code == by_file.code == 2
 
 
 def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:
