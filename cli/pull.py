@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardnet.cluster.hub import PulledModel
 
 MIB = 2**20
+_SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def pull(
@@ -83,6 +85,14 @@ def pull(
         _refuse(bool(revision), "--revision is for models of the Hub, not for a URL")
         _refuse(bool(layers), "--layers is for models of the Hub, not for a URL")
         _refuse(offline, "--offline: a URL is on the network")
+        _refuse(
+            not model.startswith(("https://", "http://")),
+            f"{model} is not a URL that begins with https:// or http://",
+        )
+        _refuse(
+            bool(sha256) and not _SHA256.fullmatch(sha256),
+            f"--sha256 {sha256}: a SHA-256 has 64 hexadecimal digits",
+        )
         _pull_url(model, to, sha256, as_json=as_json)
         return
     _refuse(bool(sha256), "--sha256 is for a URL: the Hub says itself what its files must be")
@@ -209,7 +219,8 @@ def _pull_url(url: str, to: Path, sha256: str, *, as_json: bool) -> None:
             }
         )
         return
-    say(f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}; use it with --model")
+    came = f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}"
+    say(f"{came}; use it with --model {path}")
     write_out(path)
 
 

@@ -121,9 +121,11 @@ async def named_or_here(
         return [await stack.enter_async_context(connect(a, identity)) for a in addresses]
     here = await connect_here(stack, identity)
     if here is None:
+        none = "no node runs on this machine"
+        if LocalNodes(runtime_dir(os.environ)).list():
+            none = "no node of this machine can be asked"
         raise PeerUnreachableError(
-            "no node runs on this machine: start one with `shardnet node`, or name one with "
-            "--nodes HOST:PORT"
+            f"{none}: start one with `shardnet node`, or name one with --nodes HOST:PORT"
         )
     return [here]
 

@@ -18,7 +18,9 @@ def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
 
 
 async def _run(addresses: list[str], access: Access) -> None:
+    had_any = False
     async with contextlib.AsyncExitStack() as stack:
         for client in await named_or_here(stack, addresses, access):
+            had_any |= (await client.status(with_peers=False)).node.stage is not None
             await client.unload()
-    say("the model is unloaded")
+    say("the model is unloaded" if had_any else "no model was loaded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_an_object_has_options_of_its_own() -> None:
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, named: str) -> None:
     file = tmp_path / "prompts"
     file.write_text(f"good\n\n{line}\n")
-    with pytest.raises(typer.BadParameter, match=f"prompts line 3: .*{named}"):
+    with pytest.raises(typer.BadParameter, match=f"prompts line 3: .*{re.escape(named)}"):
         read_prompts(str(file), SAMPLING)
 
 

@@ -270,6 +270,8 @@ def test_a_device_that_is_not_here_is_named(machine: Machine) -> None:
         (["bench", "--parallel", "1", "--parallel", "x"], "'x': give a whole number"),
         (["pull", "file:///m/a%20b"], "use --model /m/a b"),
         (["pull", "./m"], "use --model ./m"),
+        (["pull", "ftp://host/m"], "begins with https:// or http://"),
+        (["pull", "http://host/m", "--sha256", "00"], "a SHA-256 has 64 hexadecimal digits"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )
@@ -288,6 +290,27 @@ def test_a_wrong_value_is_told_with_where_it_stands(machine: Machine) -> None:
     by_file = machine.call("plan")
     assert f"for local in {machine.config_path}: -1: give 0 or more" in by_file.stderr
     assert by_variable.code == by_file.code == 2
+
+
+@pytest.mark.parametrize("group", [[], ["key"], ["cache"]], ids=" ".join)
+def test_no_line_of_a_list_of_commands_is_cut(machine: Machine, group: list[str]) -> None:
+    shown = machine.call(*group, "--help").stdout
+    assert "Commands:" in shown
+    assert "..." not in shown.split("Commands:")[1]
+
+
+def test_a_node_that_is_not_asked_is_not_denied(machine: Machine) -> None:
+    """It runs without a key, which this command has."""
+    machine.start_nodes("open")
+    assert machine.run("key", "new").code == 0
+    told = machine.run("status")
+    assert "node open of this machine is not asked" in told.stderr
+    assert "no node of this machine can be asked" in told.error
+
+
+def test_unloading_nothing_is_said(machine: Machine) -> None:
+    machine.start_nodes("empty")
+    assert "no model was loaded" in machine.run("unload").stderr
 
 
 def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:

@@ -342,6 +342,7 @@ def test_a_tar_from_a_url_is_a_model(machine: Machine, parrots: Parrots) -> None
         assert "http is not encrypted: give --sha256" in result.stderr
         assert hashlib.sha256(data.getvalue()).hexdigest() in result.stderr
         folder = Path(result.stdout.strip())
+        assert f"use it with --model {folder}" in result.stderr
         assert folder == machine.folder / "models" / "parrot"
         assert [path.name for path in folder.parent.iterdir()] == ["parrot"]
         again = machine.run("pull", url, "--to", str(machine.folder / "models"))
