@@ -163,7 +163,7 @@ def _native_attention(half: Half, kernels: NativeKernels) -> Half:
     own, qkv, output = half.self_attn, half.self_attn.qkv_proj, half.self_attn.o_proj
     if own.qk_norm is not None and not isinstance(own.qk_norm, HeadNorm):
         return half
-    if own.head_size > _MAX_HEAD or not half.residual.is_rms:
+    if own.head_size > _MAX_HEAD or own.head_size % 2 or not half.residual.is_rms:
         return half
     if not (_is_native(qkv) and _is_native(output)):
         return half

@@ -243,10 +243,10 @@ def test_every_instruction_set_computes_what_torch_does(
     assert isinstance(ours.mlp, NativeMlp)
     runners = [Runner(layer, size, heads[1], dtype) for layer in (ours, plain)]
     for groups in (
-        (group(0, 0, 64),),
-        (group(1, 0, 7), group(0, 64, 1)),
-        *((group(0, 65 + n, 1), group(1, 7 + n, 1)) for n in range(30)),
-        (group(0, 95, 2), group(2, 0, 40)),
+        (group(0, 0, 120),),
+        (group(1, 0, 7), group(0, 120, 1)),
+        *((group(0, 121 + n, 1), group(1, 7 + n, 1)) for n in range(30)),
+        (group(0, 151, 2), group(2, 0, 40)),
     ):
         n_rows = sum(g.n_rows for g in groups)
         hidden = numbers(n_rows, WIDTH, seed=n_rows)
@@ -404,7 +404,7 @@ def test_rounded_keys_are_attended_as_torch_does(name: str, size: int) -> None:
     plain = layer_by_torch(name, size=size)
     ours = with_native_halves(plain, kernels_named(name))
     runners = [Runner(layer, size, 2, torch.float32, KvDType.INT8) for layer in (ours, plain)]
-    for groups in ((group(0, 0, 20),), (group(0, 20, 50), group(1, 0, 3)), (group(0, 70, 9),)):
+    for groups in ((group(0, 0, 20),), (group(0, 20, 100), group(1, 0, 3)), (group(0, 120, 19),)):
         n_rows = sum(g.n_rows for g in groups)
         hidden = numbers(n_rows, WIDTH, seed=n_rows)
         out, want = (runner.run(hidden, *groups) for runner in runners)

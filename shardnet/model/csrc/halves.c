@@ -19,21 +19,19 @@
 #else
 #pragma GCC optimize("fp-contract=fast")
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
 #endif
 
 #define APART __attribute__((noinline)) /* compiled once, rather than wherever it is called */
-#define LANES 16
-#define MAX_HEAD 256  /* columns of a head */
-#define MAX_QUERIES 8 /* heads of a group that look at keys together */
+#define MAX_HEAD 256                    /* columns of a head */
+#define MAX_QUERIES 8                   /* heads of a group that look at keys together */
+#define KEYS 128                        /* that are scored before their values are weighed */
+#define AHEAD 32                        /* keys that are asked for before they are scored */
 
-typedef float lanes __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t uints __attribute__((vector_size(64)));
-typedef uint16_t shorts __attribute__((vector_size(32)));
-typedef int8_t bytes __attribute__((vector_size(16)));
+typedef uint32_t quad __attribute__((vector_size(16)));
 
 enum activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
+enum kind { FLOAT32, BFLOAT16, INT8 }; /* what keys and values are kept as */
 enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
 
 /* RMSNorm. */
@@ -100,12 +98,26 @@ INLINE const struct span *span_of(const struct attention_half *half, int64_t row
     return span;
 }
 
-/* Where in a row or slot a value is. */
+/* Where in a row or slot a value is, and the value. */
 INLINE char *at(const void *values, int64_t index, int is_bf16) {
     return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
 }
 
-INLINE int of_last(int64_t width, int64_t begin) { return width - begin < LANES ? (int)(width - begin) : LANES; }
+INLINE float number(const void *values, int64_t index, int is_bf16) {
+    if (is_bf16) {
+        uint16_t bits;
+        memcpy(&bits, at(values, index, 1), 2);
+        return from_bf16(bits);
+    }
+    float value;
+    memcpy(&value, at(values, index, 0), 4);
+    return value;
+}
+
+/* Asks memory for the rows [begin, end) of a head's keys or values. */
+INLINE void ask_for(const char *rows, int64_t stride, int64_t begin, int64_t end) {
+    for (int64_t i = begin * stride; i < end * stride; i += 64) __builtin_prefetch(rows + i);
+}
 
 struct steps {
     work_function enter, leave, turn, attend, activate;
@@ -120,18 +132,23 @@ struct steps {
 #define C5 0.00019899334f
 
 #define TARGET
+#define LANES 4
 #define NAME(x) x##_portable
 #include "halves_body.h"
 
 #if defined(__x86_64__)
 #undef TARGET
+#undef LANES
 #undef NAME
+#define LANES 8
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define NAME(x) x##_avx2
 #include "halves_body.h"
 
 #undef TARGET
+#undef LANES
 #undef NAME
+#define LANES 16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #define NAME(x) x##_avx512
 #include "halves_body.h"

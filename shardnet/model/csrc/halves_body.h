@@ -1,4 +1,23 @@
-/* What halves.c compiles once for each instruction set: TARGET and NAME say for which. */
+/* What halves.c compiles once for each instruction set: TARGET and NAME say for which, LANES what its vectors hold. */
+
+typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(uints) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(shorts) __attribute__((vector_size(2 * LANES)));
+typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
+#define lanes NAME(lanes)
+#define ints NAME(ints)
+#define uints NAME(uints)
+#define shorts NAME(shorts)
+#define bytes NAME(bytes)
+#define of_last(width, begin) ((width) - (begin) < LANES ? (int)((width) - (begin)) : LANES)
+
+INLINE TARGET ints NAME(numbers)(void) {
+    static const int32_t counted[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints numbers;
+    memcpy(&numbers, counted, sizeof numbers);
+    return numbers;
+}
 
 INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
     const char *from = at(values, begin, is_bf16);
@@ -48,7 +67,7 @@ INLINE TARGET void NAME(save_either)(void *values, int64_t begin, int n, lanes w
         NAME(save)(values, begin, n, wide, 0);
 }
 
-/* Sums and largest of 16 numbers, in a fixed order. */
+/* Sums and largest of a vector's numbers, in a fixed order. */
 INLINE TARGET float NAME(sum)(lanes wide) {
     float values[LANES];
     memcpy(values, &wide, sizeof values);
@@ -218,141 +237,7 @@ static TARGET void NAME(turn)(const void *argument, int64_t begin, int64_t end) 
             NAME(turn_row)(half, row, 0);
 }
 
-/* Adds up each of 16 vectors: the sums in order. */
-INLINE TARGET lanes NAME(fold_two)(lanes a, lanes b) {
-    return PICK(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PICK(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-INLINE TARGET lanes NAME(fold)(lanes parts[LANES]) {
-    for (int n = LANES; n > 1; n /= 2)
-        for (int i = 0; i < n / 2; i++) parts[i] = NAME(fold_two)(parts[2 * i], parts[2 * i + 1]);
-    return parts[0];
-}
-
-INLINE TARGET lanes NAME(rounded_columns)(const struct attention_half *half, const char *row, int64_t begin) {
-    uint16_t scale;
-    bytes narrow;
-    memcpy(&narrow, row + begin, sizeof narrow);
-    memcpy(&scale, row + half->head_size + begin / half->group * 2, 2);
-    return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
-}
-
-/* Reads 16 keys or values of a head as its slot keeps them; what is beyond `n` of them is zero. */
-static APART TARGET void NAME(read_block)(const struct attention_half *half, lanes block[LANES][MAX_HEAD / LANES],
-                                          const char *rows, int n) {
-    const int64_t size = half->head_size;
-    for (int row = 0; row < n; row++, rows += half->kept_bytes)
-        for (int64_t i = 0; i < size; i += LANES) {
-            lanes *to = &block[row][i / LANES];
-            if (half->group)
-                *to = NAME(rounded_columns)(half, rows, i);
-            else if (half->residual.is_bf16)
-                *to = NAME(load)(rows, i, of_last(size, i), 1);
-            else
-                *to = NAME(load)(rows, i, of_last(size, i), 0);
-        }
-    for (int row = n; row < LANES; row++)
-        for (int64_t i = 0; i < size; i += LANES) block[row][i / LANES] = (lanes){0};
-}
-
-/* Attends one row with some heads of a group, block by block, the softmax kept up as it goes. */
-INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const struct span *span, int64_t row,
-                                      int64_t kv_head, int64_t first_query, int n_queries, const int n_chunks) {
-    const int is_bf16 = half->residual.is_bf16;
-    const int64_t size = half->head_size, n_group = half->n_heads / half->n_kv_heads;
-    const struct kept *kept = &span->layers[half->layer];
-    const int64_t position = span->position + row - span->start;
-    const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
-    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * half->kept_bytes;
-    const int64_t n_seen = position - first + 1, head = kv_head * n_group + first_query;
-    const int64_t row_heads = half->n_heads + 2 * half->n_kv_heads;
-    const lanes none = (lanes){0} - INFINITY;
-    const ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    lanes block[LANES][MAX_HEAD / LANES], queries[MAX_QUERIES][MAX_HEAD / LANES];
-    lanes totals[MAX_QUERIES][MAX_HEAD / LANES], sums[MAX_QUERIES];
-    float best[MAX_QUERIES], weights[MAX_QUERIES][LANES];
-    for (int q = 0; q < n_queries; q++) {
-        best[q] = -INFINITY;
-        sums[q] = (lanes){0};
-        for (int c = 0; c < n_chunks; c++) {
-            const int64_t from = (row * row_heads + head + q) * size + c * LANES;
-            queries[q][c] = NAME(load_either)(half->looking, from, of_last(size, c * LANES), is_bf16) * half->scale;
-            totals[q][c] = (lanes){0};
-        }
-    }
-    for (int64_t seen = 0; seen < n_seen; seen += LANES) {
-        const int n = of_last(n_seen, seen);
-        const ints is_there = numbers < n;
-        NAME(read_block)(half, block, (char *)kept->keys + begin + seen * half->kept_bytes, n);
-        for (int q = 0; q < n_queries; q++) {
-            lanes parts[LANES];
-            for (int i = 0; i < LANES; i++) {
-                parts[i] = queries[q][0] * block[i][0];
-                for (int c = 1; c < n_chunks; c++) parts[i] += queries[q][c] * block[i][c];
-            }
-            lanes scores = NAME(fold)(parts);
-            scores = (lanes)((is_there & (ints)scores) | (~is_there & (ints)none));
-            const float most = NAME(largest)(scores);
-            if (!(most <= best[q])) { /* and where it is no number */
-                const lanes less = NAME(exponential)((lanes){0} + (best[q] - most));
-                sums[q] *= less;
-                for (int c = 0; c < n_chunks; c++) totals[q][c] *= less;
-                best[q] = most;
-            }
-            const lanes shares = (lanes)(is_there & (ints)NAME(exponential)(scores - best[q]));
-            sums[q] += shares;
-            memcpy(weights[q], &shares, sizeof shares);
-        }
-        NAME(read_block)(half, block, (char *)kept->values + begin + seen * half->kept_bytes, n);
-        for (int q = 0; q < n_queries; q++)
-            for (int c = 0; c < n_chunks; c++)
-                for (int i = 0; i < LANES; i++) totals[q][c] += weights[q][i] * block[i][c];
-    }
-    for (int q = 0; q < n_queries; q++) {
-        const float share = 1.0f / NAME(sum)(sums[q]);
-        for (int c = 0; c < n_chunks; c++) {
-            const int64_t to = (row * half->n_heads + head + q) * size + c * LANES;
-            NAME(save_either)(half->attended, to, of_last(size, c * LANES), totals[q][c] * share, is_bf16);
-        }
-    }
-}
-
-/* The usual sizes, so that the compiler unrolls, and any other. */
-static APART TARGET void NAME(attend_64)(const struct attention_half *half, const struct span *span, int64_t row,
-                                         int64_t kv_head, int64_t query, int n_queries) {
-    NAME(attend_group)(half, span, row, kv_head, query, n_queries, 4);
-}
-
-static APART TARGET void NAME(attend_128)(const struct attention_half *half, const struct span *span, int64_t row,
-                                          int64_t kv_head, int64_t query, int n_queries) {
-    NAME(attend_group)(half, span, row, kv_head, query, n_queries, 8);
-}
-
-static APART TARGET void NAME(attend_any)(const struct attention_half *half, const struct span *span, int64_t row,
-                                          int64_t kv_head, int64_t query, int n_queries) {
-    NAME(attend_group)(half, span, row, kv_head, query, n_queries, (int)((half->head_size + LANES - 1) / LANES));
-}
-
-/* An item is one row and one KV head. */
-static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_half *half = argument;
-    const int64_t n_group = half->n_heads / half->n_kv_heads;
-    for (int64_t item = begin; item < end; item++) {
-        const int64_t row = item / half->n_kv_heads, kv_head = item % half->n_kv_heads;
-        const struct span *span = span_of(half, row);
-        if (span->is_chunk) continue;
-        for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
-            const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
-            if (half->head_size == 64)
-                NAME(attend_64)(half, span, row, kv_head, query, n);
-            else if (half->head_size == 128)
-                NAME(attend_128)(half, span, row, kv_head, query, n);
-            else
-                NAME(attend_any)(half, span, row, kv_head, query, n);
-        }
-    }
-}
+#include "attention_body.h"
 
 INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     if (activation == SILU) return x / (1.0f + NAME(exponential)(-x));
@@ -383,3 +268,10 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 }
 
 static const struct steps NAME(steps) = {NAME(enter), NAME(leave), NAME(turn), NAME(attend), NAME(activate)};
+
+#undef lanes
+#undef ints
+#undef uints
+#undef shorts
+#undef bytes
+#undef of_last

@@ -44,6 +44,15 @@ INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, con
         for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
 }
 
+/* A pair of a row for all outputs. Hidden from clang how it is made: clang 16 and 17 crash when they see it. */
+INLINE WITH_AVX512_BF16 __m512bh avx512_spread(const uint16_t *pair) {
+    __m512i spread = _mm512_set1_epi32(quad_at(pair));
+#if defined(__clang__)
+    __asm__("" : "+v"(spread));
+#endif
+    return (__m512bh)spread;
+}
+
 /* Rows of bfloat16, multiplied in pairs. */
 INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panels, const struct product *p,
                                              const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
@@ -60,7 +69,7 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
             if (asks) _mm_prefetch((const char *)w + q * panel + AHEAD, _MM_HINT_T1);
         }
         for (int r = 0; r < n_rows; r++) {
-            const __m512bh own = (__m512bh)_mm512_set1_epi32(quad_at(x + 2 * r));
+            const __m512bh own = avx512_spread(x + 2 * r);
             for (int q = 0; q < n_panels; q++) total[q][r] = _mm512_dpbf16_ps(total[q][r], pairs[q], own);
         }
     }
