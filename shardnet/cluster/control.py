@@ -7,6 +7,7 @@ an end. Must not know what the requests do: whoever owns the link hands in a han
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
@@ -34,6 +35,8 @@ from shardnet.wire.messages import error_frame, explanation
 from shardnet.wire.neighbours import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
 from shardnet.wire.plans import PlanRequest
 from shardnet.wire.stages import ConnectRing, LoadProgress, LoadStage, RingBroken, UnloadStage
+
+_log = logging.getLogger(__name__)
 
 REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""
@@ -64,8 +67,9 @@ class ControlLink:
     """Requests and answers over one link, in both directions.
 
     Whatever comes in and answers none of our requests goes to `handler`, each message in a task of
-    its own. A ShardnetError that the handler raises is sent back as Failed. Giving up waiting for
-    an answer cancels the request at the peer.
+    its own. What the handler raises is sent back as Failed; if it is no ShardnetError it is a bug
+    of ours, which the log tells and which ends nothing but its request. Giving up waiting for an
+    answer cancels the request at the peer.
     """
 
     def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
@@ -132,14 +136,12 @@ class ControlLink:
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
         self.begin(message, answers.put_nowait)
-        given_up = False
+        is_over = False
         try:
             yield _unpacked(answers, self.peer_name)
-        except (asyncio.CancelledError, GeneratorExit):
-            given_up = True
-            raise
+            is_over = True
         finally:
-            self.end(message.request, give_up=given_up)
+            self.end(message.request, give_up=not is_over)  # of what has failed it is no news
 
     def begin(self, message: Request, on_answer: OnAnswer) -> None:
         """Send a request and hand everything that answers it to `on_answer`, until `end`.
@@ -185,7 +187,7 @@ class ControlLink:
                     if request in self._handling:
                         self._handling[request].cancel()
                 case message if isinstance(message, Notice):
-                    tasks.create_task(self._handler(self, message))
+                    tasks.create_task(self._handle_notice(message))
                 case message if isinstance(message, Request):
                     self._accept(message, tasks)
                 case answer if answer.request in self._answers:
@@ -207,6 +209,25 @@ class ControlLink:
         except asyncio.CancelledError:
             self._refuse(message, CancelledRequestError("the request was cancelled"))
             raise
+        except Exception as error:  # our own bug: it must end by name, and alone
+            self._refuse(message, self._internal_error(message, error))
+
+    async def _handle_notice(self, message: Notice) -> None:
+        """Take in what asks for no answer. What is wrong with it ends the link."""
+        try:
+            await self._handler(self, message)
+        except ShardnetError:
+            raise
+        except Exception as error:  # our own bug: the node has other peers
+            self._internal_error(message, error)
+
+    def _internal_error(self, message: Incoming, error: Exception) -> ShardnetError:
+        what = type(message).__name__
+        _log.error("%s of %s failed", what, self.peer_name, exc_info=error)
+        return ShardnetError(
+            f"internal error in {what}: {error!r}; this is a bug of shardnet, that node's output "
+            "has its trace"
+        )
 
     def _refuse(self, message: Request, error: ShardnetError) -> None:
         if not self.link.closed:

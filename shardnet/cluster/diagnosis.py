@@ -83,7 +83,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             HERE,
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
-            "" if "; " in view.why else WAYS_OUT.get(view.seen, ""),
+            "" if "key join`" in view.why else WAYS_OUT.get(view.seen, ""),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(

@@ -75,8 +75,8 @@ class Discovery:
             on_event(event)
 
         while True:
-            interfaces = self._interfaces(own())
             try:
+                interfaces = self._interfaces(own())
                 async with (
                     open_mdns(interfaces) as zeroconf,
                     self.ear.listening(interfaces, rank(read_interfaces())),

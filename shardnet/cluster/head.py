@@ -99,8 +99,8 @@ class Head:
         self._changing = asyncio.Lock()
         self._lead: Lead | None = None
         self._epoch = 0
-        self._loading: str | None = None
-        """The model of the ring that is being built."""
+        self._building: Ring | None = None
+        """The ring that will stand if nothing goes wrong."""
 
     @property
     def model(self) -> str | None:
@@ -179,10 +179,10 @@ class Head:
 
         Raises BusyError while requests run, and while a model is being loaded for one.
         """
-        if self._loading is not None:
+        if self._building is not None:
             raise BusyError(
-                f"this node is loading {self._loading}: stop the command that asked for it, or "
-                "wait until that ends"
+                f"this node is loading {self._building.spec.model}: stop the command that asked "
+                "for it, or wait until that ends"
             )
         async with self._changing:
             elsewhere = self.elsewhere()
@@ -197,17 +197,21 @@ class Head:
             return None
 
     async def close(self) -> None:
-        """End the ring, requests or not, within a few seconds."""
-        if self._lead is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+        """End the ring, requests or not, within a few seconds.
+
+        One that is being built is freed by who builds it, as soon as who asked for it has gone.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S), self._changing:
+                if self._lead is not None:
                     await self._lead.ring.unload()
-            self._lead = None
+        self._lead = None
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
-        """Take a stage's word that a ring is broken."""
-        if self._lead is not None and self._lead.ring.name == ring:
-            self._lead.ring.lost(f"the ring broke: {error}")
+        """Take a stage's word that a ring is broken, the one that is being built among them."""
+        for ours in (self._building, self._lead.ring if self._lead is not None else None):
+            if ours is not None and ours.name == ring:
+                ours.lost(f"the ring broke: {error}")
 
     async def _find_or_build(
         self,
@@ -260,29 +264,24 @@ class Head:
         return lead if is_same and lead.ring.broken is None else None
 
     async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
-        """Free the old ring, check that all nodes hold one model, and build the new ring."""
+        """Check that all nodes hold one model, free the old ring, and build the new ring."""
         ports = [await self._neighbourhood.port(node) for node in plan.nodes]
         holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(holders[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
+        tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
+        eos_ids = tokenizer.eos_ids if tokenizer else read_eos_ids(plan.facts.path)
         if self._lead is not None:
             await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
-        ring = Ring(_spec(plan), ports, Epoch(self._epoch), sources)
-        self._loading = plan.choice.model
+        epoch = Epoch(self._epoch)
+        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s)
         try:
             load_s = await ring.build(on_progress)
         finally:
-            self._loading = None
-        tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
-        self._lead = Lead(
-            plan=plan,
-            ring=ring,
-            tokenizer=tokenizer,
-            eos_ids=tokenizer.eos_ids if tokenizer else read_eos_ids(plan.facts.path),
-            load_s=0.0,
-        )
+            self._building = None
+        self._lead = Lead(plan=plan, ring=ring, tokenizer=tokenizer, eos_ids=eos_ids, load_s=0.0)
         return replace(self._lead, load_s=load_s)
 
 

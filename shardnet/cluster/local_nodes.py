@@ -1,8 +1,8 @@
 """The nodes of this machine: a folder with one small file per running node.
 
-Knows where the folder is and which of its files speak of a process that still lives. It finds the
-node that a command on this machine should ask, and how many nodes share the cores. Must not talk
-to the nodes.
+Knows where the folder is, that nobody else may have written there, and which of its files speak of
+a process that still lives. It finds the node that a command on this machine should ask, and how
+many nodes share the cores. Must not talk to the nodes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from shardnet.errors import ConfigurationError
 
 RUNTIME_DIR_VARIABLE = "SHARDNET_RUNTIME_DIR"
 
@@ -42,7 +45,11 @@ def runtime_dir(environment: Mapping[str, str]) -> Path:
 
 
 class LocalNodes:
-    """The register of this machine's nodes in `folder`."""
+    """The register of this machine's nodes in `folder`.
+
+    Everything raises ConfigurationError for a folder in which another user can write: that one
+    would choose which node gets this user's prompts, and which files are deleted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,6 +59,7 @@ class LocalNodes:
         started = psutil.Process(pid).create_time()
         entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_ours()
         unfinished = self._path(entry).with_suffix(".new")
         unfinished.write_text(json.dumps(asdict(entry)))
         unfinished.replace(self._path(entry))
@@ -63,6 +71,7 @@ class LocalNodes:
 
     def list(self) -> list[LocalNode]:
         """Return the nodes whose processes live, oldest first; files of dead ones are deleted."""
+        self._check_ours()
         found = []
         for path in sorted(self._folder.glob("*.json")):
             entry = _read(path)
@@ -72,6 +81,25 @@ class LocalNodes:
                 with contextlib.suppress(OSError):
                     path.unlink()
         return sorted(found, key=lambda entry: (entry.started, entry.pid))
+
+    def _check_ours(self) -> None:
+        """Raise ConfigurationError unless the folder, and the link to it if any, is this user's."""
+        try:
+            seen, meant = os.lstat(self._folder), os.stat(self._folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigurationError(
+                f"the folder {self._folder} of this machine's nodes cannot be looked at "
+                f"({error.strerror}): name another with {RUNTIME_DIR_VARIABLE}"
+            ) from error
+        if hasattr(os, "getuid") and (
+            {seen.st_uid, meant.st_uid} != {os.getuid()} or meant.st_mode & stat.S_IWOTH
+        ):
+            raise ConfigurationError(
+                f"another user can write in {self._folder}, where this machine's nodes are "
+                f"registered: delete it, or name another folder with {RUNTIME_DIR_VARIABLE}"
+            )
 
     def _path(self, entry: LocalNode) -> Path:
         return self._folder / f"{entry.node}.json"

@@ -6,7 +6,7 @@ Must not load anything or start a ring.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -84,7 +84,8 @@ class Plan:
     """A plan with everything a ring needs to be built from it.
 
     `wire_saved_s` is what the wire dtype saves one token on all links together, against the ring's
-    own: None where a link was not measured.
+    own: None where a link was not measured. `chunk_s` is what a whole prompt chunk is predicted to
+    take in all stages together, without the links: None where a stage was not measured.
     """
 
     choice: ModelChoice
@@ -98,6 +99,7 @@ class Plan:
     left_out_names: dict[NodeId, str]
     measured: Measured = NOTHING_MEASURED
     objective: Objective = Objective.LATENCY
+    chunk_s: float | None = None
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -195,6 +197,7 @@ def make_plan(
         left_out_names={NodeId(node.node): node.name for node in nodes},
         measured=measured,
         objective=objective,
+        chunk_s=_chunk_s(placement, shape, measured, disks),
     )
 
 
@@ -391,6 +394,28 @@ def _context(choice: ModelChoice, config: ModelConfig) -> int:
             f"--context {choice.context}: the model has {config.max_positions} positions at most"
         )
     return choice.context or config.default_context
+
+
+def _chunk_s(
+    placement: Placement,
+    shape: ModelShape,
+    measured: Measured,
+    disks: Mapping[str, float | None],
+) -> float | None:
+    """Seconds that a chunk computes in all stages and waits for their disks.
+
+    None where a stage, or the disk that it streams from, was not measured.
+    """
+    total_s = 0.0
+    for stage in placement.stages:
+        speed, read_bytes = measured.speeds.get(stage.node), shape.read_bytes(stage.n_streamed)
+        bytes_per_s = disks.get(stage.node)
+        if speed is None or (read_bytes and not bytes_per_s):
+            return None
+        total_s += len(stage.layers) * speed.layer_256_s + speed.embed_s + speed.head_s
+        if bytes_per_s:
+            total_s += read_bytes / bytes_per_s
+    return total_s
 
 
 def _sending_s(placement: Placement, links: Links, size_bytes: int) -> float | None:

@@ -103,5 +103,6 @@ class MemoryBudget:
         if self.device.kind == "cuda":
             import torch
 
-            return int(torch.cuda.mem_get_info()[0])
+            kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return int(torch.cuda.mem_get_info()[0]) + kept  # torch keeps what was freed
         return int(psutil.virtual_memory().available)

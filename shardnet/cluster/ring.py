@@ -19,6 +19,7 @@ from shardnet.errors import PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
+from shardnet.transport.loop import finish
 from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.schema import KvDTypeName, Phase, Quant
 from shardnet.wire.stages import LoadStage, StageReady
@@ -67,10 +68,17 @@ class Ring:
     """A built ring. `broken` holds what ended it, None while it runs."""
 
     def __init__(
-        self, spec: RingSpec, ports: Sequence[StagePort], epoch: Epoch, sources: Sequence[str] = ()
+        self,
+        spec: RingSpec,
+        ports: Sequence[StagePort],
+        epoch: Epoch,
+        sources: Sequence[str] = (),
+        chunk_s: float | None = None,
     ) -> None:
-        """Take what the ring is, its nodes, and where they can fetch the weights they lack."""
+        """Take what the ring is, its nodes, where they can fetch the weights they lack, and how
+        long a whole prompt chunk is predicted to take."""
         self.spec = spec
+        self._chunk_s = chunk_s
         self._sources = tuple(sources)
         self.name = secrets.token_hex(8)
         self.epoch = epoch
@@ -110,10 +118,12 @@ class Ring:
         started = time.perf_counter()
         try:
             ready = await self._load(on_progress)
+            self._check_not_broken()
             self._engine = self._make_engine(ready)
             await self._connect(self._engine.pipeline)
+            self._check_not_broken()
         except (ShardnetError, asyncio.CancelledError):
-            await self.unload()
+            await finish(self.unload())
             raise
         self._watches = [port.watch(partial(self._node_lost, port.name)) for port in self._ports]
         self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
@@ -188,6 +198,11 @@ class Ring:
         except* ShardnetError as group:
             raise first_error(group) from None
 
+    def _check_not_broken(self) -> None:
+        """Raise what has ended the ring: a ready stage may be lost before the others are."""
+        if self.broken is not None:
+            raise self.broken
+
     def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
         scheduler = Scheduler(
             epoch=self.epoch,
@@ -207,6 +222,7 @@ class Ring:
                 on_answered=on_answered,
                 on_failed=on_failed,
                 routing=self.spec.routing,
+                chunk_s=self._chunk_s,
             ),
             clock_ns=time.perf_counter_ns,
         )

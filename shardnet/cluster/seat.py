@@ -166,15 +166,15 @@ class RingSeat:
             )
 
     async def _wait_for_upstream(self) -> Link:
-        try:
-            async with asyncio.timeout(NEIGHBOUR_S):
-                return await asyncio.shield(self._upstream)
-        except TimeoutError:
-            before = self.addresses[self.rank - 1]
-            raise PeerFailedError(
-                f"{before} did not open its data link to rank {self.rank} within "
-                f"{NEIGHBOUR_S:.0f} s: check that it can reach {self.addresses[self.rank]}"
-            ) from None
+        await asyncio.wait([self._upstream], timeout=NEIGHBOUR_S)
+        self._check_not_left()
+        if self._upstream.done():
+            return self._upstream.result()
+        before = self.addresses[self.rank - 1]
+        raise PeerFailedError(
+            f"{before} did not open its data link to rank {self.rank} within {NEIGHBOUR_S:.0f} s: "
+            f"check that it can reach {self.addresses[self.rank]}"
+        )
 
     async def _run(
         self, worker: StageWorker, tail: TailLink | None, pipeline: Pipeline | None

@@ -26,6 +26,7 @@ from shardnet.runtime.loading import (
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.reporter import Reporter
 from shardnet.transport.link import Link
+from shardnet.transport.loop import finish
 from shardnet.types import Epoch, WireDType
 from shardnet.wire.messages import Hello
 from shardnet.wire.reports import StageState
@@ -46,6 +47,9 @@ class StageHost:
         self._compute = Executor("shardnet-compute")
         self._loader = Executor("shardnet-load", niceness=10)
         self._changing = asyncio.Lock()
+        self._work: Reporter | None = None
+        """Of what is loaded or measured now."""
+        self._is_closing = False
         self.loaded: LoadedStage | None = None
         self.seat: RingSeat | None = None
 
@@ -94,11 +98,12 @@ class StageHost:
 
         Returns the stage and whether it was there already. A stage of another order is freed first;
         for another wire dtype it need not be. `owner` is the head's node id. Raises UsageError for
-        a wire dtype that is none, BusyError while sequences of another head are open, and what
-        loading raises; then nothing is left loaded.
+        a wire dtype that is none, BusyError while sequences of another head are open, what loading
+        raises, and PeerFailedError when this node leaves; then nothing is left loaded.
         """
         wire_dtype = WireDType.named(message.wire_dtype)
         async with self._changing:
+            self._check_not_closing()
             self.refuse_if_busy(owner)
             if self.seat is not None and self.seat.ring != message.ring:
                 self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
@@ -129,10 +134,12 @@ class StageHost:
     ) -> T:
         """Run `job`, which computes, on the compute thread. It calls what it is given in between.
 
-        Raises BusyError when sequences are open here, also when one is opened meanwhile, and what
-        `job` raises. When cancelled, waits until the thread has given up.
+        Raises BusyError when sequences are open here, also when one is opened meanwhile, what `job`
+        raises, and PeerFailedError when this node leaves. When cancelled, waits until the thread
+        has given up.
         """
         async with self._changing:
+            self._check_not_closing()
             self.check_idle()
             reporter = Reporter(on_progress, asyncio.get_running_loop())
 
@@ -141,12 +148,16 @@ class StageHost:
                 reporter.report(0, 1)
 
             try:
-                return await _to_its_end(self._compute, lambda: job(tick), reporter)
+                return await self._to_its_end(self._compute, lambda: job(tick), reporter)
             finally:
                 await self._loader.run(give_memory_back)
 
     async def turn(self) -> None:
-        """Wait for a turn of the compute thread, as each step does. Raises BusyError if in use."""
+        """Wait for a turn of the compute thread, as each step does.
+
+        Raises BusyError if it is in use, PeerFailedError when this node leaves.
+        """
+        self._check_not_closing()
         self.check_idle()
         await self._compute.run(lambda: None)
 
@@ -181,7 +192,10 @@ class StageHost:
             await self._free()
 
     async def close(self) -> None:
-        """Leave the ring, free the weights and end the threads."""
+        """Leave the ring, free the weights and end the threads; what is loaded just now is not."""
+        self._is_closing = True
+        if self._work is not None:
+            self._work.give_up(_leaving())
         async with self._changing:
             await self._leave()
             self.loaded = None
@@ -194,14 +208,34 @@ class StageHost:
         """Load on the loading thread. When cancelled, wait until the thread has given up."""
         reporter = Reporter(on_progress, asyncio.get_running_loop())
         try:
-            return await _to_its_end(
+            return await self._to_its_end(
                 self._loader,
                 lambda: load(order, memory_bytes, reporter.report, self._packs),
                 reporter,
             )
         except asyncio.CancelledError:
-            await self._loader.run(give_memory_back)
+            await finish(self._loader.run(give_memory_back))
             raise
+
+    async def _to_its_end(self, thread: Executor, job: Callable[[], T], reporter: Reporter) -> T:
+        """Run `job` on a thread. When cancelled, have it give up and wait until it has."""
+        self._work = reporter
+        running = asyncio.ensure_future(thread.run(job))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            reporter.give_up()
+            try:
+                await finish(_ended(running))
+            finally:
+                del running  # with what it has made: the memory may be wanted while this travels
+            raise
+        finally:
+            self._work = None
+
+    def _check_not_closing(self) -> None:
+        if self._is_closing:
+            raise _leaving()
 
     def _seat(self, ring: str, epoch: int) -> RingSeat:
         if self.seat is None or (self.seat.ring, self.seat.epoch) != (ring, epoch):
@@ -232,15 +266,12 @@ def generating_with(model: str) -> BusyError:
     return BusyError(f"this node is generating with {model}: wait until that ends, or stop it")
 
 
-async def _to_its_end(executor: Executor, job: Callable[[], T], reporter: Reporter) -> T:
-    """Run `job` on a thread. When cancelled, have it give up and wait until it has."""
-    running = asyncio.ensure_future(executor.run(job))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        reporter.give_up()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # it was told to give up: nobody else asks how it ended
-        del running  # with what it has made: the memory may be wanted back while this error travels
-        raise
+def _leaving() -> PeerFailedError:
+    return PeerFailedError("this node is leaving; start it again, or ask without it")
+
+
+async def _ended(running: asyncio.Future[T]) -> None:
+    """Wait for the end of what was told to give up: nobody else asks how it ended."""
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()

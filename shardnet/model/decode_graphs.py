@@ -250,11 +250,6 @@ class DecodeGraphs:
         self._buckets: dict[int, _Bucket] = {}
         self._is_walking = False
 
-    @property
-    def n_captured(self) -> int:
-        """How many of the layers can be captured."""
-        return sum(split is not None for split in self._split)
-
     def begin(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: Step
     ) -> Iterator[Tensor] | None:

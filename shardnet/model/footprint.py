@@ -37,8 +37,6 @@ _GRAPH_BYTES = 256 << 10
 """What the driver is taken to keep for each graph."""
 _GRAPH_POOL_BYTES = 64 << 20
 """What graphs are taken to need besides: cuBLAS's workspace, and what torch takes at a time."""
-_UNPACKING_BYTES = 20
-"""What one weight takes at most while torch unpacks it."""
 
 
 def layer_weight_bytes(
@@ -234,7 +232,8 @@ def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
 def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
     """The most bytes that CUDA graphs of decode steps keep, of a stage with all layers.
 
-    Static buffers and the largest graph's own memory follow from the shapes; what the driver and
+    Rounded weights are unpacked on CUDA, by steps without graphs too: that is counted here. Static
+    buffers and the largest graph's own memory follow from the shapes; what the driver and
     the libraries keep is a margin, not measured yet.
     """
     rows = GRAPH_BUCKETS[-1]
@@ -245,7 +244,8 @@ def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | 
     unpacking = 0
     if quantization is not None:
         n_in = max(config.hidden_size, queries, config.intermediate_size)
-        unpacking = UNPACKED_PANELS * PANEL * n_in * _UNPACKING_BYTES
+        weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and one of the panels before
+        unpacking = 2 * UNPACKED_PANELS * PANEL * n_in * weight  # in graphs, and out of them
     n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
     return (
         rows * (buffers + inside) * dtype.size_bytes

@@ -58,6 +58,8 @@ class KernelChoice:
     min_rows: int
     quantization: Quantization | None = None
     """What the weights of products are rounded to."""
+    device: str = "cpu"
+    """Type of the device: the compiled library is the CPU's."""
 
     @property
     def stored_dtype(self) -> DType:
@@ -75,7 +77,7 @@ class KernelChoice:
         """For people: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
         if self.quantization is None:
             return f"{self.kernel.value} {self.dtype.value}"
-        native = native_kernels()
+        native = native_kernels() if self.device == "cpu" else None
         path = native.isa.name.lower() if native is not None else "torch"
         return f"{self.dtype.value} with {self.quantization.value} weights, {path}"
 
@@ -216,6 +218,7 @@ def _probe_dtype(
     _use_huge_pages()
     wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
     if device.type != "cpu":
+        _attend_without_plans()
         return _measure(device, wanted, Kernel.PLAIN)
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16
@@ -244,6 +247,15 @@ def _use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def _attend_without_plans() -> None:
+    """Have torch attend by other kernels than cuDNN's, which it prefers on Hopper.
+
+    cuDNN makes a plan for every number of keys, which takes longer than a decode step, and every
+    decode step has another one.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _packs(dtype: DType) -> bool:
     """Whether torch's packed product exists here, takes this dtype and gives the right numbers."""
     operators = ("_reorder_linear_weight", "_linear_pointwise")
@@ -262,13 +274,12 @@ def _packs(dtype: DType) -> bool:
 
 def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice:
     """Find the smallest padding with which rows keep their bits in company."""
+    choice = KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, device=device.type)
     for min_rows in _MIN_ROWS_CANDIDATES:
-        choice = KernelChoice(
-            dtype=dtype, kernel=kernel, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows
-        )
-        if all(_is_exact(choice, device, *shape) for shape in _PROBE_SHAPES):
-            return choice
-    return KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1)
+        exact = replace(choice, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows)
+        if all(_is_exact(exact, device, *shape) for shape in _PROBE_SHAPES):
+            return exact
+    return choice
 
 
 def _is_exact(choice: KernelChoice, device: torch.device, n_out: int, n_in: int) -> bool:

@@ -1,6 +1,7 @@
 """Finds the compiled library of csrc/, and calls its products.
 
-Knows the library's functions and how it gets torch's threads. Must not know how weights are packed.
+Knows the library's functions, what memory they may be given and how they get torch's threads. Must
+not know how weights are packed.
 Where the library was not built, or does not fit this machine, there is none: quantized.py has torch
 do the work.
 """
@@ -20,6 +21,8 @@ from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from shardnet.model.quantization import PANEL, Quantization
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
@@ -131,6 +134,9 @@ class NativeProduct:
     ) -> None:
         n_out, n_in = shape
         n_groups = -(-n_in // group) if group else 0
+        check_memory("packed weights", weights, packed_bytes(shape, bits))
+        if bias is not None:
+            check_memory("a bias", bias, 4 * n_out, torch.float32)
         self.shape = shape
         self.row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
         """Room that each row needs while it is multiplied."""
@@ -151,10 +157,13 @@ class NativeProduct:
         """Where `struct product` is, as long as this object lives."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype."""
+        """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype.
+
+        Raises ValueError for rows that the library cannot read.
+        """
         rows = rows.contiguous()
-        (n_rows, n_in), arguments = rows.shape, self._arguments
-        assert n_in == self.shape[1], "the library would read beyond the rows"
+        arguments = self._arguments
+        n_rows = check_rows(rows, self.shape[1])
         out = rows.new_empty(n_rows, self.shape[0])
         arguments.rows = rows.data_ptr()
         arguments.out = out.data_ptr()
@@ -166,11 +175,47 @@ class NativeProduct:
         return out
 
 
+def packed_bytes(shape: tuple[int, int], bits: int) -> int:
+    """Return what the library writes and reads of packed [N, K] weights of 8, 4 or 16 bits."""
+    n_out, n_in = shape
+    if bits == 16:
+        return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
+    kind = Quantization.INT8 if bits == 8 else Quantization.INT4
+    return kind.packed_bytes(n_out, n_in)
+
+
+def check_memory(
+    what: str, tensor: Tensor, n_bytes: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a tensor whose memory the library may use as n_bytes in one piece.
+
+    The library trusts the addresses it gets: a wrong one would end the process. Raises ValueError.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.nbytes != n_bytes:
+        raise ValueError(
+            f"{what}: the compiled library wants {n_bytes} bytes in one piece of the CPU's memory, "
+            f"not {tensor.nbytes} on {tensor.device}, strides {tensor.stride()}"
+        )
+    if dtype is not None and tensor.dtype is not dtype:
+        raise ValueError(f"{what}: the compiled library wants {dtype}, not {tensor.dtype}")
+    return tensor
+
+
+def check_rows(rows: Tensor, width: int) -> int:
+    """Return how many rows [T, width] there are, in one piece. Raises ValueError."""
+    if rows.ndim != 2 or rows.shape[1] != width or rows.device.type != "cpu":
+        raise ValueError(
+            f"rows {list(rows.shape)} on {rows.device}: the compiled library wants {width} columns "
+            "in the CPU's memory"
+        )
+    return rows.shape[0]
+
+
 def is_bf16(tensor: Tensor) -> bool:
-    """Say which of the two dtypes that the library computes with this one has."""
-    dtype = tensor.dtype
-    assert dtype is torch.bfloat16 or dtype is torch.float32, f"the library cannot read {dtype}"
-    return dtype is torch.bfloat16
+    """Say which of the two dtypes that the library computes with this is. Raises ValueError."""
+    if tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the compiled library computes no {tensor.dtype}")
+    return tensor.dtype is torch.bfloat16
 
 
 @runtime_checkable

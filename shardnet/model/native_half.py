@@ -11,6 +11,7 @@ calls of the library.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeGuard
 
@@ -24,7 +25,15 @@ from shardnet.model.halves import AttentionHalf, Half, Layer, MlpHalf, Residual
 from shardnet.model.kernels import Linear
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import HeadNorm, Norm
-from shardnet.model.native import ROOM, NativeKernels, NativeSource, Team, is_bf16
+from shardnet.model.native import (
+    ROOM,
+    NativeKernels,
+    NativeSource,
+    Team,
+    check_memory,
+    check_rows,
+    is_bf16,
+)
 from shardnet.model.rotary import Rotary
 from shardnet.types import kv_groups
 
@@ -58,12 +67,12 @@ class _Norm(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, norm: Norm | HeadNorm | None) -> _Norm:
-        """Point to a norm that outlives this."""
+    def of(cls, norm: Norm | HeadNorm | None, *shape: int) -> _Norm:
+        """Point to a norm with weights of `shape` that outlives this. Raises ValueError."""
         if norm is None:
             return cls(weight=None, eps=0.0, is_bf16=0)
         weight = norm.weight
-        assert weight.is_contiguous()
+        check_memory("a norm", weight, math.prod(shape) * weight.itemsize)
         return cls(weight=weight.data_ptr(), eps=norm.eps, is_bf16=is_bf16(weight))
 
 
@@ -87,17 +96,16 @@ class _Residual(ctypes.Structure):
     def of(cls, residual: Residual, width: int, kernels: NativeKernels) -> _Residual:
         """Say what stays from call to call."""
         return cls(
-            before=_Norm.of(residual.before),
-            after=_Norm.of(residual.after),
+            before=_Norm.of(residual.before, width),
+            after=_Norm.of(residual.after, width),
             width=width,
             multiplier=residual.multiplier,
             team=kernels.team,
         )
 
     def enter(self, hidden: Tensor, out: Tensor) -> None:
-        """Say what is of this call."""
-        self.n_rows, width = hidden.shape
-        assert width == self.width, "the library would read beyond the rows"
+        """Say what is of this call. Raises ValueError for rows that cannot be read."""
+        self.n_rows = check_rows(hidden, self.width)
         self.hidden = hidden.data_ptr()
         self.out = out.data_ptr()
         self.is_bf16 = is_bf16(hidden)
@@ -219,6 +227,9 @@ class NativeAttention:
         output: NativeLinearProduct,
         kernels: NativeKernels,
     ) -> None:
+        n_heads = own.n_heads + 2 * own.n_kv_heads
+        _check_shape("o_proj", output, output.shape[0], own.n_heads * own.head_size)
+        _check_shape("qkv_proj", qkv, n_heads * own.head_size, output.shape[0])
         self._own = own
         self._qkv = qkv
         self._output = output
@@ -229,7 +240,7 @@ class NativeAttention:
         scale = own.kind.scale
         self._arguments = _AttentionArguments(
             residual=_Residual.of(residual, output.shape[0], kernels),
-            heads=_Norm.of(qk_norm),
+            heads=_Norm.of(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             n_heads=own.n_heads,
             n_kv_heads=own.n_kv_heads,
             head_size=own.head_size,
@@ -238,10 +249,12 @@ class NativeAttention:
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
+        """Run it, in the layer `index` within the stage: [T, E] in and out.
+
+        Raises ValueError where rows, rotary tables and step do not belong together.
+        """
         hidden, arguments = hidden.contiguous(), self._arguments
-        assert rotary.cos.shape[0] == hidden.shape[0], "each row has its position"
-        assert rotary.cos.dtype is step.kv.dtype is hidden.dtype
+        self._check_call(hidden, index, rotary, step)
         out = torch.empty_like(hidden)
         arguments.residual.enter(hidden, out)
         arguments.cos = rotary.cos.data_ptr()
@@ -264,6 +277,19 @@ class NativeAttention:
         self._attend_chunks(room.looking(), room.attended(), index, step)
         self._call(arguments, _AFTER)
         return out
+
+    def _check_call(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> None:
+        """Raise ValueError where the library would look beyond what belongs to the rows."""
+        cos, sin, n_rows = rotary.cos, rotary.sin, hidden.shape[0]
+        if len(cos) != n_rows or cos.shape != sin.shape or cos.shape[-1] > self._own.head_size:
+            raise ValueError(f"rotary tables {list(cos.shape)}, {list(sin.shape)} of {n_rows} rows")
+        if not cos.dtype is sin.dtype is step.kv.dtype is hidden.dtype:
+            raise ValueError(f"rows are {hidden.dtype}; {cos.dtype}, {step.kv.dtype} go with them")
+        places = step.places
+        if places is None:
+            return
+        if step.spans[-1].end != n_rows or index >= len(places.slots[0]):
+            raise ValueError(f"layer {index} and {n_rows} rows are not those of the step")
 
     def _can_attend(self, kv: KvCache) -> bool:
         """Say how keys and values lie in the slots. False where the library cannot read them."""
@@ -331,11 +357,12 @@ class NativeMlp:
         down: NativeLinearProduct,
         kernels: NativeKernels,
     ) -> None:
+        n_out, self._n_inner = down.shape
+        _check_shape("gate_up_proj", gate_up, 2 * self._n_inner, n_out)
         self._gate_up = gate_up
         self._down = down
         self._residual = residual
         self._call = kernels.function("shardnet_mlp_half", ctypes.POINTER(_MlpArguments))
-        n_out, self._n_inner = down.shape
         self._arguments = _MlpArguments(
             residual=_Residual.of(residual, n_out, kernels),
             n_inner=self._n_inner,
@@ -365,6 +392,11 @@ class NativeMlp:
         arguments.active = begin + inner
         arguments.gated = begin + inner + active
         arguments.room = begin + inner + 3 * active
+
+
+def _check_shape(name: str, product: Linear, n_out: int, n_in: int) -> None:
+    if product.shape != (n_out, n_in):
+        raise ValueError(f"{name} has shape {product.shape}, the layer wants {(n_out, n_in)}")
 
 
 def _aligned(n_bytes: int) -> int:

@@ -12,8 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.native import NativeKernels, Team
-from shardnet.model.quantization import PANEL, Quantization
+from shardnet.model.native import NativeKernels, Team, check_memory, packed_bytes
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -41,12 +40,16 @@ def can_pack(weight: Tensor) -> bool:
 def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: int) -> None:
     """Pack [N, K] weights that the library reads into `packed`, which has a row for each panel.
 
-    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are.
+    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are. Raises
+    ValueError for memory that the library cannot read or write.
     """
-    assert can_pack(weight)
-    assert bits != 16 or weight.dtype is torch.bfloat16
-    assert packed.is_contiguous()
-    assert packed.nbytes == _packed_bytes(weight.shape[0], weight.shape[1], bits)
+    if (
+        not can_pack(weight)
+        or weight.ndim != 2
+        or (bits == 16 and weight.dtype is not torch.bfloat16)
+    ):
+        raise ValueError(f"weights {list(weight.shape)}, {weight.dtype} on {weight.device}")
+    check_memory("packed weights", packed, packed_bytes((weight.shape[0], weight.shape[1]), bits))
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     team = kernels.team
     team.n_threads = torch.get_num_threads()
@@ -61,11 +64,3 @@ def pack_natively(kernels: NativeKernels, weight: Tensor, packed: Tensor, bits: 
         bits=bits,
     )
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
-
-
-def _packed_bytes(n_out: int, n_in: int, bits: int) -> int:
-    """Return what the library writes."""
-    if bits == 16:
-        return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
-    kind = Quantization.INT8 if bits == 8 else Quantization.INT4
-    return kind.packed_bytes(n_out, n_in)

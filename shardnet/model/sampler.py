@@ -94,8 +94,10 @@ class Sampler:
         logits = self._columns(logits)  # [R, n_tokens]
         best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
         maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
+        # Both at once, and ids are exact in float64: a GPU is waited for once.
+        best_ids, maxima = torch.stack((best_ids.double(), maxima.double())).cpu()
         _refuse_rows_without_maximum(maxima, range(len(rows)))
-        token_ids: list[int] = best_ids.tolist()
+        token_ids: list[int] = best_ids.long().tolist()
         changed = _changed_rows(logits, rows)
         for index, row in enumerate(rows):
             if row.params.temperature > 0:

@@ -34,7 +34,9 @@ from shardnet.wire.rows import RowBlock
 
 STUCK_FACTOR = 10
 STUCK_AT_LEAST_S = 60.0
-"""A step older than 10 times the longest one, and than this, means a stuck stage (decision 14)."""
+"""A step older than 10 times the longest one, and than this, means a stuck stage."""
+STUCK_UNMEASURED_S = 600.0
+"""Than this where nobody has measured how long a prompt chunk takes here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,9 @@ class Pipeline:
     """Sends steps into the ring's first stage and matches answers to them.
 
     `vocab_size` bounds the ids that an answer may hold. `routing` is how many experts rows visit,
-    None where a model has none. `clock_ns` is a monotonic clock.
+    None where a model has none. `clock_ns` is a monotonic clock. `chunk_s` is how long a whole
+    prompt chunk is predicted to take, None where that was not measured: the first one is not stuck
+    only because nothing as long has come round before.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Pipeline:
         on_answered: Callable[[StepAnswered], None],
         on_failed: Callable[[StepFailed], None],
         routing: RoutingShape | None = None,
+        chunk_s: float | None = None,
     ) -> None:
         self._epoch = epoch
         self._vocab_size = vocab_size
@@ -94,7 +99,8 @@ class Pipeline:
         self._on_failed = on_failed
         self._inputs: asyncio.Queue[StageInput] = asyncio.Queue()
         self._in_flight: dict[StepId, _InFlight] = {}
-        self._longest_ns = 0
+        self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
+        self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
         self.dropped: Counter[str] = Counter()
         """Answers that were dropped, by reason."""
 
@@ -152,13 +158,14 @@ class Pipeline:
         if not self._in_flight:
             return
         step, oldest = next(iter(self._in_flight.items()))
-        age_ns = self._clock_ns() - oldest.sent_ns
-        if age_ns < max(STUCK_AT_LEAST_S * 1e9, STUCK_FACTOR * self._longest_ns):
+        age_s = (self._clock_ns() - oldest.sent_ns) / 1e9
+        limit_s = max(self._at_least_s, STUCK_FACTOR * self._longest_ns / 1e9)
+        if age_s < limit_s:
             return
         node = next((name for name, done in progress if done < step), progress[-1][0])
         raise PeerFailedError(
-            f"node {node} is stuck: step {step} has waited {age_ns / 1e9:.0f} s there, the longest "
-            f"so far took {self._longest_ns / 1e9:.1f} s; restart that node"
+            f"node {node} is stuck: step {step} has waited {age_s:.0f} s there, and no step should "
+            f"take {limit_s:.0f} s; restart that node"
         )
 
     def _check(self, batch: MicroBatch, answer: StepAnswer) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from shardnet.errors import CancelledRequestError
+from shardnet.errors import CancelledRequestError, ShardnetError
 
 PROGRESS_EVERY_S = 0.1
 
@@ -23,16 +23,16 @@ class Reporter:
         self._on_progress = on_progress
         self._loop = loop
         self._last_s = 0.0
-        self._given_up = False
+        self._why: ShardnetError | None = None
 
-    def give_up(self) -> None:
-        """Make the next report raise, so that the work ends."""
-        self._given_up = True
+    def give_up(self, why: ShardnetError | None = None) -> None:
+        """Make the next report raise `why`, so that the work ends."""
+        self._why = why or CancelledRequestError("the work was given up")
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Report from the working thread. Raises CancelledRequestError after `give_up`."""
-        if self._given_up:
-            raise CancelledRequestError("the work was given up")
+        """Report from the working thread. Raises what `give_up` was told, if it was called."""
+        if self._why is not None:
+            raise self._why
         now = time.monotonic()
         if done_bytes >= total_bytes or now - self._last_s >= PROGRESS_EVERY_S:
             self._last_s = now

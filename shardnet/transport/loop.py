@@ -30,11 +30,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that may not be cancelled in the middle; a cancellation comes when it is done.
 
-    uvloop leaves a datagram endpoint open whose making was cancelled, and then never closes itself.
+    However often it comes: who asked may give up, and then hang up. For work that ends by itself,
+    like taking back what was begun, or making a datagram endpoint: uvloop leaves one open whose
+    making was cancelled, and then never closes itself.
     """
     task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # nobody is left to be told
+        raise cancelled
+    return task.result()

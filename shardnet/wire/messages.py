@@ -27,6 +27,7 @@ from shardnet.wire.schema import (
     Row,
     Strict,
     Tagged,
+    Travelling,
     decode,
     encode,
 )
@@ -76,7 +77,7 @@ class ErrorReport(Strict, frozen=True, kw_only=True):
 # --- SEQUENCE and EXTRAS frames, on data links --------------------------------------------------
 
 
-class Sampling(Strict, frozen=True, kw_only=True):
+class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
     """The fields of `types.SamplingParams`, as they travel."""
 
     temperature: float = 0.0
@@ -92,17 +93,12 @@ class Sampling(Strict, frozen=True, kw_only=True):
     sample_index: U32 = 0
     n_logprobs: U32 | None = None
 
-    @classmethod
-    def of(cls, params: SamplingParams) -> Sampling:
-        """Copy `params` field by field."""
-        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
-
     def params(self) -> SamplingParams:
         """Give the parameters, unchecked: the caller decides what `check` failing means."""
         return SamplingParams(**msgspec.structs.asdict(self))
 
 
-class Outputs(Strict, frozen=True, kw_only=True):
+class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
     """The fields of `types.OutputParams`, as they travel."""
 
     n_prompt_logprobs: U32 | None = None
@@ -111,11 +107,6 @@ class Outputs(Strict, frozen=True, kw_only=True):
     hidden_mean: bool = False
     before_norm: bool = False
     routing: bool = False
-
-    @classmethod
-    def of(cls, params: OutputParams) -> Outputs:
-        """Copy `params` field by field."""
-        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
 
     def params(self) -> OutputParams:
         """Give the parameters, unchecked: the caller decides what `check` failing means."""

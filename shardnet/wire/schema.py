@@ -6,12 +6,13 @@ peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
+from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.frames import Frame
 
 U32_MAX: Final = 2**32 - 1
@@ -53,6 +54,18 @@ TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A map with exactly these keys."""
+
+
+Params = TypeVar("Params", SamplingParams, OutputParams)
+
+
+class Travelling(Strict, Generic[Params], frozen=True, kw_only=True):
+    """Parameters as they travel: a field for each of theirs, of the same name."""
+
+    @classmethod
+    def of(cls, params: Params) -> Self:
+        """Copy `params` field by field."""
+        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
 
 
 class Tagged(Strict, frozen=True, kw_only=True, tag=True, tag_field="type"):

@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from shardnet.cluster import control as control_module
 from shardnet.cluster.control import ControlLink, Handler, Incoming
 from shardnet.errors import (
     CancelledRequestError,
     CheckpointError,
     LinkError,
+    PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
 )
@@ -21,7 +23,7 @@ from shardnet.wire.control import Done
 from shardnet.wire.generation import Unload
 from shardnet.wire.messages import Hello, Purpose, Role
 from shardnet.wire.neighbours import IdentifyModel, ModelIdentity
-from shardnet.wire.stages import LoadProgress
+from shardnet.wire.stages import LoadProgress, RingBroken
 
 
 def hello(name: str) -> Hello:
@@ -88,6 +90,27 @@ def test_a_named_failure_comes_back_as_itself_with_the_peer() -> None:
     asyncio.run(main())
 
 
+def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The link, and with it the node, goes on: other requests are not at fault."""
+
+    async def stumble(control: ControlLink, message: Incoming) -> None:
+        if not isinstance(message, Unload):
+            raise ZeroDivisionError("a bug of ours")
+        control.send(Done(request=message.request))
+
+    async def main() -> None:
+        async with pair(stumble) as (asking, _):
+            asking.send(RingBroken(ring="r", epoch=1, code=1, message=""))
+            with pytest.raises(ShardnetError, match=r"far .*: internal error in IdentifyModel"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+            await asking.ask(Unload(request=2), Done)
+
+    asyncio.run(main())
+    assert "RingBroken of near" in caplog.text
+    assert "IdentifyModel of near" in caplog.text
+    assert "test_control.py" in caplog.text
+
+
 def test_a_reply_of_another_kind_is_the_peers_fault() -> None:
     async def confuse(control: ControlLink, message: Incoming) -> None:
         assert isinstance(message, IdentifyModel)
@@ -132,6 +155,29 @@ def test_giving_up_a_wait_cancels_the_request_at_the_peer() -> None:
             await cancelled.wait()
             with pytest.raises(asyncio.CancelledError):
                 await asked
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_answers_nothing_is_told_that_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "REPLY_SILENCE_S", 0.05)
+
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async def wait(control: ControlLink, message: Incoming) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with pair(wait) as (asking, _):
+            with pytest.raises(PeerSilentError, match="did not answer Unload for"):
+                await asking.ask(Unload(request=5), Done)
+            async with asyncio.timeout(5):
+                await cancelled.wait()
 
     asyncio.run(main())
 

@@ -18,7 +18,13 @@ from watchers import LOOPBACK, RECORD, Watcher, new_record, running
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from shardnet.cluster.discovery import browse
-from shardnet.cluster.node_record import SERVICE_TYPE, UnusableRecordError, from_service, to_service
+from shardnet.cluster.node_record import (
+    SERVICE_TYPE,
+    Candidate,
+    UnusableRecordError,
+    from_service,
+    to_service,
+)
 from shardnet.cluster.record_watch import Goodbye
 from shardnet.transport.loop import run
 
@@ -92,6 +98,30 @@ def test_without_multicast_there_is_one_warning_and_another_attempt() -> None:
             await bert.sees(anna.record)
         assert len(anna.lines) == 1
         assert "--peer" in anna.lines[0]
+
+    asyncio.run(main())
+
+
+def test_a_machine_that_cannot_list_its_addresses_tries_again() -> None:
+    """As when too many files are open: the node goes on."""
+
+    async def main() -> None:
+        anna = Watcher(new_record("anna"), reannounce_s=0.01)
+        bert = Watcher(new_record("bert"), reannounce_s=0.01)
+        failures = [OSError("too many open files")]
+
+        def own() -> Candidate:
+            if failures:
+                raise failures.pop()
+            return anna.record
+
+        async with running(bert):
+            announcing = asyncio.create_task(anna._discovery.run(own, anna._see))
+            await anna.says("too many open files")
+            await bert.sees(anna.record)
+            announcing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await announcing
 
     asyncio.run(main())
 

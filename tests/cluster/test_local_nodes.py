@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir, share_of_cores
+from shardnet.errors import ConfigurationError
 
 
 def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
@@ -38,6 +39,33 @@ def test_a_file_that_is_no_entry_is_deleted(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     assert LocalNodes(tmp_path).list() == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["open to all", "another's", "another's link"])
+def test_a_folder_in_which_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """In a shared /tmp another user may have made it first, and chooses what it leads to."""
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "work.json").write_text("{}")
+    if how == "another's link":
+        folder.symlink_to(mine)
+        true_lstat = os.lstat
+        status = os.stat_result((*true_lstat(folder)[:4], os.getuid() + 1, *true_lstat(folder)[5:]))
+        monkeypatch.setattr(os, "lstat", lambda path: status)
+    else:
+        mine.rename(folder)
+        if how == "open to all":
+            folder.chmod(0o777)
+        else:
+            monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    nodes = LocalNodes(folder)
+    with pytest.raises(ConfigurationError, match="another user can write in"):
+        nodes.list()
+    with pytest.raises(ConfigurationError, match="SHARDNET_RUNTIME_DIR"):
+        nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    assert [path.name for path in folder.iterdir()] == ["work.json"]
 
 
 def test_the_folder_is_where_the_environment_says() -> None:

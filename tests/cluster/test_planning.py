@@ -123,8 +123,18 @@ def test_measured_figures_decide_and_are_told() -> None:
     choice = ModelChoice(model="/m", optimise="throughput")
     throughput = make_plan(choice, facts(), nodes, measured).reply(1)
     assert {s.name: s.layers[1] - s.layers[0] for s in throughput.stages} == {"a": 1, "b": 5}
-    named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured).reply(1)
-    assert [stage.layers for stage in named.stages] == [(0, 2), (2, 6)]
+    named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured)
+    assert [stage.layers for stage in named.reply(1).stages] == [(0, 2), (2, 6)]
+    assert named.chunk_s == pytest.approx(6 * 1 + 2 * 0.002)
+
+
+def test_what_a_chunk_takes_is_not_known_unless_every_stage_was_measured() -> None:
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    half = Measured(speeds={NodeId("id-a"): speed})
+    both = Measured(speeds={NodeId("id-a"): speed, NodeId("id-b"): speed})
+    choice, nodes = ModelChoice(model="/m", nodes=["x"]), [node("a"), node("b")]
+    assert make_plan(choice, facts(), nodes, half).chunk_s is None
+    assert make_plan(choice, facts(), nodes, both).chunk_s == pytest.approx(6)
 
 
 @pytest.mark.parametrize("context", [1, 256, 300, 512])

@@ -124,6 +124,30 @@ def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     asyncio.run(main())
 
 
+def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
+    """A cancellation would be nobody's error: the head's ring would seem to be connected."""
+
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled = asyncio.Event()
+
+        async def dial(address: str, seat: RingSeat) -> Link:
+            dialled.set()
+            return near
+
+        one = seat(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await asyncio.sleep(0)  # it has the link now, and waits for the other one
+        leaving = asyncio.create_task(one.leave())
+        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+            await joining
+        await asyncio.gather(leaving, far.close())
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("ring", "epoch", "rank"), [("x", 1, 2), ("r", 2, 2), ("r", 1, 0), ("r", 1, 1)]
 )

@@ -1,4 +1,6 @@
-"""Measuring on the compute thread: not while it works for somebody, and no longer than asked."""
+"""Measuring on the compute thread: not while it works for somebody, and no longer than asked; and
+what becomes of orders while a node leaves.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ from typing import Any, cast
 
 import pytest
 
+from shardnet.cluster import stage_host as stage_host_module
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
-from shardnet.errors import BusyError
+from shardnet.errors import BusyError, PeerFailedError
+from shardnet.runtime.loading import StageOrder
 from shardnet.transport.link import Link
+from shardnet.wire.stages import LoadStage
 
 
 @dataclass
@@ -92,8 +97,10 @@ def test_a_sequence_that_opens_meanwhile_ends_the_measurement() -> None:
 
 
 def test_who_gives_up_waiting_ends_the_measurement() -> None:
+    """And waits for its end, also when who has given up hangs up then, which cancels once more."""
+
     async def main(host: StageHost) -> None:
-        began, gave_up = asyncio.Event(), threading.Event()
+        began, may_end, gave_up = asyncio.Event(), threading.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
         def job(tick: Callable[[], None]) -> None:
@@ -102,13 +109,87 @@ def test_who_gives_up_waiting_ends_the_measurement() -> None:
                 while True:
                     tick()
             finally:
+                may_end.wait(5)
                 gave_up.set()
 
         measuring = asyncio.create_task(host.measure(job, lambda done, total: None))
         await began.wait()
-        measuring.cancel()
+        for _ in range(4):
+            measuring.cancel()
+            await asyncio.sleep(0)
+        assert not measuring.done()
+        may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await measuring
         assert gave_up.is_set()
+
+    hosted(main)
+
+
+ORDER = LoadStage(
+    request=1,
+    ring="r",
+    epoch=1,
+    rank=0,
+    n_stages=1,
+    model="/m",
+    model_id="",
+    layers=(0, 1),
+    dtype="float32",
+    wire_dtype="float32",
+    context=256,
+    threads=1,
+    addresses=["a:1"],
+)
+
+
+async def load(host: StageHost) -> None:
+    await host.load(
+        ORDER,
+        cast(StageOrder, None),
+        owner="head",
+        threads=1,
+        memory_bytes=1,
+        on_progress=lambda done, total: None,
+        on_broken=lambda error: None,
+    )
+
+
+def test_a_node_that_leaves_does_not_wait_until_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head that gave the order learns why nothing comes of it."""
+
+    async def main(host: StageHost) -> None:
+        began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def load_for_ever(
+            order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
+        ) -> None:
+            loop.call_soon_threadsafe(began.set)
+            while True:
+                report(0, 1)
+
+        monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+        first, second = asyncio.create_task(load(host)), asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(10):
+            await host.close()
+        for order in (first, second):
+            with pytest.raises(PeerFailedError, match="this node is leaving"):
+                await order
+
+    hosted(main)
+
+
+def test_a_node_that_has_left_refuses_by_name() -> None:
+    async def main(host: StageHost) -> None:
+        await host.close()
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await load(host)
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await host.measure(lambda tick: 1, lambda done, total: None)
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await host.turn()
 
     hosted(main)

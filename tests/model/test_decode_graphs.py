@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from shardnet.types import (
     LayerRange,
 )
 
-ROOT = Path(__file__).parents[2]
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -263,15 +260,3 @@ def test_the_tape_runs_on_what_it_has_seen_and_nothing_else() -> None:
     known[0] = torch.zeros(3)
     replay()
     assert result.tolist() == [11, 11, 11]
-
-
-def test_the_check_for_gpus_says_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["check_cuda.py"])
-    monkeypatch.syspath_prepend(ROOT / "scripts")  # where Python looks when it runs a script
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "scripts/check_cuda.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1

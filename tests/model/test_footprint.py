@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import make_decoder, make_gpt2
+from own_process import figures_of, make_large
 from stage_chain import CPU
 
 from shardnet.model.checkpoint import Checkpoint
@@ -31,13 +28,6 @@ from shardnet.model.kv_cache import KvCache
 from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
 from shardnet.types import DType, KvDType, LayerRange, SlotId
-
-ROOT = Path(__file__).parents[2]
-RUN: dict[str, Any] = {
-    "cwd": ROOT,
-    "env": os.environ | {"PYTHONPATH": str(ROOT)},
-    "timeout": 60,
-}
 
 
 @pytest.fixture(scope="module", params=product(FAMILIES, ["own-head", "tied"]), ids="-".join)
@@ -154,11 +144,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that weighs more than what the libraries take now and then."""
-    folder = tmp_path_factory.mktemp("large")
-    command = [sys.executable, "scripts/make_checkpoint.py", str(folder), "--hidden=1024"]
-    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
-    subprocess.run(command + shape, check=True, capture_output=True, **RUN)
-    return folder
+    return make_large(tmp_path_factory.mktemp("large"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -170,13 +156,7 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
 
     In float32 the compiled library keeps the weights of products in bfloat16.
     """
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(large), quant, asked],
-        check=True,
-        capture_output=True,
-        **RUN,
-    )
-    figures = json.loads(measured.stdout)
+    figures = figures_of(MEASURE, str(large), quant, asked)
     config = Checkpoint.open(large).config
     dtype = DType(figures["dtype"])
     quantization = Quantization.named(quant)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from shardnet.model.kernels import (
     probe,
     rows_are_exact,
 )
+from shardnet.model.native import native_kernels
+from shardnet.model.quantization import Quantization
 from shardnet.types import DType
 
 CPU = torch.device("cpu")
@@ -126,3 +130,16 @@ def test_rows_that_change_in_company_are_found_out() -> None:
     choice = choice_of(DType.FLOAT32, Kernel.PLAIN)
     assert not rows_are_exact(careless, choice, CPU)
     assert rows_are_exact(PlainLinear(numbers(16, 8), None, MAX_EXACT_ROWS), choice, CPU)
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+def test_the_compiled_library_is_named_where_it_computes() -> None:
+    choice = KernelChoice(
+        dtype=DType.BFLOAT16,
+        kernel=Kernel.PLAIN,
+        exact_rows=1,
+        min_rows=1,
+        quantization=Quantization.INT4,
+    )
+    assert choice.name != "bfloat16 with int4 weights, torch"
+    assert replace(choice, device="cuda").name == "bfloat16 with int4 weights, torch"

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from shardnet.model import kernels
 from shardnet.model.kernels import Kernel, KernelChoice, make_linear, probe
-from shardnet.model.native import Isa, NativeKernels, find_kernels, native_kernels
+from shardnet.model.native import Isa, NativeKernels, find_kernels, native_kernels, packed_bytes
 from shardnet.model.native_linear import NativeLinear
+from shardnet.model.native_packing import pack_natively
 from shardnet.types import DType, LayerRange
 
 NATIVE = native_kernels()
@@ -92,12 +93,51 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 
 
 @pytest.mark.parametrize(
-    "rows", [torch.zeros(2, 29), torch.zeros(2, 30, dtype=torch.float16)], ids=["width", "dtype"]
+    "rows",
+    [
+        torch.zeros(2, 29),
+        torch.zeros(30),
+        torch.zeros(2, 30, dtype=torch.float16),
+        torch.zeros(2, 30, device="meta"),
+    ],
+    ids=["width", "axes", "dtype", "device"],
 )
-def test_rows_that_the_library_would_misread_are_our_mistake(rows: Tensor) -> None:
+def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
+    """It is told addresses, and would read beyond what is there."""
     linear = NativeLinear([numbers(20, 30).bfloat16()], None, kernels_named(""))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="compiled library"):
         linear(rows)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_weights_that_the_library_would_misread_are_refused(bits: int) -> None:
+    kernels, shape = kernels_named(""), (20, 70)
+    group = {4: 32, 8: 64, 16: 0}[bits]
+    n_bytes = packed_bytes(shape, bits)
+    whole = torch.zeros(n_bytes, dtype=torch.uint8)
+    bias = torch.zeros(20)
+    kernels.product(whole, bias, shape, bits, group)
+    wrong = (whole[:-1], torch.zeros(2 * n_bytes, dtype=torch.uint8)[::2], whole.to("meta"))
+    for weights in wrong:
+        with pytest.raises(ValueError, match=f"wants {n_bytes} bytes"):
+            kernels.product(weights, bias, shape, bits, group)
+    for other in (bias[:-1], bias.bfloat16(), bias.to(torch.int32)):
+        with pytest.raises(ValueError, match="a bias"):
+            kernels.product(whole, other, shape, bits, group)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    kernels, weight = kernels_named(""), numbers(20, 30)
+    room = torch.zeros(packed_bytes((20, 30), 8), dtype=torch.uint8)
+    pack_natively(kernels, weight, room, 8)
+    for other, into, bits in (
+        (weight.double(), room, 8),
+        (weight[0], room, 8),
+        (weight, room[:-1], 8),
+        (weight, torch.zeros(packed_bytes((20, 30), 16), dtype=torch.uint8), 16),
+    ):
+        with pytest.raises(ValueError, match="weights"):
+            pack_natively(kernels, other, into, bits)
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what there is")

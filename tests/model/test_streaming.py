@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_decoder, make_gpt2, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
+from own_process import figures_of, make_large
 from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
@@ -38,12 +36,6 @@ from shardnet.types import (
     StepId,
 )
 
-ROOT = Path(__file__).parents[2]
-RUN: dict[str, Any] = {
-    "cwd": ROOT,
-    "env": os.environ | {"PYTHONPATH": str(ROOT)},
-    "timeout": 60,
-}
 WHOLE = LayerRange(0, 4)
 
 
@@ -343,20 +335,14 @@ print(json.dumps({"dtype": choice.dtype.value, "most": most, "fetched": stage.n_
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers weigh far more than a step takes."""
-    folder = tmp_path_factory.mktemp("large")
-    command = [sys.executable, "scripts/make_checkpoint.py", str(folder), "--hidden=1024"]
-    shape = ["--layers=8", "--intermediate=2816", "--heads=16", "--kv-heads=4", "--vocab=4000"]
-    subprocess.run(command + shape, check=True, capture_output=True, **RUN)
-    return folder
+    return make_large(tmp_path_factory.mktemp("large"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     """Pages of files included: no more than the planner says, far less than the layers weigh."""
-    measure = [sys.executable, "-c", MEASURE, str(large), quant]
-    done = subprocess.run(measure, check=True, capture_output=True, **RUN)
-    figures = json.loads(done.stdout)
+    figures = figures_of(MEASURE, str(large), quant)
     config, kind = Checkpoint.open(large).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
     predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, kind, 8)

@@ -355,7 +355,7 @@ def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | 
     [((5, WIDTH - 1), torch.float32), ((5, WIDTH), torch.float16), ((4, WIDTH), torch.float32)],
     ids=["width", "dtype", "rows"],
 )
-def test_rows_that_the_library_would_misread_are_our_mistake(
+def test_rows_that_the_library_would_misread_are_refused(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """It is told addresses, and would read and write beyond what is there."""
@@ -363,11 +363,42 @@ def test_rows_that_the_library_would_misread_are_our_mistake(
     runner = Runner(layer, 8, 2, torch.float32)
     step = runner.step(group(0, 0, 5))
     rotary = runner.table.at(step.positions)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"rows|computes no"):
         layer.attention(torch.zeros(shape, dtype=dtype), 0, rotary, step)
     if shape[0] == 5:
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match=r"rows|computes no"):
             layer.mlp(torch.zeros(shape, dtype=dtype), 0, rotary, step)
+
+
+def test_a_step_of_other_rows_or_layers_is_refused() -> None:
+    """The library looks rows up in the step's spans, and layers in its slots."""
+    layer = with_native_halves(layer_by_torch(""), kernels_named(""))
+    runner = Runner(layer, 8, 2, torch.float32)
+    step = runner.step(group(0, 0, 5))
+    hidden, rotary = torch.zeros(4, WIDTH), runner.table.at(step.positions[:4])
+    with pytest.raises(ValueError, match="not those of the step"):
+        layer.attention(hidden, 0, rotary, step)
+    hidden, rotary = torch.zeros(5, WIDTH), runner.table.at(step.positions)
+    with pytest.raises(ValueError, match="not those of the step"):
+        layer.attention(hidden, 7, rotary, step)
+
+
+def test_parts_of_another_shape_are_refused() -> None:
+    plain = layer_by_torch("")
+    first, second = plain.attention, plain.mlp
+    assert isinstance(first, AttentionHalf)
+    assert isinstance(second, MlpHalf)
+    assert isinstance(first.self_attn, SelfAttention)
+    short = Residual(before=Norm(weight=torch.ones(WIDTH - 1), bias=None, eps=1e-6))
+    more_heads = replace(first.self_attn, n_heads=2 * first.self_attn.n_heads)
+    turned = replace(second.mlp, gate_up_proj=second.mlp.down_proj)
+    for wrong, words in (
+        (replace(plain, attention=replace(first, residual=short)), "a norm"),
+        (replace(plain, attention=replace(first, self_attn=more_heads)), "o_proj"),
+        (replace(plain, mlp=replace(second, mlp=turned)), "gate_up_proj"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            with_native_halves(wrong, kernels_named(""))
 
 
 @pytest.mark.parametrize("name", ISAS)

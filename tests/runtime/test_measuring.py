@@ -77,16 +77,10 @@ def no_tick() -> None:
     """Nobody waits."""
 
 
+@pytest.mark.parametrize("kv_dtype", KvDType, ids=lambda d: d.value)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 @pytest.mark.parametrize(
-    ("raw", "dtype", "kv_dtype"),
-    [
-        (LLAMA, DType.BFLOAT16, KvDType.AUTO),
-        (LLAMA, DType.FLOAT32, KvDType.INT8),
-        (LLAMA | {"tie_word_embeddings": True}, DType.BFLOAT16, KvDType.INT8),
-        (LLAMA | {"tie_word_embeddings": True}, DType.FLOAT32, KvDType.AUTO),
-        (GPT2, DType.BFLOAT16, KvDType.AUTO),
-        (GPT2, DType.FLOAT32, KvDType.INT8),
-    ],
+    "raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["own-head", "tied", "gpt2"]
 )
 def test_every_figure_is_a_time_of_two_digits(
     raw: dict[str, Any], dtype: DType, kv_dtype: KvDType

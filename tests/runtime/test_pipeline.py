@@ -59,7 +59,7 @@ class Clock:
 class Watched:
     """A pipeline with its clock and what it reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_s: float | None = None) -> None:
         self.clock = Clock()
         self.answered: list[StepAnswered] = []
         self.failed: list[StepFailed] = []
@@ -69,6 +69,7 @@ class Watched:
             clock_ns=self.clock,
             on_answered=self.answered.append,
             on_failed=self.failed.append,
+            chunk_s=chunk_s,
         )
 
 
@@ -136,7 +137,7 @@ def test_a_wrong_answer_is_the_tails_fault(wrong: StepAnswer, message: str) -> N
 
 
 def test_a_stuck_stage_is_named_only_when_it_is_really_late() -> None:
-    watched = Watched()
+    watched = Watched(chunk_s=1.0)
     progress = [("head", 5), ("middle", 4), ("tail", 4)]
     watched.pipeline.check_progress(progress)
     watched.pipeline.send(batch(4))
@@ -150,12 +151,16 @@ def test_a_stuck_stage_is_named_only_when_it_is_really_late() -> None:
         watched.pipeline.check_progress(progress)
 
 
-def test_a_fast_ring_is_given_a_minute() -> None:
-    watched = Watched()
+@pytest.mark.parametrize(("chunk_s", "limit_s"), [(0.1, 60), (6.0, 60), (90.0, 900), (None, 600)])
+def test_the_first_step_is_given_ten_times_what_it_should_take(
+    chunk_s: float | None, limit_s: int
+) -> None:
+    """A chunk of 256 rows takes minutes on a small computer, or where layers come from disk."""
+    watched = Watched(chunk_s=chunk_s)
     watched.pipeline.send(batch(1))
-    watched.clock.now_ns = 59 * SECOND_NS
+    watched.clock.now_ns = (limit_s - 1) * SECOND_NS
     watched.pipeline.check_progress([("head", 1), ("tail", 0)])
-    watched.clock.now_ns = 61 * SECOND_NS
+    watched.clock.now_ns = (limit_s + 1) * SECOND_NS
     with pytest.raises(PeerFailedError, match="node tail is stuck"):
         watched.pipeline.check_progress([("head", 1), ("tail", 0)])
 

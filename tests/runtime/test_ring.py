@@ -122,3 +122,17 @@ def test_a_lost_link_ends_every_request_with_its_cause(lost: int) -> None:
                 await ring.generate([4], 1)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_link_that_is_lost_while_a_prompt_is_read_ends_the_request(lost: int) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), fake_ring(3, over="tcp") as ring:
+            reading = asyncio.create_task(ring.generate(prompt(0, 700), 2))
+            await asyncio.sleep(0)
+            assert (ring.engine.counters.running, ring.engine.n_steps) == (1, 0)
+            ring.links[2 * lost].abort("pulled out")
+            with pytest.raises(ShardnetError, match=r"pulled out|closed|broke"):
+                await reading
+
+    asyncio.run(main())

@@ -31,6 +31,33 @@ def test_a_killed_node_is_named_and_can_be_replaced(
     assert trio.says("m", parrots.alphabet, *numbers) == "nop"
 
 
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [("loading", "killed"), ("loading", "told to leave"), ("generating", "told to leave")],
+)
+def test_a_node_that_goes_is_named_and_can_be_done_without(
+    trio: Crew, machine: Machine, parrots: Parrots, phase: str, how: str
+) -> None:
+    """Whatever the ring is at; one that leaves does so at once."""
+    [victim] = machine.start_nodes("vera")
+    addresses = f"{trio.addresses(0)},{victim.address}"
+    if phase == "generating":
+        running = trio.begin(parrots.alphabet, addresses)
+    else:
+        running = trio.machine.begin(
+            "generate", "a", "--model", str(parrots.big), "--nodes", addresses
+        )
+        running.stderr.wait_for("ring: ")
+    if how == "killed":
+        victim.kill()
+    else:
+        victim.stop()
+    result = running.wait(LOSS_S)
+    assert result.code == 1
+    assert "vera" in result.error_line or victim.address in result.error_line
+    assert trio.says("z", parrots.signs, 0, 1) == "."
+
+
 @pytest.mark.parametrize("how", ["cut", "garble"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_damaged_link_ends_the_ring_by_name(
