@@ -67,7 +67,12 @@ def bench(
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to generate.")] = 64,
     parallel: Annotated[
         list[int] | None,
-        typer.Option("--parallel", min=1, help="Sequences at once; may be given several times."),
+        typer.Option(
+            "--parallel",
+            metavar="N",
+            min=1,
+            help="Sequences at once; may be given several times. Default: 1 and 4.",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="The best round counts.")] = 2,
     perplexity: Annotated[
@@ -120,8 +125,12 @@ def _pieces(file: str, n_characters: int) -> list[str]:
     """Cut a text into pieces of at most so many characters, between words where there are any."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}", param_hint="--perplexity") from error
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--perplexity") from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{file} is not UTF-8 text: {error}", param_hint="--perplexity"
+        ) from error
     pieces = []
     while text.strip():
         end = len(text)

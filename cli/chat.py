@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardnet.api.requests import GenerationOptions, Message
+from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError
 from shardnet.types import SamplingParams
 
@@ -61,11 +62,21 @@ def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
     """
     params, options = sampling.params(), sampling.generation()
     wanted = ring.wanted(access)
+    warn_of_base_model(wanted.choice.model)
     with exit_codes():
         from shardnet.api.blocking import opened
 
         with opened(_client(wanted)) as client:
             _talk(Conversation(client, params, options, sampling.system))
+
+
+def warn_of_base_model(model: str) -> None:
+    """Say so where the bundled model is to converse: it has a template, and no answers."""
+    if model == DEFAULT_MODEL_NAME:
+        say(
+            "warning: the bundled model goes on with stories and was not trained to converse; "
+            "name a model that was with --model"
+        )
 
 
 @contextlib.asynccontextmanager

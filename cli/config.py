@@ -35,8 +35,10 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; make it a file to be read") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: not readable as TOML ({error}); mend it") from error
     defaults: dict[str, Any] = {name: {} for name in group.commands}
     places = {name: _places(command, defaults[name]) for name, command in group.commands.items()}
     everywhere = [place for several in places.values() for place in several]
@@ -46,7 +48,10 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
     for name, several in places.items():
         table = values.get(name, {})
         if not isinstance(table, dict):
-            raise ConfigurationError(f"{path}: '{name}' should be a table: write [{name}]")
+            raise ConfigurationError(
+                f"{path}: '{name}' should be a table: write [{name}]; a flag of that name goes "
+                "into the table of the command that has it"
+            )
         for key, value in table.items():
             _put(key, value, several, f"{path} [{name}]")
     return defaults

@@ -16,7 +16,7 @@ from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .option_groups import takes_groups
-from .options import Json, NoMdns, Peer
+from .options import Json, NoMdns, Peer, check_addresses
 from .run import EXIT_FAILURE, run_command, write_out
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def doctor(
     One line per finding. Ends with 1 when something is wrong.
     """
     model = name_model(model) if model else ""
-    run_command(_run(model, peer or [], access, not no_mdns, timeout, as_json))
+    run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
 
 
 async def _run(

@@ -59,8 +59,8 @@ class DownloadBars:
         if file != self._file:
             self._file = file
             if not self._is_terminal:
-                whole = f"of {total / 2**20:.1f} MiB" if total else "MiB, the server says no size,"
-                say(f"{file}: from {done / 2**20:.1f} {whole} on")
+                size = f"{total / 2**20:.1f} MiB" if total else "the server says no size"
+                say(f"{file}: {size}")
         self._progress.update(self._bar, description=file, completed=done, total=total or None)
 
     def stop(self) -> None:

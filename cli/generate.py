@@ -21,6 +21,7 @@ from shardnet.types import SamplingParams
 from shardnet.wire.plans import PlanReply
 
 from .access import Access
+from .chat import warn_of_base_model
 from .option_groups import takes_groups
 from .options import Json
 from .progress import LoadBars
@@ -124,6 +125,8 @@ def generate(
         as_json=as_json,
     )
     job.check()
+    if chat:
+        warn_of_base_model(wanted.choice.model)
     run_command(_run(job))
 
 

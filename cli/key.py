@@ -28,7 +28,7 @@ Replace = Annotated[
 ]
 
 
-@key_app.command()
+@key_app.command(short_help="Make a key for a new cluster, store it here and print it.")
 def new(key_file: KeyFile = "", replace: Replace = False) -> None:
     """Make a key for a new cluster, store it here and print it for the other machines."""
     path = key_path(key_file)
@@ -47,7 +47,7 @@ def new(key_file: KeyFile = "", replace: Replace = False) -> None:
     say("run `shardnet key join` on every other machine and type it there")
 
 
-@key_app.command()
+@key_app.command(short_help="Type the key that another machine shows, and store it.")
 def join(
     source: Annotated[
         str, typer.Argument(metavar="-", help="- reads the key from standard input.")
@@ -70,7 +70,7 @@ def join(
     _tell("stored the key", key, path)
 
 
-@key_app.command()
+@key_app.command(short_help="Print the stored key and its fingerprint.")
 def show(key_file: KeyFile = "") -> None:
     """Print the stored key, and the fingerprint by which nodes tell clusters apart."""
     path = key_path(key_file)

@@ -26,9 +26,11 @@ from .pull import pull
 from .run import exit_codes, fail, open_missing_streams, write_out
 from .status import status
 from .unload import unload
+from .wrong_values import CommandGroup
 
 app = typer.Typer(
     name="shardnet",
+    cls=CommandGroup,
     help="One language model over the machines of a home lab.",
     no_args_is_help=True,
     add_completion=False,
@@ -36,8 +38,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (node, nodes, status, plan, generate, chat, bench, pull, unload, doctor):
-    app.command()(command)
+for command, in_short in (
+    (node, None),
+    (nodes, "Show who is here: the nodes of this machine and their peers."),
+    (status, "Show what a node holds, for which ring, and what runs."),
+    (plan, "Show the plan that would be used, and why."),
+    (generate, None),
+    (chat, None),
+    (bench, "Measure the ring's speed, or the perplexity of a text."),
+    (pull, None),
+    (unload, "Free the model on every node of the ring."),
+    (doctor, "Say what is wrong, where, and what to do."),
+):
+    app.command(short_help=in_short)(command)
 app.add_typer(key_app)
 app.add_typer(cache_app)
 

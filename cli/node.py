@@ -24,7 +24,16 @@ from shardnet.errors import ConfigurationError
 from .access import Access
 from .mdns import told_interfaces
 from .option_groups import takes_groups
-from .options import Json, NoMdns, Offline, Peer, keep_offline, parse_size
+from .options import (
+    Json,
+    NoMdns,
+    Offline,
+    Peer,
+    check_addresses,
+    check_choice,
+    keep_offline,
+    parse_size,
+)
 from .run import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
@@ -142,6 +151,7 @@ def node(
 
     Prints one line when it is ready. A node keeps its part of a model loaded between generations.
     """
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
     keep_offline(offline)
     flags = _Flags(
         host=host,
@@ -152,7 +162,7 @@ def node(
         threads=threads,
         cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
         share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
-        peers=tuple(peer or ()),
+        peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
         as_json=as_json,

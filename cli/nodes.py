@@ -18,7 +18,7 @@ from shardnet.wire.neighbours import NodeInfo
 from .access import Access
 from .mdns import find_nearest
 from .option_groups import takes_groups
-from .options import Json, Nodes, NoMdns, Peer, split_nodes
+from .options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
 from .run import run_command, say, write_out
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -47,7 +47,7 @@ def nodes(
 
     Without any of these, nodes are looked for on the network.
     """
-    named = [*split_nodes(nodes), *(peer or [])]
+    named = [*split_nodes(nodes), *check_addresses(peer)]
     run_command(_run(named, access, not no_mdns, watch, as_json))
 
 

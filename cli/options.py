@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
+
+from shardnet.errors import UsageError
+from shardnet.transport.address import split_address
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -92,6 +96,28 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * _UNITS[(match[2] or "B").lower()])
 
 
+def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise typer.BadParameter, which names `flag`, for a value that is none of these."""
+    if value not in allowed:
+        *others, last = filter(None, allowed)
+        raise typer.BadParameter(
+            f"'{value}': choose {', '.join(others)} or {last}", param_hint=flag
+        )
+
+
 def split_nodes(text: str) -> list[str]:
-    """Read `H:P,H:P`."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    """Read `H:P,H:P`. Raises typer.BadParameter for what is no address."""
+    return check_addresses([part.strip() for part in text.split(",") if part.strip()], "--nodes")
+
+
+def check_addresses(addresses: Sequence[str] | None, flag: str = "--peer") -> list[str]:
+    """Return these addresses. Raises typer.BadParameter, which names `flag`, for one that is none.
+
+    None, which a list that was not given is, gives none.
+    """
+    for address in addresses or ():
+        try:
+            split_address(address)
+        except UsageError as error:
+            raise typer.BadParameter(str(error), param_hint=flag) from error
+    return list(addresses or ())

@@ -20,6 +20,7 @@ import typer
 from msgspec import UNSET, UnsetType
 
 from shardnet.api.requests import Prompt
+from shardnet.api.value_words import nearest, refused_words
 from shardnet.types import SamplingParams
 
 FLAG = "--prompts-file"
@@ -87,7 +88,15 @@ def _prompts(
             continue
         try:
             prompt = read_prompt(line, sampling)
-        except (msgspec.DecodeError, ValueError) as error:
+        except msgspec.ValidationError as error:
+            words = refused_words(error, msgspec.json.decode(line))
+            near = nearest(words.split()[0], PromptLine.__struct_fields__)
+            why = f"{words}{near if 'not known' in words else ''}"
+            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
+        except msgspec.DecodeError as error:
+            why = f"it begins as JSON does and cannot be read as such ({error})"
+            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
+        except ValueError as error:
             raise typer.BadParameter(f"{name} line {number}: {error}", param_hint=FLAG) from error
         yield number, prompt
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import typer
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shardnet.cluster.hub import PulledModel
 
 MIB = 2**20
+_SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def pull(
@@ -51,7 +54,10 @@ def pull(
     to: Annotated[
         Path,
         typer.Option(
-            "--to", metavar="FOLDER", help="Where what comes from a URL goes. Default: here."
+            "--to",
+            metavar="FOLDER",
+            help="Where what comes from a URL goes. Default: here.",
+            show_default=False,
         ),
     ] = Path(),
     sha256: Annotated[
@@ -74,10 +80,19 @@ def pull(
     A download that broke goes on where it stopped. The last line, on standard output, is the path.
     """
     keep_offline(offline)
+    _refuse_path(model)
     if "://" in model:
         _refuse(bool(revision), "--revision is for models of the Hub, not for a URL")
         _refuse(bool(layers), "--layers is for models of the Hub, not for a URL")
         _refuse(offline, "--offline: a URL is on the network")
+        _refuse(
+            not model.startswith(("https://", "http://")),
+            f"{model} is not a URL that begins with https:// or http://",
+        )
+        _refuse(
+            bool(sha256) and not _SHA256.fullmatch(sha256),
+            f"--sha256 {sha256}: a SHA-256 has 64 hexadecimal digits",
+        )
         _pull_url(model, to, sha256, as_json=as_json)
         return
     _refuse(bool(sha256), "--sha256 is for a URL: the Hub says itself what its files must be")
@@ -105,6 +120,16 @@ def _one_range(layers: str) -> LayerRange:
         return parse_layer_range(layers)
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
+
+
+def _refuse_path(model: str) -> None:
+    """Refuse what is on this machine: there is nothing to download."""
+    is_file = model.lower().startswith("file:")
+    if is_file or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
+        path = unquote(urlsplit(model).path) if is_file else model
+        raise typer.BadParameter(
+            f"'{model}' is a path, and a path needs no download: use --model {path}"
+        )
 
 
 @contextlib.contextmanager
@@ -194,7 +219,8 @@ def _pull_url(url: str, to: Path, sha256: str, *, as_json: bool) -> None:
             }
         )
         return
-    say(f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}; use it with --model")
+    came = f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}"
+    say(f"{came}; use it with --model {path}")
     write_out(path)
 
 

@@ -6,7 +6,6 @@ Knows each of them once, and what it becomes in a message. Must not know what is
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -19,7 +18,16 @@ from shardnet.types import parse_layers
 from shardnet.wire.plans import ModelChoice
 
 from .access import Access
-from .options import Nodes, NoMdns, Offline, Peer, keep_offline, split_nodes
+from .options import (
+    Nodes,
+    NoMdns,
+    Offline,
+    Peer,
+    check_addresses,
+    check_choice,
+    keep_offline,
+    split_nodes,
+)
 from .target import Wanted
 
 _STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
@@ -152,18 +160,18 @@ class RingOptions:
         return Wanted(
             choice=self.choice(),
             local=self.local,
-            peers=self.peer or [],
+            peers=check_addresses(self.peer),
             mdns=not self.no_mdns,
             access=access,
         )
 
     def choice(self) -> ModelChoice:
         """Say which model is wanted, and how. Raises typer.BadParameter for a wrong value."""
-        _check("--optimise", self.optimise, ("", "latency", "throughput"))
-        _check("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
-        _check("--wire-dtype", self.wire_dtype, ("", "bfloat16", "float16", "int8"))
-        _check("--quant", self.quant, ("none", "int8", "int4"))
-        _check("--kv-dtype", self.kv_dtype, ("auto", "int8"))
+        check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
+        check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        check_choice("--wire-dtype", self.wire_dtype, ("", "bfloat16", "float16", "int8"))
+        check_choice("--quant", self.quant, ("none", "int8", "int4"))
+        check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
         return ModelChoice(
             model=name_model(self.model),
             nodes=split_nodes(self.nodes),
@@ -184,14 +192,6 @@ class OnlineRingOptions(RingOptions):
     """Those of a command that has no --offline."""
 
     offline: bool = False
-
-
-def _check(flag: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        *others, last = filter(None, allowed)
-        raise typer.BadParameter(
-            f"'{value}': choose {', '.join(others)} or {last}", param_hint=flag
-        )
 
 
 def _ranges(layers: str) -> list[tuple[int, int]]:

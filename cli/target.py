@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
-from shardnet.api.opening import node_in_process
+from shardnet.api.opening import check_local, node_in_process
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.plans import ModelChoice
@@ -64,6 +64,7 @@ async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
         if choice.nodes and wanted.local:
             raise UsageError("--nodes and --local exclude each other: give one of them")
         if wanted.local:
+            check_local(wanted.local, choice)
             addresses = await stack.enter_async_context(
                 local_processes(wanted.local, choice.threads, wanted.access)
             )
@@ -120,9 +121,11 @@ async def named_or_here(
         return [await stack.enter_async_context(connect(a, identity)) for a in addresses]
     here = await connect_here(stack, identity)
     if here is None:
+        none = "no node runs on this machine"
+        if LocalNodes(runtime_dir(os.environ)).list():
+            none = "no node of this machine can be asked"
         raise PeerUnreachableError(
-            "no node runs on this machine: start one with `shardnet node`, or name one with "
-            "--nodes HOST:PORT"
+            f"{none}: start one with `shardnet node`, or name one with --nodes HOST:PORT"
         )
     return [here]
 

@@ -241,6 +241,13 @@ MAX_SEED = 2**64 - 1
 MAX_SAMPLE_INDEX = 2**32 - 1
 
 
+_NUMBERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "seed", "sample_index"),
+)
+"""Of the parameters of sampling those that are always one number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tail chooses a token; docs/protocol.md, "Sampling", says what each does, in order.
@@ -267,6 +274,10 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raise SamplingError that names the first parameter outside its range."""
+        for name in _NUMBERS:
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise SamplingError(f"{name} must be a number, not {value!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise SamplingError(f"temperature must be 0 or more, not {self.temperature}")
         if self.top_k < 0:

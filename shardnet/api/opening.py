@@ -20,7 +20,9 @@ from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.cluster_key import default_key_path, load_key
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, UsageError
+from shardnet.model.checkpoint import Checkpoint
+from shardnet.runtime.loading import find_folder
 from shardnet.wire.plans import ModelChoice
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -94,14 +96,37 @@ async def local_ring(
     """Start `n_nodes` node processes on loopback, a stage each, and give a client of the first.
 
     They end with the context. `threads` is what each computes with, 0 its share of the cores.
-    Raises PeerFailedError when one does not start.
+    Raises UsageError for more nodes than the model has layers, PeerFailedError when one does not
+    start.
     """
+    check_local(n_nodes, _choice(model))
     async with (
         start_nodes(n_nodes, threads, ["--insecure"]) as addresses,
         by_link.connect(addresses[0]) as client,
     ):
         client.choice = replace(_choice(model), nodes=addresses)
         yield client
+
+
+def check_local(n_nodes: int, choice: ModelChoice) -> None:
+    """Refuse more nodes than stages before any is started, where the model is on this machine.
+
+    Raises UsageError; CheckpointError for a checkpoint that cannot be read.
+    """
+    if choice.layers and len(choice.layers) != n_nodes:
+        raise UsageError(
+            f"--layers has {len(choice.layers)} ranges and --local starts {n_nodes} nodes: give "
+            f"one range for each, or --local {len(choice.layers)}"
+        )
+    folder = find_folder(choice.model) if n_nodes > 1 else None
+    if folder is None:
+        return
+    n_layers = Checkpoint.open(folder).config.n_layers
+    if n_nodes > n_layers:
+        raise UsageError(
+            f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one: "
+            f"give --local {n_layers} or less"
+        )
 
 
 @asynccontextmanager

@@ -5,13 +5,14 @@ Knows the options of a request and their order of precedence. Must not know link
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack, cast
+from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import msgspec
 
+from shardnet.api.value_words import nearest, refused_words, unwritable_words
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
 from shardnet.model.hub_cache import HubName
@@ -135,8 +136,13 @@ def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> 
     """Raise UsageError, which names the field, for values that the protocol has no room for."""
     try:
         read_control(control_frame(message))
-    except (RemoteProtocolError, OverflowError, UnicodeEncodeError) as error:
-        raise UsageError(f"this cannot be asked: {error.__cause__ or error}") from error
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UsageError(f"this cannot be asked: {unwritable_words(message) or error}") from error
+    except RemoteProtocolError as error:
+        cause, words = error.__cause__, str(error)
+        if isinstance(cause, msgspec.ValidationError):
+            words = refused_words(cause, message)
+        raise UsageError(f"this cannot be asked: {words}") from error
 
 
 def _is_ids(prompts: object) -> TypeGuard[Sequence[int]]:
@@ -152,11 +158,23 @@ def _listed(prompts: Prompts) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, str) or _is_ids(prompts) or _is_messages(prompts):
         return [Prompt(prompts)]
-    return [_prompt(cast(OnePrompt, prompt)) for prompt in prompts]
+    if not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
+    return [_prompt(prompt) for prompt in prompts]
 
 
-def _prompt(prompt: OnePrompt) -> Prompt:
-    return prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+def _prompt(prompt: object) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if not isinstance(prompt, Sequence):
+        raise _no_prompt(prompt)
+    return Prompt(prompt)
+
+
+def _no_prompt(value: object) -> UsageError:
+    return UsageError(
+        f"{value!r} is no prompt: give text, token ids or messages, or a list of such"
+    )
 
 
 def _params(prompt: Prompt, sampling: SamplingParams, number: int, sample: int) -> SamplingParams:
@@ -182,10 +200,18 @@ def _message(
             sampling=Sampling.of(params),
             **fields,
         )
-    except TypeError as error:  # an option that does not exist
-        raise UsageError(f"this cannot be asked: {error}") from error
+    except TypeError as error:
+        raise UsageError(f"this cannot be asked: {_unknown_option(fields) or error}") from error
     check_request(message)
     return message
+
+
+def _unknown_option(fields: Mapping[str, Any]) -> str:
+    known = Generate.__struct_fields__
+    for name in fields:
+        if name not in known:
+            return f"there is no option '{name}'{nearest(name, known)}"
+    return ""
 
 
 def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
@@ -197,8 +223,9 @@ def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
     try:
         return {"messages": msgspec.convert(content, list[ChatMessage])}
     except msgspec.ValidationError as error:
+        words = refused_words(error, content)
         raise UsageError(
-            f"the messages cannot be asked: {error}; give each a role and a content, both text"
+            f"the messages cannot be asked: {words}; give each a role and a content, both text"
         ) from error
 
 

@@ -81,8 +81,9 @@ def _asking(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "node",
             HERE,
-            f"the node at {view.address} does not answer: {view.why}",
-            WAYS_OUT.get(view.seen, ""),
+            f"the node at {view.address} does not answer: "
+            + view.why.removeprefix(f"{view.address}: "),
+            "" if "key join`" in view.why else WAYS_OUT.get(view.seen, ""),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(

@@ -14,6 +14,8 @@ from shardnet.cluster.placement_words import shortfall_words, size
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.neighbours import ReportReply
 
+_NO_FOLDER = "check the path, or fetch a model of the Hub with `shardnet pull`"
+
 
 def model_findings(facts: Facts) -> Iterator[Finding]:
     """Judge the nodes by the model that was named, if one was."""
@@ -21,7 +23,8 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
     if asked is None:
         return
     if asked.shape is None:
-        yield problem("model", asked.model, asked.failure)
+        remedy = "" if "; " in asked.failure else _NO_FOLDER
+        yield problem("model", asked.model, asked.failure, remedy)
         return
     yield _memory(facts, asked, asked.shape)
     for reply in facts.replies:

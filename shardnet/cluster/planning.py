@@ -21,9 +21,11 @@ from shardnet.cluster.placement_figures import (
     Placement,
     Streaming,
 )
+from shardnet.cluster.placement_words import LISTED
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
+    KEEPS_BFLOAT16,
     activation_peak_bytes,
     embedding_weight_bytes,
     graph_bytes,
@@ -164,8 +166,9 @@ def make_plan(
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
     rounding = Rounding(weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype))
-    shape = model_shape(facts.config, dtype, context, wire_dtype, rounding)
-    if rounding.weights is None and facts.dtype_in_place is not dtype:
+    stored = _stored_dtype(facts, dtype, nodes, measured)
+    shape = model_shape(facts.config, dtype, context, wire_dtype, rounding, stored)
+    if rounding.weights is None and facts.dtype_in_place is not stored:
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.told}
     graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, rounding.weights)}
@@ -179,7 +182,7 @@ def make_plan(
         )
         for n in nodes
     ]
-    placement = _placed(choice, facts, shape, dtype, candidates, measured.links, objective)
+    placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
     by_node = {node.node: node for node in nodes}
     saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
     return Plan(
@@ -202,7 +205,7 @@ def _placed(
     choice: ModelChoice,
     facts: ModelFacts,
     shape: ModelShape,
-    dtype: DType,
+    stored: DType,
     candidates: Sequence[Candidate],
     links: Links,
     objective: Objective,
@@ -212,10 +215,7 @@ def _placed(
     exactly = bool(choice.nodes or layers)
     if layers is not None and not choice.nodes:
         if len(layers) > len(candidates):
-            raise PlanError(
-                f"--layers names {len(layers)} stages and {len(candidates)} nodes are known: "
-                "name the nodes with --nodes, or give fewer ranges"
-            )
+            raise PlanError(_too_few_nodes(len(layers), candidates))
         candidates = candidates[: len(layers)]
 
     def resident() -> Placement:
@@ -225,13 +225,18 @@ def _placed(
 
     def streaming(n_streamed: int | None) -> Placement | None:
         if shape.streaming is None:
-            check_in_place(facts.path, facts.dtype_in_place, dtype)
+            check_in_place(facts.path, facts.dtype_in_place, stored)
         return place_streaming(
             shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
         )
 
     if not choice.stream_layers:
         return resident()
+    if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
+        raise UsageError(
+            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers; "
+            f"give {shape.n_layers} or fewer, or auto for as few as must be"
+        )
     if choice.stream_layers == "auto":
         try:
             return resident()
@@ -247,6 +252,17 @@ def _placed(
             "use --stream-layers auto"
         )
     return placement
+
+
+def _too_few_nodes(n_ranges: int, candidates: Sequence[Candidate]) -> str:
+    known = "only one node is known"
+    if len(candidates) > 1:
+        names = ", ".join(candidate.name for candidate in candidates[:LISTED])
+        known = f"only {len(candidates)} nodes are known ({names})"
+    return (
+        f"--layers has {n_ranges} ranges, one for each node, and {known}: name "
+        f"{n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give fewer ranges"
+    )
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
@@ -270,6 +286,18 @@ def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo])
     return DType.FLOAT32
 
 
+def _stored_dtype(
+    facts: ModelFacts, dtype: DType, nodes: Sequence[NodeInfo], measured: Measured
+) -> DType:
+    """Say what the weights of products stay in: bfloat16 where every node has measured that.
+
+    Else `dtype`, which is never less than a stage takes.
+    """
+    keeping = {told.node for told in measured.told if told.kernel == KEEPS_BFLOAT16}
+    keeps = dtype is DType.FLOAT32 and all(node.node in keeping for node in nodes)
+    return DType.BFLOAT16 if keeps and facts.products_dtype is DType.BFLOAT16 else dtype
+
+
 def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:
     """Settle how activations travel in a ring that computes in `dtype`: "" keeps every bit.
 
@@ -288,13 +316,15 @@ def model_shape(
     context: int,
     wire_dtype: WireDType | None = None,
     rounding: Rounding = NOT_ROUNDED,
+    stored: DType | None = None,
 ) -> ModelShape:
     """Say what the model weighs in `dtype` with one sequence of `context` positions.
 
-    `wire_dtype` is how rows travel, None as the model computes. The shape also says what it would
+    `wire_dtype` is how rows travel, None as the model computes. `stored` is what the weights of
+    products stay in, None for `dtype`. The shape also says what it would
     weigh if more of it were rounded than `rounding` says.
     """
-    weights = _weighed(config, dtype, context, rounding, ())
+    weights = _weighed(config, dtype, context, rounding, (), stored)
     return ModelShape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
@@ -306,20 +336,25 @@ def model_shape(
         kv_block_bytes=weights.kv_block_bytes,
         activation_bytes=weights.activation_bytes,
         activation_position_bytes=weights.activation_position_bytes,
-        layer_read_bytes=layer_read_bytes(config, dtype, rounding.weights),
+        layer_read_bytes=layer_read_bytes(config, dtype, rounding.weights, stored),
         streaming=Streaming(
-            read_bytes=layer_stream_bytes(config, dtype, rounding.weights),
-            working_bytes=layer_scratch_bytes(config, dtype, rounding.weights)
+            read_bytes=layer_stream_bytes(config, dtype, rounding.weights, stored),
+            working_bytes=layer_scratch_bytes(config, dtype, rounding.weights, stored)
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         ),
         lighter=tuple(
-            _weighed(config, dtype, context, more, flags) for flags, more in rounding.more()
+            _weighed(config, dtype, context, more, flags, stored) for flags, more in rounding.more()
         ),
     )
 
 
 def _weighed(
-    config: ModelConfig, dtype: DType, context: int, rounding: Rounding, flags: tuple[str, ...]
+    config: ModelConfig,
+    dtype: DType,
+    context: int,
+    rounding: Rounding,
+    flags: tuple[str, ...],
+    stored: DType | None,
 ) -> Lighter:
     """Say what rounding leaves of the parts that it can make smaller."""
     one_layer, kv_dtype = LayerRange(config.n_layers - 1, config.n_layers), rounding.kv_dtype
@@ -330,13 +365,13 @@ def _weighed(
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
-    layers = layers_weight_bytes(config, dtype, rounding.weights)
+    layers = layers_weight_bytes(config, dtype, rounding.weights, stored)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return Lighter(
         flags=flags,
         layer_bytes=max(layers),
         spared_bytes=_spared(layers),
-        head_bytes=head_weight_bytes(config, dtype, rounding.weights),
+        head_bytes=head_weight_bytes(config, dtype, rounding.weights, stored),
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

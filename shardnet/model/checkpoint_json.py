@@ -13,6 +13,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.stored import AGAIN
 
 MAX_JSON_BYTES: Final = 100_000_000
+_NO_JSON: Final = (json.JSONDecodeError, UnicodeDecodeError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -35,7 +36,10 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); {AGAIN}") from error
+        # Python words what is no JSON; a ValueError besides is a number of thousands of digits.
+        is_json = isinstance(error, ValueError) and not isinstance(error, _NO_JSON)
+        why = "a number of more than 4300 digits" if is_json else str(error)
+        raise CheckpointError(f"{path}: not readable as JSON ({why}); {AGAIN}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object; {AGAIN}")
     return value

@@ -2,6 +2,9 @@
 
 Knows the tensor table and the shapes of the forward pass. Must not know torch or machines: the
 planner calls it. Tests hold it against what loading and computing really take.
+
+`dtype` is what is computed in; `stored`, where it is given, what the weights of products stay in,
+which the compiled library multiplies with rows of another dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from shardnet.model.layout import (
 from shardnet.model.quantization import PANEL, UNPACKED_PANELS, Quantization
 from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
+KEEPS_BFLOAT16 = "native float32"
+"""What kernels.py calls products in float32 whose weights stay bfloat16."""
+
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
 
@@ -34,26 +40,37 @@ _GRAPH_POOL_BYTES = 64 << 20
 
 
 def layer_weight_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
-    return max(layers_weight_bytes(config, dtype, quantization))
+    return max(layers_weight_bytes(config, dtype, quantization, stored))
 
 
 def layers_weight_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> tuple[int, ...]:
     """Bytes of each layer's weights in `dtype`. Those with experts are much the largest."""
     layers = range(config.n_layers)
-    return tuple(_table_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
+    return tuple(
+        _table_bytes(layer_tensors(config, n), dtype, quantization, stored) for n in layers
+    )
 
 
 def head_weight_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Bytes of the final norm and the LM head in `dtype`, also where the head is tied."""
     kind = quantization.of_head if quantization is not None else None
-    return _table_bytes(head_tensors(config), dtype, kind)
+    return _table_bytes(head_tensors(config), dtype, kind, stored)
 
 
 def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -67,6 +84,7 @@ def stage_weight_bytes(
     dtype: DType,
     quantization: Quantization | None = None,
     n_streamed: int = 0,
+    stored: DType | None = None,
 ) -> int:
     """Bytes that the stage's weights take in memory when computing in `dtype`.
 
@@ -77,11 +95,12 @@ def stage_weight_bytes(
     in, and in the layout the LM head's kernel wants.
     """
     parts = stage_tensors(config, layers)
-    layer_bytes = sum(_table_bytes(t, dtype, quantization) for t in parts.layers.values())
-    head_bytes = head_weight_bytes(config, dtype, quantization) if parts.head else 0
+    layer_bytes = sum(_table_bytes(t, dtype, quantization, stored) for t in parts.layers.values())
+    head_bytes = head_weight_bytes(config, dtype, quantization, stored) if parts.head else 0
     streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
-    on_disk = [_rounded_bytes(t, dtype, quantization) for t in streamed]
-    scratch_bytes = max((_scratch_bytes(t, dtype, quantization) for t in streamed), default=0)
+    kept = stored or dtype
+    on_disk = [_rounded_bytes(t, kept, quantization) for t in streamed]
+    scratch_bytes = max((_scratch_bytes(t, kept, quantization) for t in streamed), default=0)
     buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
     return (
         _bytes(parts.embedding.values(), dtype) + layer_bytes + head_bytes - sum(on_disk) + buffers
@@ -100,19 +119,25 @@ def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
 
 
 def layer_stream_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Bytes of the layer of which most is read from disk at every step, where it is streamed."""
-    layers = range(config.n_layers)
-    return max(_rounded_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
+    layers, kept = range(config.n_layers), stored or dtype
+    return max(_rounded_bytes(layer_tensors(config, n), kept, quantization) for n in layers)
 
 
 def layer_scratch_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Bytes that a streamed layer takes besides its buffer while it computes."""
-    layers = range(config.n_layers)
-    return max(_scratch_bytes(layer_tensors(config, n), dtype, quantization) for n in layers)
+    layers, kept = range(config.n_layers), stored or dtype
+    return max(_scratch_bytes(layer_tensors(config, n), kept, quantization) for n in layers)
 
 
 def read_bytes_per_step(
@@ -120,34 +145,44 @@ def read_bytes_per_step(
     layers: LayerRange,
     dtype: DType,
     quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Weight bytes that one row reads: the layers and the head, not the embedding table.
 
     Of a layer with experts those that the row visits.
     """
     is_last = layers.end == config.n_layers
-    head = head_weight_bytes(config, dtype, quantization) if is_last else 0
-    return head + sum(_read_bytes(config, layer, dtype, quantization) for layer in layers)
+    head = head_weight_bytes(config, dtype, quantization, stored) if is_last else 0
+    return head + sum(_read_bytes(config, layer, dtype, quantization, stored) for layer in layers)
 
 
 def layer_read_bytes(
-    config: ModelConfig, dtype: DType, quantization: Quantization | None = None
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    stored: DType | None = None,
 ) -> int:
     """Weight bytes that one row reads of the layer of which it reads most."""
     layers = range(config.n_layers)
-    return max(_read_bytes(config, layer, dtype, quantization) for layer in layers)
+    return max(_read_bytes(config, layer, dtype, quantization, stored) for layer in layers)
 
 
 def _read_bytes(
-    config: ModelConfig, layer: int, dtype: DType, quantization: Quantization | None
+    config: ModelConfig,
+    layer: int,
+    dtype: DType,
+    quantization: Quantization | None,
+    stored: DType | None,
 ) -> int:
     tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
-    whole = _table_bytes(tensors, dtype, quantization)
+    whole = _table_bytes(tensors, dtype, quantization, stored)
     if experts is None:
         return whole
     of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
     unread = experts.n_experts - experts.top_k
-    return whole - _table_bytes(of_experts, dtype, quantization) * unread // experts.n_experts
+    return (
+        whole - _table_bytes(of_experts, dtype, quantization, stored) * unread // experts.n_experts
+    )
 
 
 def kv_block_bytes(
@@ -248,13 +283,21 @@ def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> 
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
-def _table_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+def _table_bytes(
+    tensors: Table,
+    dtype: DType,
+    quantization: Quantization | None,
+    stored: DType | None = None,
+) -> int:
     """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
 
-    Rounded weights are filled up to whole panels and groups whichever axis is which.
+    Those that are not stay in `stored`, None for `dtype`. Rounded weights are filled up to whole
+    panels and groups whichever axis is which.
     """
     if quantization is None:
-        return _bytes(tensors.values(), dtype)
+        products = [shape for name, shape in tensors.items() if is_rounded(name, shape)]
+        spared_bytes = _bytes(products, dtype) - _bytes(products, stored or dtype)
+        return _bytes(tensors.values(), dtype) - spared_bytes
     return sum(
         math.prod(shape[:-2])
         * max(quantization.packed_bytes(*shape[-2:]), quantization.packed_bytes(*shape[:-3:-1]))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from shardnet.errors import CheckpointError
-from shardnet.model.layout import is_rounded, layer_tensors
+from shardnet.model.layout import head_tensors, is_rounded, layer_tensors
 from shardnet.model.making import ModelTensor, as_stored
 from shardnet.types import DType
 
@@ -30,9 +30,22 @@ def dtype_in_place(checkpoint: Checkpoint) -> DType | None:
     for layer in range(config.n_layers):
         for name, shape in layer_tensors(config, layer).items():
             if is_rounded(name, shape):
-                tensor = checkpoint.tensors.get(name)
-                found.add(None if tensor is None or _made(tensor) else _DTYPES.get(tensor.dtype))
+                found.add(_lies_in(checkpoint, name))
     return found.pop() if len(found) == 1 else None
+
+
+def products_dtype(checkpoint: Checkpoint) -> DType | None:
+    """Return the dtype in which all products lie in the files, the LM head's too; else None."""
+    found = {dtype_in_place(checkpoint)}
+    for name, shape in head_tensors(checkpoint.config).items():
+        if is_rounded(name, shape):
+            found.add(_lies_in(checkpoint, name))
+    return found.pop() if len(found) == 1 else None
+
+
+def kept_dtype(checkpoint: Checkpoint, stored: DType, dtype: DType) -> DType:
+    """Return what products' weights stay in where `stored` needs no conversion, else `dtype`."""
+    return stored if products_dtype(checkpoint) is stored else dtype
 
 
 def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
@@ -45,6 +58,11 @@ def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
         f"--stream-layers: {path}: the weights {lie} and this node computes in {wanted.value}; "
         f"use {way}--quant int8, whose layers can be streamed from any checkpoint"
     )
+
+
+def _lies_in(checkpoint: Checkpoint, name: str) -> DType | None:
+    tensor = checkpoint.tensors.get(name)
+    return None if tensor is None or _made(tensor) else _DTYPES.get(tensor.dtype)
 
 
 def _made(tensor: ModelTensor) -> bool:

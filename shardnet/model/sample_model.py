@@ -92,21 +92,22 @@ def sample_config(
     memory_bytes: int,
     quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
+    stored: DType | None = None,
 ) -> ModelConfig | None:
     """Return the model cut down to what is measured, None where not even one layer fits.
 
     Of the layers so many that a step cannot find them in the CPU's cache, as with the whole model,
     or all. Of the vocabulary a slice if the LM head is huge. Both are cut down further while they
-    need more than `memory_bytes`.
+    need more than `memory_bytes`. `stored` is what products stay in, None for `dtype`.
     """
-    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype, quantization))
+    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype, quantization, stored))
     row_bytes = config.hidden_size * dtype.size_bytes
     sample = replace(
         config.thinned(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
-    while sample_bytes(sample, dtype, quantization, kv_dtype) > memory_bytes:
+    while sample_bytes(sample, dtype, quantization, kv_dtype, stored) > memory_bytes:
         if sample.n_layers > 1:
             sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
@@ -121,6 +122,7 @@ def sample_bytes(
     dtype: DType,
     quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
+    stored: DType | None = None,
 ) -> int:
     """Predict what measuring takes: the sample, a step through it, and the largest part in making.
 
@@ -129,7 +131,7 @@ def sample_bytes(
     whole = LayerRange(0, sample.n_layers)
     packing = max(layer_weight_bytes(sample, dtype), head_weight_bytes(sample, dtype))
     return (
-        stage_weight_bytes(sample, whole, dtype, quantization)
+        stage_weight_bytes(sample, whole, dtype, quantization, stored=stored)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
         + packing
@@ -226,6 +228,7 @@ class _Noise:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
         self._values = noise.to(torch_dtype(choice.dtype))
+        self._products = noise.to(torch_dtype(choice.stored_dtype))
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
@@ -234,7 +237,8 @@ class _Noise:
         self._tick()
         is_head = f"{names[0]}.weight" in self._head
         kind = None if precise or wide else self._choice.rounding(is_head=is_head)
-        weights = [self._noise(self._shapes[f"{name}.weight"]) for name in names]
+        noise = self._values if wide else self._products
+        weights = [_spread(noise, self._shapes[f"{name}.weight"]) for name in names]
         biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
         if transposed:
             weights = [weight.T for weight in weights]
@@ -268,12 +272,17 @@ class _Noise:
         return self._noise(self._shapes[name]).to(self._device, torch.float32)
 
     def _noise(self, shape: Shape) -> Tensor:
-        size = math.prod(shape)
-        tensor = torch.empty(size, dtype=self._values.dtype)
-        for start in range(0, size, _NOISE_VALUES):
-            piece = tensor[start : start + _NOISE_VALUES]
-            piece.copy_(self._values[: len(piece)])
-        return tensor.view(shape)
+        return _spread(self._values, shape)
+
+
+def _spread(values: Tensor, shape: Shape) -> Tensor:
+    """Fill a tensor with `values` again and again."""
+    size = math.prod(shape)
+    tensor = torch.empty(size, dtype=values.dtype)
+    for start in range(0, size, _NOISE_VALUES):
+        piece = tensor[start : start + _NOISE_VALUES]
+        piece.copy_(values[: len(piece)])
+    return tensor.view(shape)
 
 
 def _batch(position: int, n_rows: int, vocab_size: int, number: int) -> MicroBatch:

@@ -29,7 +29,7 @@ from shardnet.model.footprint import stage_weight_bytes, streamed_layers
 from shardnet.model.gemma import load_gemma2_layer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.gpt_oss import load_gpt_oss_layer
-from shardnet.model.in_place import check_in_place, dtype_in_place
+from shardnet.model.in_place import check_in_place, dtype_in_place, kept_dtype
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
@@ -144,7 +144,12 @@ class StageModel:
         self.first = layers.start == 0
         self.last = layers.end == checkpoint.config.n_layers
         self.weight_bytes = stage_weight_bytes(
-            checkpoint.config, layers, choice.dtype, choice.quantization, stream.n_layers
+            checkpoint.config,
+            layers,
+            choice.dtype,
+            choice.quantization,
+            stream.n_layers,
+            kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
         )
 
     @property

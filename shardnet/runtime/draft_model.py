@@ -16,6 +16,7 @@ import torch
 
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.in_place import kept_dtype
 from shardnet.model.kernels import probe
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.runtime.executor import Executor
@@ -161,8 +162,11 @@ def load_draft_model(
     kind = torch.device(device)
     choice = probe(kind, config.checkpoint_dtype or DType.FLOAT32, config.checkpoint_dtype)
     context = min(context, config.max_positions)
+    stored = kept_dtype(checkpoint, choice.stored_dtype, choice.dtype)
     room_blocks = min(
-        kv_room_blocks(config, layers, choice.dtype, context, memory_bytes, device=kind.type),
+        kv_room_blocks(
+            config, layers, choice.dtype, context, memory_bytes, device=kind.type, stored=stored
+        ),
         MAX_GUESSERS * blocks_for(context),
     )
     model = load_stage(

@@ -29,7 +29,7 @@ from shardnet.model.footprint import (
 )
 from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
-from shardnet.model.in_place import dtype_in_place
+from shardnet.model.in_place import dtype_in_place, kept_dtype, products_dtype
 from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
@@ -84,7 +84,8 @@ class ModelFacts:
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
     replica. `sample` is that of its weights then, else "". `dtype_in_place` is that in which all
-    products' weights lie in the files, None where they have to be made.
+    layers' products lie in the files, None where they have to be made; `products_dtype` counts the
+    LM head's too.
     """
 
     model_id: str
@@ -95,6 +96,7 @@ class ModelFacts:
     is_complete: bool
     sample: str
     dtype_in_place: DType | None = None
+    products_dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ def identify(path: Path) -> ModelFacts:
         is_complete=checkpoint.journal is None,
         sample=checkpoint.sample if checkpoint.journal is None else "",
         dtype_in_place=dtype_in_place(checkpoint),
+        products_dtype=products_dtype(checkpoint),
     )
 
 
@@ -237,6 +240,7 @@ def load(
         order.kv_dtype,
         order.n_streamed,
         device=device.type,
+        stored=kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
     )
     model = load_stage(
         checkpoint,
@@ -311,14 +315,16 @@ def kv_room_blocks(
     n_streamed: int = 0,
     *,
     device: str = "cpu",
+    stored: DType | None = None,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
-    `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
+    `n_streamed` of the layers are streamed from disk. The weights of products stay in `stored`,
+    None for `dtype`. On a CUDA `device` graphs take room as well.
 
     Raises CapacityError when they do not hold one context.
     """
-    weights = stage_weight_bytes(config, layers, dtype, quantization, n_streamed)
+    weights = stage_weight_bytes(config, layers, dtype, quantization, n_streamed, stored)
     rows = PREFILL_CHUNK_ROWS
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:

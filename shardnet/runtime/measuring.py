@@ -106,7 +106,8 @@ def measure_stage(
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype, quantization)
-        sample = sample_config(config, choice.dtype, memory_bytes, quantization, kv_dtype)
+        stored = choice.stored_dtype
+        sample = sample_config(config, choice.dtype, memory_bytes, quantization, kv_dtype, stored)
         if sample is None:
             raise CapacityError(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "

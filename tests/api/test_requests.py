@@ -67,6 +67,21 @@ def test_one_prompt_is_told_from_a_list(prompts: Any, single: bool) -> None:
         ("a", {"bos": "sometimes"}, "bos"),
         ("a", {"colour": "red"}, "colour"),
         ("a", {"n": 0}, "n must be"),
+        ("a", {"max_tokens": 5 * 10**9}, "max_tokens is 5000000000: give .* at most 4294967295"),
+        ("a", {"max_tokens": 10**30}, "max_tokens is 10*: give a smaller number"),
+        ("a", {"max_tokens": "x"}, "max_tokens is 'x': give a whole number"),
+        ("a", {"max_tokes": 1}, "no option 'max_tokes'; did you mean 'max_tokens'"),
+        ("a", {"bos": "x"}, r"bos is 'x': give (on|off|auto|, | or )+$"),
+        (
+            "a",
+            {"stop": ["a" * 5000]},
+            r"stop\[0\] is text of 5000 characters: give text of at most",
+        ),
+        ([1, "a"], {}, r"token_ids\[1\] is 'a': give a whole number"),
+        ([{"role": "user"}], {}, r"content is missing"),
+        ([{"role": 1, "content": "x"}], {}, r"role is 1: give text"),
+        (None, {}, "None is no prompt"),
+        (["a", 5], {}, "5 is no prompt"),
         ([1, -1], {}, "token_ids"),
         ([1, 2**32], {}, "token_ids"),
         ("\ud800", {}, "surrogates"),
@@ -97,3 +112,24 @@ def test_a_relative_path_is_made_absolute_here(
     assert name_model("org/name") == str(tmp_path / "org" / "name")
     assert name_model("/elsewhere/model") == "/elsewhere/model"
     assert name_model("shardnet/default") == "shardnet/default"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"context": 10**12}, "choice.context is 1000000000000: give a whole number of at most"),
+        ({"layers": [(1,)]}, r"choice.layers\[0\] is \(1,\): give a list of 2 entries"),
+        ({"nodes": ["a:1"] * 1000}, "choice.nodes is a list of 1000: give a list of at most"),
+        ({"quant": "int5"}, "choice.quant is 'int5': give int4 or int8"),
+        ({"stream_layers": "some"}, "is 'some': give auto or a whole number"),
+    ],
+)
+def test_a_choice_that_no_message_holds_is_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_requests("a", GREEDY, ModelChoice(model="m", **fields))
+
+
+def test_a_parameter_of_sampling_that_is_no_number_is_named() -> None:
+    wrong: Any = "hot"
+    with pytest.raises(SamplingError, match="temperature must be a number, not 'hot'"):
+        messages("a", SamplingParams(temperature=wrong))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,13 @@ def test_an_object_has_options_of_its_own() -> None:
     ("line", "named"),
     [
         ("[1, 2", "truncated"),
-        ('["a"]', "Expected `int`"),
+        ('["a"]', "'a': give a whole number"),
+        (
+            '{"prompt": "a", "max_tokes": 3}',
+            "max_tokes is not known here; did you mean 'max_tokens'",
+        ),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5: give a whole number"),
+        ('{"messages": [{"role": 3}]}', "a value of messages[0]: give text"),
         ('{"prompt": 1}', "prompt"),
         ('{"text": "a"}', "text"),
         ('{"prompt": "a", "token_ids": [1]}', "one of prompt, token_ids and messages"),
@@ -79,7 +86,7 @@ def test_an_object_has_options_of_its_own() -> None:
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, named: str) -> None:
     file = tmp_path / "prompts"
     file.write_text(f"good\n\n{line}\n")
-    with pytest.raises(typer.BadParameter, match=f"prompts line 3: .*{named}"):
+    with pytest.raises(typer.BadParameter, match=f"prompts line 3: .*{re.escape(named)}"):
         read_prompts(str(file), SAMPLING)
 
 

@@ -360,6 +360,9 @@ def test_without_a_node_only_what_shows_is_judged() -> None:
 def test_a_node_that_does_not_answer_or_gives_no_report_is_told() -> None:
     deaf = AddressView(address=BERT, seen="hangs", why=f"{BERT}: no answer within 2 s")
     assert "restart it" in the_one(facts(deaf=(deaf,)), "node").line
+    keyless = AddressView(address=BERT, seen="other key", why=f"{BERT}: no key; run `key join`")
+    [line] = [f.line for f in diagnose(facts(deaf=(keyless,))) if "does not answer" in f.line]
+    assert line.endswith(f"the node at {BERT} does not answer: no key; run `key join`")
     late = replace_field(facts(), replies=(), failure="it took longer than 10 s")
     assert "gave no report: it took longer" in the_one(late, "node").line
     missing = ReportReply(request=1, node="bert-id", name="bert", failure="no report within 4 s")
@@ -415,7 +418,9 @@ def test_a_checkpoint_that_is_missing_or_another_one() -> None:
 
 def test_a_model_that_this_machine_cannot_read_is_told() -> None:
     unread = asked(shape=None, failure="there is no checkpoint folder at /m")
-    assert "no checkpoint folder" in the_one(with_memory(16, model=unread), "model").line
+    line = the_one(with_memory(16, model=unread), "model").line
+    assert "no checkpoint folder" in line
+    assert "check the path" in line
 
 
 # --- whatever is told

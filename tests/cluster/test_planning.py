@@ -19,10 +19,12 @@ from shardnet.cluster.planning import (
 )
 from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
 from shardnet.model.families import parse_config
-from shardnet.model.footprint import graph_bytes, stage_weight_bytes
+from shardnet.model.footprint import KEEPS_BFLOAT16, graph_bytes, stage_weight_bytes
+from shardnet.model.kernels import Kernel, KernelChoice
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts, kv_room_blocks
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.measured import NodeMeasured
 from shardnet.wire.neighbours import NodeInfo
 from shardnet.wire.plans import ModelChoice
 
@@ -172,7 +174,7 @@ def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:
     choice = ModelChoice(model="/m", layers=[(0, 2), (2, 6)])
     reply = make_plan(choice, facts(), [node("a"), node("b"), node("c")]).reply(1)
     assert [(stage.name, stage.layers) for stage in reply.stages] == [("a", (0, 2)), ("b", (2, 6))]
-    with pytest.raises(PlanError, match="names 2 stages and 1 nodes"):
+    with pytest.raises(PlanError, match=r"2 ranges.*only one node is known.*--local 2"):
         make_plan(choice, facts(), [node("a")])
 
 
@@ -305,6 +307,49 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
             make_plan(ModelChoice(model="/m"), facts(), [less])
     with pytest.raises(CapacityError):
         kv_room_blocks(config, shape.whole, DType.BFLOAT16, 512, graphs, device="cuda")
+
+
+def test_weights_that_stay_narrow_are_planned_as_such() -> None:
+    """Only where every node has measured that they do, and all of the model's lie so on disk."""
+    nodes = [node("a", "float32"), node("b", "float32")]
+    told = replace(facts(), dtype_in_place=DType.BFLOAT16, products_dtype=DType.BFLOAT16)
+
+    def weighs(facts: ModelFacts, *kernels: str, dtype: str = "auto") -> int:
+        said = tuple(
+            NodeMeasured(node=n.node, name=n.name, memory_bytes=GIB, kernel=kernel)
+            for n, kernel in zip(nodes, kernels, strict=False)
+        )
+        choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], dtype=dtype)
+        plan = make_plan(choice, facts, nodes, Measured(told=said))
+        return sum(stage.weight_bytes for stage in plan.placement.stages)
+
+    whole = LayerRange(0, 6)
+    wide = stage_weight_bytes(told.config, whole, DType.FLOAT32)
+    narrow = stage_weight_bytes(told.config, whole, DType.FLOAT32, stored=DType.BFLOAT16)
+    assert narrow < 0.7 * wide
+    assert (
+        KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1).name
+        == KEEPS_BFLOAT16
+    )
+    assert weighs(told, KEEPS_BFLOAT16, KEEPS_BFLOAT16) == narrow
+    assert weighs(told, KEEPS_BFLOAT16, "packed float32") == wide
+    assert weighs(told, KEEPS_BFLOAT16) == wide
+    assert weighs(facts(), KEEPS_BFLOAT16, KEEPS_BFLOAT16) == wide
+    choice = ModelChoice(model="/m", stream_layers=2, context=256)
+    said = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, kernel=KEEPS_BFLOAT16)
+    streamed = make_plan(choice, told, nodes[:1], Measured(told=(said,)))
+    assert [stage.n_streamed for stage in streamed.placement.stages] == [2]
+    with pytest.raises(CheckpointError, match="computes in float32"):
+        make_plan(choice, told, nodes[:1])
+
+
+def test_more_streamed_layers_than_there_are_is_refused() -> None:
+    told = replace(facts("float32"), dtype_in_place=DType.FLOAT32)
+    every = ModelChoice(model="/m", stream_layers=6)
+    [stage] = make_plan(every, told, [node("a")]).placement.stages
+    assert stage.n_streamed == 6
+    with pytest.raises(UsageError, match=r"--stream-layers 7: the model has 6 layers"):
+        make_plan(structs.replace(every, stream_layers=7), told, [node("a")])
 
 
 def test_layers_are_streamed_only_where_they_must_be() -> None:

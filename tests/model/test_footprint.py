@@ -25,6 +25,7 @@ from shardnet.model.footprint import (
     stage_weight_bytes,
 )
 from shardnet.model.kv_cache import KvCache
+from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
 from shardnet.types import DType, KvDType, LayerRange, SlotId
 
@@ -101,10 +102,11 @@ MEASURE = """
 import ctypes, json, sys, torch
 from pathlib import Path
 from shardnet.model.checkpoint import Checkpoint
+from shardnet.model.in_place import kept_dtype
 from shardnet.model.kernels import probe
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import load_stage
-from shardnet.types import LayerRange
+from shardnet.types import DType, LayerRange
 
 def private_bytes():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -118,7 +120,8 @@ torch.set_num_threads(1)
 cpu = torch.device("cpu")
 checkpoint = Checkpoint.open(sys.argv[1])
 quantization = Quantization.named(sys.argv[2])
-choice = probe(cpu, "auto", checkpoint.config.checkpoint_dtype, quantization)
+dtype = "auto" if sys.argv[3] == "auto" else DType(sys.argv[3])
+choice = probe(cpu, dtype, checkpoint.config.checkpoint_dtype, quantization)
 load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
 ctypes.CDLL(None).malloc_trim(0)
 idle = private_bytes()
@@ -129,6 +132,8 @@ ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
+    "stored": kept_dtype(checkpoint, choice.stored_dtype, choice.dtype).value,
+    "counted": stage.weight_bytes,
     "loaded": loaded - idle,
     "most": max(during),
     "read": sum(checkpoint.bytes_read.values()) - read,
@@ -143,14 +148,23 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quant", ["none", "int4"])
-def test_private_memory_is_that_of_the_range(quant: str, large: Path) -> None:
-    """At most 1.15 times the bytes of the range after loading, and one layer more on the way."""
-    figures = figures_of(MEASURE, str(large), quant)
+@pytest.mark.parametrize(
+    ("quant", "asked"), [("none", "auto"), ("int4", "auto"), ("none", "float32")]
+)
+def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path) -> None:
+    """At most 1.15 times the bytes of the range after loading, and one layer more on the way.
+
+    In float32 the compiled library keeps the weights of products in bfloat16.
+    """
+    figures = figures_of(MEASURE, str(large), quant, asked)
     config = Checkpoint.open(large).config
     dtype = DType(figures["dtype"])
     quantization = Quantization.named(quant)
-    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, quantization)
+    stored = DType(figures["stored"])
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, quantization, stored=stored)
+    assert figures["counted"] == predicted
+    if native_kernels() is not None:
+        assert stored is DType.BFLOAT16
     if dtype is DType.BFLOAT16:
         assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), dtype)
     assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted

@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 from stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
+from shardnet.model import sample_model
 from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import layer_weight_bytes
+from shardnet.model.kernels import Linear, make_linear
+from shardnet.model.native import native_kernels
+from shardnet.model.native_linear import NativeLinear
 from shardnet.model.sample_model import (
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
@@ -97,6 +101,25 @@ def test_every_figure_is_a_time_of_two_digits(
     choice = probed(torch.device("cpu"), dtype, None)
     assert figures.kernel == choice.name
     assert len(ticks) > 10
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a bfloat16 checkpoint in float32."""
+    made: list[Linear] = []
+
+    def make(*arguments: Any) -> Linear:
+        made.append(make_linear(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(sample_model, "make_linear", make)
+    model = config(QWEN3_MOE, torch_dtype="bfloat16")
+    choice = probed(torch.device("cpu"), DType.FLOAT32, DType.BFLOAT16)
+    SampleModel(model, choice, torch.device("cpu"), no_tick)
+    assert made
+    assert all(isinstance(product, NativeLinear) for product in made)
 
 
 def windows_of(durations_s: Iterable[float]) -> list[float]:

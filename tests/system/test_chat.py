@@ -45,6 +45,14 @@ def test_a_prompt_is_written_in_the_models_template(
     assert chatted["prompt_token_ids"] == plain["prompt_token_ids"]
 
 
+def test_of_the_bundled_model_no_answers_are_to_be_expected(machine: Machine, talker: Path) -> None:
+    warning = "was not trained to converse"
+    asked = ["generate", "--max-tokens", "1", "a"]
+    assert warning in machine.call(*asked, "--chat").stderr
+    assert warning not in machine.call(*asked).stderr
+    assert warning not in machine.call(*asked, "--chat", "--model", str(talker)).stderr
+
+
 def test_a_list_may_hold_messages(machine: Machine, talker: Path, tmp_path: Path) -> None:
     lines = [
         json.dumps({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),

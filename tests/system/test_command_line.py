@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from nodes import Crew, Machine, Result
 from parrot import Parrots
 
@@ -164,6 +165,10 @@ WRONG_USAGE = [
     ["generate", "a", "--layers", "0-4,5-8"],
     ["node", "--port", "70000"],
     ["node", "--memory", "much"],
+    ["node", "--device", "tpu"],
+    ["node", "--peer", "here"],
+    ["generate", "a", "--nodes", "127.0.0.1:99999"],
+    ["bench", "--perplexity", "/no/such/text"],
     ["no-such-command"],
 ]
 
@@ -250,8 +255,62 @@ def test_a_port_in_use_is_named(machine: Machine) -> None:
     assert "--port" in error
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_is_not_here_is_named(machine: Machine) -> None:
-    assert "--device tpu" in machine.run("node", "--device", "tpu", "--port", "0").error
+    assert "--device cuda" in machine.run("node", "--device", "cuda", "--port", "0").error
+
+
+@pytest.mark.parametrize(
+    ("usage", "words"),
+    [
+        (["plan", "--context", "many"], "for --context: 'many': give a whole number"),
+        (["plan", "--local", "-1"], "for --local: '-1': give 0 or more"),
+        (["node", "--port", "70000"], "for --port: '70000': give 65535 or less"),
+        (["generate", "a", "--temperature", "hot"], "for --temperature: 'hot': give a number"),
+        (["bench", "--parallel", "1", "--parallel", "x"], "'x': give a whole number"),
+        (["pull", "file:///m/a%20b"], "use --model /m/a b"),
+        (["pull", "./m"], "use --model ./m"),
+        (["pull", "ftp://host/m"], "begins with https:// or http://"),
+        (["pull", "http://host/m", "--sha256", "00"], "a SHA-256 has 64 hexadecimal digits"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_a_wrong_value_is_told_with_what_would_do(
+    machine: Machine, usage: list[str], words: str
+) -> None:
+    result = machine.call(*usage)
+    assert result.code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_wrong_value_is_told_with_where_it_stands(machine: Machine) -> None:
+    by_variable = machine.run("plan", environment={"SHARDNET_CONTEXT": "many"})
+    assert "for SHARDNET_CONTEXT: 'many': give a whole number" in by_variable.stderr
+    machine.config_path.write_text("local = -1\n")
+    by_file = machine.call("plan")
+    assert f"for local in {machine.config_path}: -1: give 0 or more" in by_file.stderr
+    assert by_variable.code == by_file.code == 2
+
+
+@pytest.mark.parametrize("group", [[], ["key"], ["cache"]], ids=" ".join)
+def test_no_line_of_a_list_of_commands_is_cut(machine: Machine, group: list[str]) -> None:
+    shown = machine.call(*group, "--help").stdout
+    assert "Commands:" in shown
+    assert "..." not in shown.split("Commands:")[1]
+
+
+def test_a_node_that_is_not_asked_is_not_denied(machine: Machine) -> None:
+    """It runs without a key, which this command has."""
+    machine.start_nodes("open")
+    assert machine.run("key", "new").code == 0
+    told = machine.run("status")
+    assert "node open of this machine is not asked" in told.stderr
+    assert "no node of this machine can be asked" in told.error
+
+
+def test_unloading_nothing_is_said(machine: Machine) -> None:
+    machine.start_nodes("empty")
+    assert "no model was loaded" in machine.run("unload").stderr
 
 
 def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:

@@ -46,6 +46,21 @@ def test_nodes_are_started_with_their_share_of_the_cores(
     check_nothing_left(machine)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--local", "20"], "has 4 layers and every node needs one: give --local 4 or less"),
+        (["--local", "3", "--layers", "0-2,2-4"], "2 ranges and --local starts 3 nodes"),
+    ],
+)
+def test_more_nodes_than_stages_are_refused_before_any_starts(
+    machine: Machine, parrots: Parrots, arguments: list[str], words: str
+) -> None:
+    result = machine.call("generate", "a", "--model", str(parrots.alphabet), *arguments)
+    assert words in result.error
+    assert "starting" not in result.stderr
+
+
 @pytest.mark.parametrize("moment", ["starting 2 nodes", "ring: "])
 def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, moment: str) -> None:
     """While the node processes start, and while they load."""
