@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +36,7 @@ from shardnet.model.kernels import KernelChoice, Linear, make_linear, make_quant
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import stage_tensors
+from shardnet.model.pack_writer import PackWriter
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import pack
 from shardnet.model.sampler import Sampler, SampleRow
@@ -221,9 +220,17 @@ class Decoder:
         room = ROWS[-1] * CONTEXT // BLOCK_POSITIONS
         heads = (config.n_layers, config.n_kv_heads, config.key_size)
         kv = KvCache(*heads, dtype, gpu.device, room)
-        named: Any = SimpleNamespace(config=config)  # of a checkpoint nothing else is asked
         self.stage = StageModel(
-            family, named, self.layers, choice, kv, CONTEXT, choice.exact_rows, LayerStream()
+            family,
+            config,
+            self.layers,
+            choice,
+            kv,
+            context=CONTEXT,
+            exact_rows=choice.exact_rows,
+            weight_bytes=self.weight_bytes,
+            stream=LayerStream(),
+            writer=PackWriter(None),
         )
         self._sampler = Sampler(config.vocab_size)
         for slot in range(ROWS[-1]):

@@ -121,36 +121,31 @@ class StageModel:
     def __init__(
         self,
         family: FamilyStage,
-        checkpoint: Checkpoint,
+        config: ModelConfig,
         layers: LayerRange,
         choice: KernelChoice,
         kv: KvCache,
+        *,
         context: int,
         exact_rows: int,
+        weight_bytes: int,
         stream: LayerStream,
         writer: PackWriter,
     ) -> None:
         self._family = family
         self._writer = writer
         self._stream = stream
-        self._config = checkpoint.config
+        self._config = config
         self._context = context
-        self._windows = checkpoint.config.distinct_windows(layers)
+        self._windows = config.distinct_windows(layers)
         self.layers = layers
         self.choice = choice
         self.kv = kv
         self.exact_rows = exact_rows
         """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
         self.first = layers.start == 0
-        self.last = layers.end == checkpoint.config.n_layers
-        self.weight_bytes = stage_weight_bytes(
-            checkpoint.config,
-            layers,
-            choice.dtype,
-            choice.quantization,
-            stream.n_layers,
-            kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
-        )
+        self.last = layers.end == config.n_layers
+        self.weight_bytes = weight_bytes
 
     @property
     def n_fetched(self) -> int:
@@ -423,14 +418,22 @@ def load_stage(
     weights.stream.start()
     return StageModel(
         family,
-        checkpoint,
+        config,
         layers,
         choice,
         kv,
-        context,
-        weights.exact_rows,
-        weights.stream,
-        weights.writer,
+        context=context,
+        exact_rows=weights.exact_rows,
+        weight_bytes=stage_weight_bytes(
+            config,
+            layers,
+            choice.dtype,
+            choice.quantization,
+            weights.stream.n_layers,
+            kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
+        ),
+        stream=weights.stream,
+        writer=weights.writer,
     )
 
 
