@@ -25,7 +25,7 @@ from bench_ring import random_1b, read_bandwidth
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
-from shardnet.model.footprint import read_bytes_per_step
+from shardnet.model.footprint import WeightForm, read_bytes_per_step
 from shardnet.model.kernels import Kernel, KernelChoice, Linear, make_linear, probe
 from shardnet.model.layout import is_rounded, stage_tensors
 from shardnet.model.native import native_kernels
@@ -140,7 +140,9 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
         products=products,
         small=make_linear(choice, [small], [], CPU, kind),
         read_bytes=read_bytes_per_step(
-            config, whole, DType.BFLOAT16 if is_native else choice.dtype, kind
+            config,
+            whole,
+            WeightForm(dtype=DType.BFLOAT16 if is_native else choice.dtype, rounded=kind),
         ),
     )
 
@@ -168,7 +170,9 @@ def _in_cache_s(kind: Format, n_rows: int) -> float:
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
     """Milliseconds of one layer of a decode step: products, attention over 256 keys, norms."""
-    sample = sample_config(config, choice.dtype, 8 << 30, choice.quantization)
+    sample = sample_config(
+        config, WeightForm(dtype=choice.dtype, rounded=choice.quantization), 8 << 30
+    )
     assert sample is not None
     model = SampleModel(sample, choice, CPU, lambda: None)
     model.step(1)

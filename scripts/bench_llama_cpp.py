@@ -21,7 +21,7 @@ from bench_ring import random_1b, read_bandwidth
 from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.footprint import read_bytes_per_step
+from shardnet.model.footprint import WeightForm, read_bytes_per_step
 from shardnet.model.kernels import probe
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import StageModel, load_stage
@@ -81,7 +81,9 @@ def _compare(source: Path, name: str, other: str, threads: int, rounds: int) -> 
         ours_s.append(_timed(lambda: _decode(model)) / N_TOKENS)
         theirs_prefill_s.append(_timed(llama.prefill))
         theirs_s.append(_timed(llama.decode) / N_TOKENS)
-    read_bytes = read_bytes_per_step(checkpoint.config, whole, choice.dtype, kind)
+    read_bytes = read_bytes_per_step(
+        checkpoint.config, whole, WeightForm(dtype=choice.dtype, rounded=kind)
+    )
     llama.close()
     step_s = min(ours_s)
     return {

@@ -31,7 +31,7 @@ from shardnet.api.events import Timing
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.cluster.profile import available_cores
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.footprint import read_bytes_per_step
+from shardnet.model.footprint import WeightForm, read_bytes_per_step
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.runtime.executor import Executor
@@ -115,7 +115,7 @@ async def _measure(settings: Settings) -> dict[str, object]:
     config = checkpoint.config
     choice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)
     whole = LayerRange(0, config.n_layers)
-    step_bytes = read_bytes_per_step(config, whole, choice.dtype)
+    step_bytes = read_bytes_per_step(config, whole, WeightForm(dtype=choice.dtype))
     started = time.perf_counter()
     model = _load(checkpoint, whole, choice, settings)
     alone_load_s = time.perf_counter() - started

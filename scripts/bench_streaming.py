@@ -23,7 +23,7 @@ import torch
 from bench_steps import make_step
 
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.footprint import layer_stream_bytes, stage_weight_bytes
+from shardnet.model.footprint import WeightForm, layer_stream_bytes, stage_weight_bytes
 from shardnet.model.kernels import probe
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
@@ -80,8 +80,9 @@ def main() -> None:
     if options.resident:
         resident = load(0)
         contestants["1 sequence, resident"] = lambda position: _step(resident, position, [[16]])
-    read_bytes = n_streamed * layer_stream_bytes(config, choice.dtype, kind)
-    memory = stage_weight_bytes(config, layers, choice.dtype, kind, n_streamed)
+    form = WeightForm(dtype=choice.dtype, rounded=kind)
+    read_bytes = n_streamed * layer_stream_bytes(config, form)
+    memory = stage_weight_bytes(config, layers, form, n_streamed)
     print(
         f"{choice.name}, {n_streamed} of {config.n_layers} layers streamed: "
         f"{read_bytes / 2**30:.2f} GiB a step, weights in memory {memory / 2**30:.2f} GiB"

@@ -25,6 +25,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
+    WeightForm,
     activation_peak_bytes,
     graph_bytes,
     kv_block_bytes,
@@ -214,6 +215,7 @@ class Decoder:
         self.config = config = replace(config, max_positions=CONTEXT)
         self.layers = LayerRange(0, config.n_layers)
         self.choice = choice = probe(gpu.device, DTYPE, DTYPE, kind)
+        self.form = WeightForm(dtype=choice.dtype, rounded=kind)
         dtype = torch_dtype(choice.dtype)
         weights = NoiseWeights(config, choice, gpu.device)
         family = make_family(config, self.layers, weights, CONTEXT, dtype, gpu.device)
@@ -242,8 +244,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """What the planner thinks that the weights take."""
-        kind = self.choice.quantization
-        return stage_weight_bytes(self.config, self.layers, self.choice.dtype, kind)
+        return stage_weight_bytes(self.config, self.layers, self.form)
 
     @property
     def activation_bytes(self) -> int:
@@ -310,7 +311,7 @@ def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterat
     model = Decoder(gpu, config, kind)
     gpu.wait()
     loaded = gpu.taken_bytes() - before
-    read_bytes = read_bytes_per_step(model.config, model.layers, model.choice.dtype, kind)
+    read_bytes = read_bytes_per_step(model.config, model.layers, model.form)
     for n_rows in ROWS:
         began = time.perf_counter()
         model.step(n_rows)
@@ -391,7 +392,7 @@ def loading(gpu: Gpu) -> Iterator[Cells]:
         yield "step, all layers in memory", f"{_step_s(gpu, resident, 1) * 1e3:.2f} ms", ""
         del resident
         config = Checkpoint.open(Path(name)).config
-        read_bytes = config.n_layers * layer_stream_bytes(config, DTYPE)
+        read_bytes = config.n_layers * layer_stream_bytes(config, WeightForm(dtype=DTYPE))
         streamed = _load(gpu, Path(name), None, config.n_layers)
         for n_rows in (1, 16):
             took_s = _step_s(gpu, streamed, n_rows)

@@ -26,6 +26,7 @@ from shardnet.errors import PlanError, UsageError
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
     KEEPS_BFLOAT16,
+    WeightForm,
     activation_peak_bytes,
     embedding_weight_bytes,
     graph_bytes,
@@ -321,10 +322,11 @@ def model_shape(
     """Say what the model weighs in `dtype` with one sequence of `context` positions.
 
     `wire_dtype` is how rows travel, None as the model computes. `stored` is what the weights of
-    products stay in, None for `dtype`. The shape also says what it would
-    weigh if more of it were rounded than `rounding` says.
+    products stay in, None for `dtype`. The shape also says what it would weigh if more of it were
+    rounded than `rounding` says.
     """
     weights = _weighed(config, dtype, context, rounding, (), stored)
+    form = WeightForm(dtype=dtype, rounded=rounding.weights, products=stored)
     return ModelShape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
@@ -336,10 +338,10 @@ def model_shape(
         kv_block_bytes=weights.kv_block_bytes,
         activation_bytes=weights.activation_bytes,
         activation_position_bytes=weights.activation_position_bytes,
-        layer_read_bytes=layer_read_bytes(config, dtype, rounding.weights, stored),
+        layer_read_bytes=layer_read_bytes(config, form),
         streaming=Streaming(
-            read_bytes=layer_stream_bytes(config, dtype, rounding.weights, stored),
-            working_bytes=layer_scratch_bytes(config, dtype, rounding.weights, stored)
+            read_bytes=layer_stream_bytes(config, form),
+            working_bytes=layer_scratch_bytes(config, form)
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         ),
         lighter=tuple(
@@ -365,13 +367,14 @@ def _weighed(
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
-    layers = layers_weight_bytes(config, dtype, rounding.weights, stored)
+    form = WeightForm(dtype=dtype, rounded=rounding.weights, products=stored)
+    layers = layers_weight_bytes(config, form)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return Lighter(
         flags=flags,
         layer_bytes=max(layers),
         spared_bytes=_spared(layers),
-        head_bytes=head_weight_bytes(config, dtype, rounding.weights, stored),
+        head_bytes=head_weight_bytes(config, form),
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

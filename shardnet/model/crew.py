@@ -48,9 +48,8 @@ class Crew:
         finally:
             waiting.clear()  # where this failed, helpers need not go on
             wait_for(helping)
-        while (
-            helping
-        ):  # popped: an error that knows this frame would keep its future, and so itself
+        # Popped: an error that knows this frame would keep its future, and so itself.
+        while helping:
             helping.pop().result()
 
 

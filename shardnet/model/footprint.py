@@ -2,15 +2,13 @@
 
 Knows the tensor table and the shapes of the forward pass. Must not know torch or machines: the
 planner calls it. Tests hold it against what loading and computing really take.
-
-`dtype` is what is computed in; `stored`, where it is given, what the weights of products stay in,
-which the compiled library multiplies with rows of another dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from shardnet.model.config import ModelConfig
 from shardnet.model.layout import (
@@ -39,38 +37,37 @@ _GRAPH_POOL_BYTES = 64 << 20
 """What graphs are taken to need besides: cuBLAS's workspace, and what torch takes at a time."""
 
 
-def layer_weight_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
-    """Bytes of the largest layer's weights in `dtype`; in most families all are alike."""
-    return max(layers_weight_bytes(config, dtype, quantization, stored))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightForm:
+    """What weights are in memory: in `dtype`, which is computed in, but for those of products.
+
+    They are rounded, or stay in `products`, which the compiled library multiplies with rows in
+    `dtype`. None and None: in `dtype` too.
+    """
+
+    dtype: DType
+    rounded: Quantization | None = None
+    products: DType | None = None
+
+    @property
+    def of_head(self) -> WeightForm:
+        """The LM head's, which is rounded less."""
+        return self if self.rounded is None else replace(self, rounded=self.rounded.of_head)
 
 
-def layers_weight_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> tuple[int, ...]:
-    """Bytes of each layer's weights in `dtype`. Those with experts are much the largest."""
-    layers = range(config.n_layers)
-    return tuple(
-        _table_bytes(layer_tensors(config, n), dtype, quantization, stored) for n in layers
-    )
+def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes of the largest layer's weights; in most families all are alike."""
+    return max(layers_weight_bytes(config, form))
 
 
-def head_weight_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
-    """Bytes of the final norm and the LM head in `dtype`, also where the head is tied."""
-    kind = quantization.of_head if quantization is not None else None
-    return _table_bytes(head_tensors(config), dtype, kind, stored)
+def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
+    """Bytes of each layer's weights. Those with experts are much the largest."""
+    return tuple(_table_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+
+
+def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes of the final norm and the LM head, also where the head is tied."""
+    return _table_bytes(head_tensors(config), form.of_head)
 
 
 def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -81,30 +78,25 @@ def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
 def stage_weight_bytes(
     config: ModelConfig,
     layers: LayerRange,
-    dtype: DType,
-    quantization: Quantization | None = None,
+    form: WeightForm,
     n_streamed: int = 0,
-    stored: DType | None = None,
 ) -> int:
-    """Bytes that the stage's weights take in memory when computing in `dtype`.
+    """Bytes that the stage's weights take in memory, `n_streamed` layers streamed from disk.
 
-    `quantization` is what the weights of products are rounded to; `n_streamed` layers are streamed
-    from disk, with their buffers.
+    Of these it is their buffers.
 
     A tied model's table is held twice by a stage that is first and last: as a table to look rows up
     in, and in the layout the LM head's kernel wants.
     """
     parts = stage_tensors(config, layers)
-    layer_bytes = sum(_table_bytes(t, dtype, quantization, stored) for t in parts.layers.values())
-    head_bytes = head_weight_bytes(config, dtype, quantization, stored) if parts.head else 0
+    layer_bytes = sum(_table_bytes(tensors, form) for tensors in parts.layers.values())
+    head_bytes = head_weight_bytes(config, form) if parts.head else 0
     streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
-    kept = stored or dtype
-    on_disk = [_rounded_bytes(t, kept, quantization) for t in streamed]
-    scratch_bytes = max((_scratch_bytes(t, kept, quantization) for t in streamed), default=0)
+    on_disk = [_product_bytes(tensors, form) for tensors in streamed]
+    scratch_bytes = max((_scratch_bytes(tensors, form) for tensors in streamed), default=0)
     buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
-    return (
-        _bytes(parts.embedding.values(), dtype) + layer_bytes + head_bytes - sum(on_disk) + buffers
-    )
+    embedding_bytes = _bytes(parts.embedding.values(), form.dtype)
+    return embedding_bytes + layer_bytes + head_bytes - sum(on_disk) + buffers
 
 
 def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
@@ -118,71 +110,39 @@ def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
     ]
 
 
-def layer_stream_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
+def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Bytes of the layer of which most is read from disk at every step, where it is streamed."""
-    layers, kept = range(config.n_layers), stored or dtype
-    return max(_rounded_bytes(layer_tensors(config, n), kept, quantization) for n in layers)
+    return max(_product_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
 
 
-def layer_scratch_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
+def layer_scratch_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Bytes that a streamed layer takes besides its buffer while it computes."""
-    layers, kept = range(config.n_layers), stored or dtype
-    return max(_scratch_bytes(layer_tensors(config, n), kept, quantization) for n in layers)
+    return max(_scratch_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
 
 
-def read_bytes_per_step(
-    config: ModelConfig,
-    layers: LayerRange,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
+def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightForm) -> int:
     """Weight bytes that one row reads: the layers and the head, not the embedding table.
 
     Of a layer with experts those that the row visits.
     """
     is_last = layers.end == config.n_layers
-    head = head_weight_bytes(config, dtype, quantization, stored) if is_last else 0
-    return head + sum(_read_bytes(config, layer, dtype, quantization, stored) for layer in layers)
+    head = head_weight_bytes(config, form) if is_last else 0
+    return head + sum(_read_bytes(config, layer, form) for layer in layers)
 
 
-def layer_read_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    stored: DType | None = None,
-) -> int:
+def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Weight bytes that one row reads of the layer of which it reads most."""
-    layers = range(config.n_layers)
-    return max(_read_bytes(config, layer, dtype, quantization, stored) for layer in layers)
+    return max(_read_bytes(config, layer, form) for layer in range(config.n_layers))
 
 
-def _read_bytes(
-    config: ModelConfig,
-    layer: int,
-    dtype: DType,
-    quantization: Quantization | None,
-    stored: DType | None,
-) -> int:
+def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
-    whole = _table_bytes(tensors, dtype, quantization, stored)
+    whole = _table_bytes(tensors, form)
     if experts is None:
         return whole
     of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
     unread = experts.n_experts - experts.top_k
-    return (
-        whole - _table_bytes(of_experts, dtype, quantization, stored) * unread // experts.n_experts
-    )
+    return whole - _table_bytes(of_experts, form) * unread // experts.n_experts
 
 
 def kv_block_bytes(
@@ -283,39 +243,32 @@ def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> 
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
-def _table_bytes(
-    tensors: Table,
-    dtype: DType,
-    quantization: Quantization | None,
-    stored: DType | None = None,
-) -> int:
+def _table_bytes(tensors: Table, form: WeightForm) -> int:
     """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
 
-    Those that are not stay in `stored`, None for `dtype`. Rounded weights are filled up to whole
-    panels and groups whichever axis is which.
+    Rounded weights are filled up to whole panels and groups whichever axis is which.
     """
-    if quantization is None:
-        products = [shape for name, shape in tensors.items() if is_rounded(name, shape)]
-        spared_bytes = _bytes(products, dtype) - _bytes(products, stored or dtype)
-        return _bytes(tensors.values(), dtype) - spared_bytes
-    return sum(
+    kind = form.rounded
+    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    rest = [shape for name, shape in tensors.items() if name not in products]
+    if kind is None:
+        return _bytes(rest, form.dtype) + _bytes(products.values(), form.products or form.dtype)
+    return _bytes(rest, form.dtype) + sum(
         math.prod(shape[:-2])
-        * max(quantization.packed_bytes(*shape[-2:]), quantization.packed_bytes(*shape[:-3:-1]))
-        if is_rounded(name, shape)
-        else math.prod(shape) * dtype.size_bytes
-        for name, shape in tensors.items()
+        * max(kind.packed_bytes(*shape[-2:]), kind.packed_bytes(*shape[:-3:-1]))
+        for shape in products.values()
     )
 
 
-def _rounded_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+def _product_bytes(tensors: Table, form: WeightForm) -> int:
     """Bytes of those of a layer's tensors that are read at every step where it is streamed."""
     products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
-    return _table_bytes(products, dtype, quantization)
+    return _table_bytes(products, form)
 
 
-def _scratch_bytes(tensors: Table, dtype: DType, quantization: Quantization | None) -> int:
+def _scratch_bytes(tensors: Table, form: WeightForm) -> int:
     """What a layer's products take once they are packed; rounded weights lie on disk packed."""
-    return 0 if quantization is not None else _rounded_bytes(tensors, dtype, None)
+    return 0 if form.rounded is not None else _product_bytes(tensors, form)
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

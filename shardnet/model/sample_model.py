@@ -20,6 +20,7 @@ from shardnet.model.attention import plan_step
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
+    WeightForm,
     activation_peak_bytes,
     head_weight_bytes,
     kv_block_bytes,
@@ -30,7 +31,6 @@ from shardnet.model.kernels import KernelChoice, Linear, make_linear, probe
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
-from shardnet.model.quantization import Quantization
 from shardnet.model.sampler import Sampler, SampleRow
 from shardnet.model.stage_model import make_family
 from shardnet.types import (
@@ -88,26 +88,24 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
 
 def sample_config(
     config: ModelConfig,
-    dtype: DType,
+    form: WeightForm,
     memory_bytes: int,
-    quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
-    stored: DType | None = None,
 ) -> ModelConfig | None:
     """Return the model cut down to what is measured, None where not even one layer fits.
 
     Of the layers so many that a step cannot find them in the CPU's cache, as with the whole model,
     or all. Of the vocabulary a slice if the LM head is huge. Both are cut down further while they
-    need more than `memory_bytes`. `stored` is what products stay in, None for `dtype`.
+    need more than `memory_bytes`.
     """
-    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, dtype, quantization, stored))
-    row_bytes = config.hidden_size * dtype.size_bytes
+    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, form))
+    row_bytes = config.hidden_size * form.dtype.size_bytes
     sample = replace(
         config.thinned(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
-    while sample_bytes(sample, dtype, quantization, kv_dtype, stored) > memory_bytes:
+    while sample_bytes(sample, form, kv_dtype) > memory_bytes:
         if sample.n_layers > 1:
             sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
@@ -117,21 +115,16 @@ def sample_config(
     return sample
 
 
-def sample_bytes(
-    sample: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    kv_dtype: KvDType = KvDType.AUTO,
-    stored: DType | None = None,
-) -> int:
+def sample_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = KvDType.AUTO) -> int:
     """Predict what measuring takes: the sample, a step through it, and the largest part in making.
 
     A part exists twice while its kernel packs it.
     """
-    whole = LayerRange(0, sample.n_layers)
-    packing = max(layer_weight_bytes(sample, dtype), head_weight_bytes(sample, dtype))
+    whole, dtype = LayerRange(0, sample.n_layers), form.dtype
+    wide = WeightForm(dtype=dtype)
+    packing = max(layer_weight_bytes(sample, wide), head_weight_bytes(sample, wide))
     return (
-        stage_weight_bytes(sample, whole, dtype, quantization, stored=stored)
+        stage_weight_bytes(sample, whole, form)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
         + packing

@@ -25,7 +25,7 @@ from shardnet.model.decode_graphs import Capture, find_capture
 from shardnet.model.decoder import DecoderStage
 from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.model.footprint import stage_weight_bytes, streamed_layers
+from shardnet.model.footprint import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.model.gemma import load_gemma2_layer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.gpt_oss import load_gpt_oss_layer
@@ -416,6 +416,11 @@ def load_stage(
         kv_dtype,
     )
     weights.stream.start()
+    form = WeightForm(
+        dtype=choice.dtype,
+        rounded=choice.quantization,
+        products=kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
+    )
     return StageModel(
         family,
         config,
@@ -424,14 +429,7 @@ def load_stage(
         kv,
         context=context,
         exact_rows=weights.exact_rows,
-        weight_bytes=stage_weight_bytes(
-            config,
-            layers,
-            choice.dtype,
-            choice.quantization,
-            weights.stream.n_layers,
-            kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
-        ),
+        weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
         stream=weights.stream,
         writer=weights.writer,
     )

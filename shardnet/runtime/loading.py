@@ -21,6 +21,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.checkpoint import Checkpoint, names_checkpoint
 from shardnet.model.config import ModelConfig
 from shardnet.model.footprint import (
+    WeightForm,
     activation_peak_bytes,
     graph_bytes,
     kv_block_bytes,
@@ -324,7 +325,8 @@ def kv_room_blocks(
 
     Raises CapacityError when they do not hold one context.
     """
-    weights = stage_weight_bytes(config, layers, dtype, quantization, n_streamed, stored)
+    form = WeightForm(dtype=dtype, rounded=quantization, products=stored)
+    weights = stage_weight_bytes(config, layers, form, n_streamed)
     rows = PREFILL_CHUNK_ROWS
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:

@@ -98,7 +98,7 @@ def measure_stage(
     import torch
 
     from shardnet.model.device_memory import is_out_of_memory
-    from shardnet.model.footprint import graph_bytes
+    from shardnet.model.footprint import WeightForm, graph_bytes
     from shardnet.model.kernels import probe
     from shardnet.model.sample_model import SampleModel, sample_config
 
@@ -106,8 +106,8 @@ def measure_stage(
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype, quantization)
-        stored = choice.stored_dtype
-        sample = sample_config(config, choice.dtype, memory_bytes, quantization, kv_dtype, stored)
+        form = WeightForm(dtype=choice.dtype, rounded=quantization, products=choice.stored_dtype)
+        sample = sample_config(config, form, memory_bytes, kv_dtype)
         if sample is None:
             raise CapacityError(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "

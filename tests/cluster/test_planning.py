@@ -19,7 +19,7 @@ from shardnet.cluster.planning import (
 )
 from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
 from shardnet.model.families import parse_config
-from shardnet.model.footprint import KEEPS_BFLOAT16, graph_bytes, stage_weight_bytes
+from shardnet.model.footprint import KEEPS_BFLOAT16, WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.model.kernels import Kernel, KernelChoice
 from shardnet.model.quantization import Quantization
 from shardnet.runtime.loading import ModelFacts, kv_room_blocks
@@ -163,7 +163,7 @@ def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None)
     for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
         layers = LayerRange(start, end)
         assert shape.weight_bytes(layers) == stage_weight_bytes(
-            config, layers, DType.BFLOAT16, kind
+            config, layers, WeightForm(dtype=DType.BFLOAT16, rounded=kind)
         )
     for lighter, (_, more) in zip(shape.lighter, rounding.more(), strict=True):
         rounded = model_shape(config, DType.BFLOAT16, 512, rounding=more)
@@ -324,8 +324,10 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
         return sum(stage.weight_bytes for stage in plan.placement.stages)
 
     whole = LayerRange(0, 6)
-    wide = stage_weight_bytes(told.config, whole, DType.FLOAT32)
-    narrow = stage_weight_bytes(told.config, whole, DType.FLOAT32, stored=DType.BFLOAT16)
+    wide = stage_weight_bytes(told.config, whole, WeightForm(dtype=DType.FLOAT32))
+    narrow = stage_weight_bytes(
+        told.config, whole, WeightForm(dtype=DType.FLOAT32, products=DType.BFLOAT16)
+    )
     assert narrow < 0.7 * wide
     assert (
         KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1).name

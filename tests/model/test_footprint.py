@@ -17,6 +17,7 @@ from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import (
+    WeightForm,
     embedding_weight_bytes,
     head_weight_bytes,
     kv_block_bytes,
@@ -48,28 +49,30 @@ def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) 
     config = checkpoint.config
     stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
     table = config.vocab_size * config.hidden_size * dtype.size_bytes
-    whole = stage_weight_bytes(config, LayerRange(0, 4), dtype)
+    form = WeightForm(dtype=dtype)
+    whole = stage_weight_bytes(config, LayerRange(0, 4), form)
     assert whole == stored + (table if tied else 0)
     parts = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
-    assert sum(stage_weight_bytes(config, part, dtype) for part in parts) == whole
+    assert sum(stage_weight_bytes(config, part, form) for part in parts) == whole
     assert whole == (
         embedding_weight_bytes(config, dtype)
-        + 4 * layer_weight_bytes(config, dtype)
-        + head_weight_bytes(config, dtype)
+        + 4 * layer_weight_bytes(config, form)
+        + head_weight_bytes(config, form)
     )
-    read = sum(read_bytes_per_step(config, part, dtype) for part in parts)
+    read = sum(read_bytes_per_step(config, part, form) for part in parts)
     assert read == whole - embedding_weight_bytes(config, dtype) - 4 * unvisited(config, dtype)
     if config.experts is not None:
-        assert 0 < unvisited(config, dtype) < layer_weight_bytes(config, dtype)
+        assert 0 < unvisited(config, dtype) < layer_weight_bytes(config, form)
 
 
 def test_of_unlike_layers_the_largest_is_planned_with(tmp_path: Path) -> None:
     """The first layer has no experts, and the others have more weights than it."""
     folder = make_decoder(tmp_path, "deepseek_v3", with_tokenizer=False, first_k_dense_replace=1)
     config, dtype = Checkpoint.open(folder).config, DType.FLOAT32
-    layers = [stage_weight_bytes(config, LayerRange(n, n + 1), dtype) for n in (1, 2)]
-    assert layer_weight_bytes(config, dtype) == layers[0] == layers[1]
-    dense = stage_weight_bytes(config, LayerRange(0, 1), dtype)
+    form = WeightForm(dtype=dtype)
+    layers = [stage_weight_bytes(config, LayerRange(n, n + 1), form) for n in (1, 2)]
+    assert layer_weight_bytes(config, form) == layers[0] == layers[1]
+    dense = stage_weight_bytes(config, LayerRange(0, 1), form)
     assert dense - embedding_weight_bytes(config, dtype) < layers[0]
 
 
@@ -161,11 +164,13 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
     dtype = DType(figures["dtype"])
     quantization = Quantization.named(quant)
     stored = DType(figures["stored"])
-    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, quantization, stored=stored)
+    wide = WeightForm(dtype=dtype)
+    form = WeightForm(dtype=dtype, rounded=quantization, products=stored)
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), form)
     assert figures["counted"] == predicted
     if native_kernels() is not None:
         assert stored is DType.BFLOAT16
     if dtype is DType.BFLOAT16:
-        assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), dtype)
+        assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), wide)
     assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted
-    assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, dtype)
+    assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, wide)

@@ -20,7 +20,7 @@ from shardnet.errors import CapacityError, CheckpointError, ShardnetError, Usage
 from shardnet.model import streaming
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.families import FAMILIES
-from shardnet.model.footprint import stage_weight_bytes, streamed_layers
+from shardnet.model.footprint import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.native import native_kernels
 from shardnet.model.native_linear import NativeLinear, PanelPacking
@@ -390,8 +390,9 @@ def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     figures = figures_of(MEASURE, str(large), quant)
     config, kind = Checkpoint.open(large).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
-    predicted = stage_weight_bytes(config, LayerRange(0, 8), dtype, kind, 8)
-    resident = stage_weight_bytes(config, LayerRange(0, 8), dtype, kind)
+    form = WeightForm(dtype=dtype, rounded=kind)
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), form, 8)
+    resident = stage_weight_bytes(config, LayerRange(0, 8), form)
     slack = 6 << 20
     """The KV cache's block, and what a step takes."""
     assert figures["most"] <= 1.05 * predicted + slack

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from shardnet.errors import CheckpointError
 from shardnet.model import dequantize
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.footprint import stage_weight_bytes
+from shardnet.model.footprint import WeightForm, stage_weight_bytes
 from shardnet.types import DType, LayerRange
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -107,7 +107,8 @@ def test_memory_counts_what_is_resident_and_moving_what_is_stored(tmp_path: Path
     quantized(source, tmp_path / "quantized", config, lambda n, k: form(rng, n, k))
     checkpoint, whole = Checkpoint.open(tmp_path / "quantized"), Checkpoint.open(source)
     layers = LayerRange(0, 1)
-    sizes = [stage_weight_bytes(c.config, layers, DType.BFLOAT16) for c in (checkpoint, whole)]
+    form = WeightForm(dtype=DType.BFLOAT16)
+    sizes = [stage_weight_bytes(c.config, layers, form) for c in (checkpoint, whole)]
     assert sizes[0] == sizes[1]
     name = "model.layers.0.mlp.up_proj.weight"
     assert checkpoint.tensors[name].size_bytes < whole.tensors[name].size_bytes / 4

@@ -19,7 +19,7 @@ from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelErro
 from shardnet.model import sample_model
 from shardnet.model.attention import Step
 from shardnet.model.config import ModelConfig
-from shardnet.model.footprint import layer_weight_bytes
+from shardnet.model.footprint import WeightForm, layer_weight_bytes
 from shardnet.model.kernels import Linear, make_linear
 from shardnet.model.native import native_kernels
 from shardnet.model.native_linear import NativeLinear
@@ -186,7 +186,7 @@ def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Step, "tell_experts", tell)
     cpu = torch.device("cpu")
-    sample = sample_config(config(QWEN3_MOE), DType.FLOAT32, GIB)
+    sample = sample_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
     assert sample is not None
     model = SampleModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
     for _ in range(80):
@@ -222,18 +222,19 @@ def test_a_sample_fits_its_memory_and_stands_for_the_model(
         num_hidden_layers=n_layers,
         vocab_size=vocab_size,
     )
-    sample = sample_config(model, dtype, memory_bytes)
-    roomy = sample_config(model, dtype, 1 << 60)
+    form = WeightForm(dtype=dtype)
+    sample = sample_config(model, form, memory_bytes)
+    roomy = sample_config(model, form, 1 << 60)
     assert roomy is not None
-    is_uncached = roomy.n_layers * layer_weight_bytes(model, dtype) >= UNCACHED_BYTES
+    is_uncached = roomy.n_layers * layer_weight_bytes(model, form) >= UNCACHED_BYTES
     assert is_uncached or roomy.n_layers == n_layers
     head_bytes = roomy.vocab_size * hidden * dtype.size_bytes
     assert head_bytes <= MAX_HEAD_BYTES
     assert roomy.vocab_size == vocab_size or head_bytes > MAX_HEAD_BYTES // 2
     if sample is None:
-        assert memory_bytes < sample_bytes(roomy, dtype)
+        assert memory_bytes < sample_bytes(roomy, form)
     else:
-        assert sample_bytes(sample, dtype) <= memory_bytes
+        assert sample_bytes(sample, form) <= memory_bytes
         assert 1 <= sample.n_layers <= roomy.n_layers
         assert 1 <= sample.vocab_size <= roomy.vocab_size
 
