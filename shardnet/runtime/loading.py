@@ -294,8 +294,11 @@ def use_threads(n_threads: int) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system, where the C library would keep it (glibc)."""
+    """Return freed memory to the system, where torch (on a GPU) or the C library would keep it."""
     gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     if sys.platform == "linux":
         import ctypes
         import ctypes.util
