@@ -1,35 +1,44 @@
-/* Tiles for AVX2: a panel's outputs are two registers, both at once where few rows leave room for them. */
+/* Tiles for AVX2: a panel's outputs are two registers, both at once where rows leave room for them. */
 
 #include <immintrin.h>
 
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX2_ROWS_OF_BOTH 3
+#define AVX2_ROWS_OF_BOTH 3 /* of rounded rows */
+#define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
 
-/* Rows of float32, for `n_halves` halves of a panel from `half` on. */
-INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int n_halves, int half, const struct product *p,
-                                   const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
+/* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: so many sums as registers hold. */
+INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const int n_rows, const struct product *p,
+                                     const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-    const float *x = floats_of(p, row);
+    const float *x = floats_of(p, row) + begin;
     __m256 total[2][MAX_TILE];
-    for (int h = 0; h < n_halves; h++)
+    for (int h = 0; h < 2; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
-    w += 32 * half;
-    for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_rows) {
+    for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_tile) {
         __m256 first[2], second[2];
-        for (int h = 0; h < n_halves; h++) {
+        for (int h = 0; h < 2; h++) {
             const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * h));
             first[h] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
             second[h] = _mm256_castsi256_ps(_mm256_and_si256(both, high));
         }
-        for (int r = 0; r < n_rows; r++)
-            for (int h = 0; h < n_halves; h++)
-                total[h][r] = _mm256_fmadd_ps(first[h], _mm256_broadcast_ss(x + r), total[h][r]);
-        for (int r = 0; r < n_rows; r++)
-            for (int h = 0; h < n_halves; h++)
-                total[h][r] = _mm256_fmadd_ps(second[h], _mm256_broadcast_ss(x + n_rows + r), total[h][r]);
+        for (int r = 0; r < n_rows; r++) {
+            const __m256 own = _mm256_broadcast_ss(x + r);
+            for (int h = 0; h < 2; h++) total[h][r] = _mm256_fmadd_ps(first[h], own, total[h][r]);
+        }
+        for (int r = 0; r < n_rows; r++) {
+            const __m256 own = _mm256_broadcast_ss(x + n_tile + r);
+            for (int h = 0; h < 2; h++) total[h][r] = _mm256_fmadd_ps(second[h], own, total[h][r]);
+        }
     }
-    for (int h = 0; h < n_halves; h++)
-        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
+    for (int h = 0; h < 2; h++)
+        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * h, total[h][r]);
+}
+
+INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const struct product *p, const uint8_t *w, int64_t row,
+                                   float sums[2][MAX_TILE][PANEL]) {
+    const int most = n_rows <= AVX2_WIDE_ROWS ? n_rows : (n_rows + 1) / 2;
+    avx2_wide_part(n_rows, 0, most, p, w, row, sums);
+    if (most < n_rows) avx2_wide_part(n_rows, most, n_rows - most, p, w, row, sums);
 }
 
 /* Rounded rows and weights. */
@@ -92,7 +101,7 @@ INLINE WITH_AVX2 void avx2_rounded_of(const int n_rows, const int n_halves, int 
         OF(n, 2, 0, __VA_ARGS__); \
     else                          \
         for (int half = 0; half < 2; half++) OF(n, 1, half, __VA_ARGS__)
-#define AVX2_WIDE(n) AVX2_HALVES(n, avx2_wide_of, p, w, row, sums)
+#define AVX2_WIDE(n) avx2_wide_of(n, p, w, row, sums)
 #define AVX2_EIGHT(n) AVX2_HALVES(n, avx2_rounded_of, 8, p, w, row, sums)
 #define AVX2_FOUR(n) AVX2_HALVES(n, avx2_rounded_of, 4, p, w, row, sums)
 TILE(avx2_wide, WITH_AVX2, AVX2_WIDE)
