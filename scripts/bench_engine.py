@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ async def many(bench: Bench) -> dict[str, Any]:
     for n_rows in (1, 8, 16):
         steps, products = [], []
         for _ in range(bench.rounds):
-            steps.append(await bench.executor.run(lambda n=n_rows: alone.step_s(n, 40, 6)))
-            products.append(await bench.executor.run(lambda n=n_rows: alone.products_s(n, 4)))
+            steps.append(await bench.executor.run(partial(alone.step_s, n_rows, 40, 6)))
+            products.append(await bench.executor.run(partial(alone.products_s, n_rows, 4)))
         report["alone"][n_rows] = {
             "tok_s": round(n_rows / statistics.median(steps), 2),
             "products_tok_s": round(n_rows / statistics.median(products), 2),
@@ -175,9 +176,7 @@ async def prefill(bench: Bench) -> dict[str, Any]:
         for turn in range(1, bench.rounds + 1):
             [prompt] = bench.prompts(1, 2000, 900 + turn)
             for rows, times in chunks.items():
-                times.append(
-                    await bench.executor.run(lambda p=prompt, r=rows: alone.prefill_s(p, r))
-                )
+                times.append(await bench.executor.run(partial(alone.prefill_s, prompt, rows)))
             ring.append((await follow(engine, request(prompt, 1))).ttft_s)
     alone.free()
     best = min(chunks, key=lambda rows: statistics.median(chunks[rows]))
@@ -243,9 +242,9 @@ async def speculation(bench: Bench) -> dict[str, Any]:
             texts = [tokenizer.encode(part, bos="off") for part in (prompt, said)]
             report[path.stem] = await _forced(engine, texts[0], texts[1], bench.rounds)
     async with open_ring(DEFAULT_MODEL_PATH, 2, bench.threads) as engine:
-        prompt = tokenizer.encode("It is a truth universally acknowledged", bos="auto")
-        plain = await follow(engine, request(prompt, 300))
-        guessed = await follow(engine, request(prompt, 300, speculation=LOOK_UP))
+        opening = tokenizer.encode("It is a truth universally acknowledged", bos="auto")
+        plain = await follow(engine, request(opening, 300))
+        guessed = await follow(engine, request(opening, 300, speculation=LOOK_UP))
         report["bundled model, its own greedy text"] = _spec_row([plain], [guessed])
     return report
 

@@ -76,7 +76,9 @@ def main() -> None:
 def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, object]:
     choices = [_choice(name, config) for name in arguments.formats]
     formats = [_format(config, choice) for choice in choices]
-    limits, times, cached = [], {}, {}
+    limits = []
+    times: dict[tuple[str, int], list[float]] = {}
+    cached: dict[tuple[str, int], list[float]] = {}
     for _ in range(arguments.rounds):
         limits.append(read_bandwidth())
         for kind in formats:

@@ -196,6 +196,8 @@ def _gguf(source: Path, kind: str) -> Path:
         for name, tensor in load_file(file).items():
             values = tensor.float().numpy()  # the order within heads does not change the speed
             other = names.get_name(name, try_suffixes=(".weight",))
+            if other is None:
+                raise SystemExit(f"{file}: llama.cpp has no name for {name}")
             if values.ndim == 1:
                 writer.add_tensor(other, values)
             else:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from bench_ring import random_1b
@@ -136,7 +137,7 @@ def _measure(
     checkpoint: Checkpoint, name: str, arguments: argparse.Namespace
 ) -> dict[str, Figures]:
     kind = Quantization.named(name) if name in ("int8", "int4") else None
-    dtype = DType.FLOAT32 if name == "float32" else "auto"
+    dtype: DType | Literal["auto"] = DType.FLOAT32 if name == "float32" else "auto"
     choice = probe(CPU, dtype, checkpoint.config.checkpoint_dtype, kind)
     figures = {name: Figures()} if kind is None else {name: Figures(), f"{name} again": Figures()}
     for _ in range(arguments.rounds):

@@ -51,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = _checkpoint(Path(folder), arguments.hidden)
         stages = {
-            name: tuple(_stage(checkpoint, n_layers, choice) for n_layers in (SHALLOW, DEEP))
+            name: (_stage(checkpoint, SHALLOW, choice), _stage(checkpoint, DEEP, choice))
             for name, choice in _choices().items()
         }
         report = _measure(stages, arguments.rows, arguments.rounds)

@@ -25,8 +25,7 @@ from shardnet_cli.local_processes import local_processes
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.transport.loop import run
-from shardnet.wire.generation import Generate, LastRun
-from shardnet.wire.messages import Sampling
+from shardnet.wire.generation import LastRun
 from shardnet.wire.plans import ModelChoice
 
 PROMPT = tuple(range(2, 34))
@@ -101,16 +100,7 @@ async def _one_round(case: Case) -> LastRun:
         client = await stack.enter_async_context(connect(addresses[0]))
         choice = ModelChoice(model=str(case.checkpoint), nodes=addresses)
         await client.plan(choice, again=True)
-        message = Generate(
-            request=0,
-            choice=choice,
-            sampling=Sampling(),
-            token_ids=list(PROMPT),
-            max_tokens=case.n_tokens,
-            ignore_eos=True,
-        )
-        async for _ in client.generate(message):
-            pass
+        await client.complete(PROMPT, model=choice, max_tokens=case.n_tokens, ignore_eos=True)
         return await client.last_run()
 
 

@@ -176,7 +176,7 @@ class Alone:
         torch.set_num_threads(threads)
         opened = Checkpoint.open(checkpoint)
         config = opened.config
-        self.choice: KernelChoice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)  # type: ignore[arg-type]
+        self.choice: KernelChoice = probe(torch.device("cpu"), "auto", config.checkpoint_dtype)
         self.vocab_size = config.vocab_size
         self.model: StageModel = load_stage(
             opened,

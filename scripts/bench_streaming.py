@@ -66,7 +66,6 @@ def main() -> None:
 
     files = [path for path in options.checkpoint.rglob("*") if path.is_file()]
     files += list((options.packs or options.checkpoint).rglob("*.packed"))
-    drop = (lambda: drop_pages(files)) if options.cold else lambda: None
     streamed = load(n_streamed)
     contestants: dict[str, Callable[[int], int]] = {
         "1 sequence, streamed": lambda position: _step(streamed, position, [[16]]),
@@ -93,7 +92,8 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for position in range(options.steps):
         for name, step in contestants.items():
-            drop()
+            if options.cold:
+                drop_pages(files)
             began = time.perf_counter()
             n_tokens = step(position)
             took_s = time.perf_counter() - began

@@ -8,7 +8,6 @@ makes with it. The ring's turns alternate, so that ratios hold on a machine whos
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
@@ -27,10 +26,9 @@ from shardnet.runtime.loading import ModelFacts, identify
 from shardnet.runtime.wire_error import measure_logit_error
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
-from shardnet.wire.generation import Finished, Generate
-from shardnet.wire.messages import Sampling
 from shardnet.wire.plans import ModelChoice
 
+PROMPT = (1, 2, 3, 4)
 ROWS = (1, 256)
 REPEATS = 50
 RATES_MBIT = (100, 1000)
@@ -129,23 +127,16 @@ async def _ring_tok_s(
     ):
         for _ in range(settings.rounds):
             for wire in wires:
-                message = Generate(
-                    request=0,
-                    choice=ModelChoice(
-                        model=str(settings.checkpoint),
-                        nodes=addresses,
-                        dtype=dtype.value,
-                        wire_dtype="" if wire is WireDType.own(dtype) else wire.value,
-                    ),
-                    sampling=Sampling(),
-                    token_ids=[1, 2, 3, 4],
-                    max_tokens=settings.n_tokens,
-                    ignore_eos=True,
+                choice = ModelChoice(
+                    model=str(settings.checkpoint),
+                    nodes=addresses,
+                    dtype=dtype.value,
+                    wire_dtype="" if wire is WireDType.own(dtype) else wire.value,
                 )
-                async with contextlib.aclosing(client.generate(message)) as events:
-                    async for event in events:
-                        if isinstance(event, Finished):
-                            turns[wire].append(event.timing.decode_tok_s)
+                [result] = await client.complete(
+                    PROMPT, model=choice, max_tokens=settings.n_tokens, ignore_eos=True
+                )
+                turns[wire].append(result.timing.decode_tok_s)
     return {wire: statistics.median(times) for wire, times in turns.items()}
 
 

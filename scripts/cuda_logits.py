@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -137,7 +138,7 @@ class SmallModel:
         Where a capture fails, steps run eagerly and are right: so captures are counted, too.
         """
         for way in (*PLAIN_WAYS, *ROUNDED_WAYS):
-            stage, eager = self._load(way), without_graphs(lambda way=way: self._load(way))
+            stage, eager = self._load(way), without_graphs(partial(self._load, way))
             got, want = self._decode(stage), self._decode(eager)
             *cells, word = _verdict(way.name, got, want, stage.choice.dtype)
             n_captured = _n_buckets(stage)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -282,7 +282,7 @@ def products(gpu: Gpu, config: ModelConfig) -> Iterator[Cells]:
     for name, multiply, n_bytes in _products(weight):
         for n_rows in (1, 32):
             rows = torch.randn(n_rows, shape[1], dtype=weight.dtype, device=gpu.device)
-            took_s = gpu.seconds_each(lambda rows=rows, multiply=multiply: multiply(rows), 20)
+            took_s = gpu.seconds_each(partial(multiply, rows), 20)
             share = n_bytes / took_s / gpu.read_rate
             yield name, str(n_rows), f"{took_s * 1e6:.0f} µs", f"{share:.2f}"
 
@@ -316,7 +316,7 @@ def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterat
         began = time.perf_counter()
         model.step(n_rows)
         first_s = time.perf_counter() - began
-        took_s = gpu.seconds(lambda n_rows=n_rows: model.step(n_rows))
+        took_s = gpu.seconds(partial(model.step, n_rows))
         yield _decoded("graphs", n_rows, took_s, read_bytes, gpu, f"first {first_s:.2f} s")
     after = gpu.taken_bytes() - before
     kv_bytes = model.stage.kv.blocks_used * kv_block_bytes(
@@ -338,7 +338,7 @@ def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterat
     model = without_graphs(lambda: Decoder(gpu, config, kind))
     for n_rows in (1, 8, 32):
         model.step(n_rows)
-        took_s = gpu.seconds(lambda n_rows=n_rows: model.step(n_rows))
+        took_s = gpu.seconds(partial(model.step, n_rows))
         yield _decoded("no graphs", n_rows, took_s, read_bytes, gpu, "")
     yield _memory("weights", model.weight_bytes, loaded)
     yield _memory("activations", model.activation_bytes, peak)
@@ -367,10 +367,10 @@ def overhead(gpu: Gpu, config: ModelConfig) -> Iterator[Cells]:
     for name, wrapped in (("graphs", lambda make: make()), ("no graphs", without_graphs)):
         times: dict[int, list[float]] = {1: [], 8: []}
         for n_layers in (few, many):
-            model = wrapped(lambda n=n_layers: Decoder(gpu, replace(tiny, n_layers=n)))
+            model = wrapped(partial(Decoder, gpu, replace(tiny, n_layers=n_layers)))
             for n_rows, found in times.items():
                 model.step(n_rows)
-                found.append(gpu.seconds(lambda m=model, n=n_rows: m.step(n)))
+                found.append(gpu.seconds(partial(model.step, n_rows)))
         for n_rows, (least, most) in times.items():
             yield name, str(n_rows), f"{(most - least) / (many - few) * 1e6:.0f} µs a layer"
 

@@ -1,0 +1,51 @@
+"""The programs of scripts/ begin: each is imported whole and explains its options.
+
+What they measure is left to who runs them; mypy holds their calls to what they call.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
+PROGRAMS = [name for name, source in SOURCES.items() if '__name__ == "__main__"' in source]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_explains_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.syspath_prepend(SCRIPTS)  # where Python looks when it runs a script
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    assert ended.value.code == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    usage, _, explained = told.out.partition("\n\n")
+    assert usage.startswith("usage: ")
+    assert explained
+    options = re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', SOURCES[name])
+    assert options
+    assert set(options) <= set(re.findall(r"--[a-z0-9-]+", usage))
+
+
+def test_each_other_source_is_part_of_a_program() -> None:
+    imported = {
+        f"{module}.py"
+        for source in SOURCES.values()
+        for module in re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)
+    }
+    assert SOURCES.keys() - imported - set(PROGRAMS) == set()
+
+
+def test_what_scripts_bench_starts_is_there() -> None:
+    started = re.findall(r"scripts/(\w+\.py)", (SCRIPTS / "bench").read_text(encoding="utf-8"))
+    assert len(started) > 3
+    assert set(started) <= set(PROGRAMS)
