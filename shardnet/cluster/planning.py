@@ -325,8 +325,8 @@ def model_shape(
     products stay in, None for `dtype`. The shape also says what it would weigh if more of it were
     rounded than `rounding` says.
     """
-    weights = _weighed(config, dtype, context, rounding, (), stored)
     form = WeightForm(dtype=dtype, rounded=rounding.weights, products=stored)
+    weights = _weighed(config, form, context, rounding.kv_dtype)
     return ModelShape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
@@ -345,21 +345,21 @@ def model_shape(
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         ),
         lighter=tuple(
-            _weighed(config, dtype, context, more, flags, stored) for flags, more in rounding.more()
+            _weighed(config, replace(form, rounded=more.weights), context, more.kv_dtype, flags)
+            for flags, more in rounding.more()
         ),
     )
 
 
 def _weighed(
     config: ModelConfig,
-    dtype: DType,
+    form: WeightForm,
     context: int,
-    rounding: Rounding,
-    flags: tuple[str, ...],
-    stored: DType | None,
+    kv_dtype: KvDType,
+    flags: tuple[str, ...] = (),
 ) -> Lighter:
-    """Say what rounding leaves of the parts that it can make smaller."""
-    one_layer, kv_dtype = LayerRange(config.n_layers - 1, config.n_layers), rounding.kv_dtype
+    """Say what rounding, which `flags` ask for, leaves of the parts that it can make smaller."""
+    one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
 
     def activation_bytes(positions: int) -> int:
         rows = PREFILL_CHUNK_ROWS
@@ -367,7 +367,6 @@ def _weighed(
 
     # The peak bends upwards: a smaller context takes no more than the chord from one block says.
     n_more = max(0, context - BLOCK_POSITIONS)
-    form = WeightForm(dtype=dtype, rounded=rounding.weights, products=stored)
     layers = layers_weight_bytes(config, form)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return Lighter(

@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from shardnet.errors import CheckpointError
+from shardnet.model.footprint import WeightForm
 from shardnet.model.layout import head_tensors, is_rounded, layer_tensors
 from shardnet.model.making import ModelTensor, as_stored
 from shardnet.types import DType
 
 if TYPE_CHECKING:
     from shardnet.model.checkpoint import Checkpoint
+    from shardnet.model.kernels import KernelChoice
 
 _DTYPES: Final[Mapping[str | None, DType]] = MappingProxyType(
     {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
@@ -43,9 +45,14 @@ def products_dtype(checkpoint: Checkpoint) -> DType | None:
     return found.pop() if len(found) == 1 else None
 
 
-def kept_dtype(checkpoint: Checkpoint, stored: DType, dtype: DType) -> DType:
-    """Return what products' weights stay in where `stored` needs no conversion, else `dtype`."""
-    return stored if products_dtype(checkpoint) is stored else dtype
+def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
+    """Return what the weights are that a stage loads for the kernel of `choice`."""
+    is_kept = products_dtype(checkpoint) is choice.stored_dtype
+    return WeightForm(
+        dtype=choice.dtype,
+        rounded=choice.quantization,
+        products=choice.stored_dtype if is_kept else choice.dtype,
+    )
 
 
 def check_in_place(path: object, found: DType | None, wanted: DType) -> None:

@@ -25,11 +25,11 @@ from shardnet.model.decode_graphs import Capture, find_capture
 from shardnet.model.decoder import DecoderStage
 from shardnet.model.deepseek import load_deepseek_v2_layer, load_deepseek_v3_layer
 from shardnet.model.device_memory import is_out_of_memory
-from shardnet.model.footprint import WeightForm, stage_weight_bytes, streamed_layers
+from shardnet.model.footprint import stage_weight_bytes, streamed_layers
 from shardnet.model.gemma import load_gemma2_layer, load_gemma3_layer
 from shardnet.model.gpt2 import Gpt2Stage
 from shardnet.model.gpt_oss import load_gpt_oss_layer
-from shardnet.model.in_place import check_in_place, dtype_in_place, kept_dtype
+from shardnet.model.in_place import check_in_place, dtype_in_place, weight_form
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.kv_cache import KvCache
 from shardnet.model.layout import stage_tensors
@@ -416,11 +416,7 @@ def load_stage(
         kv_dtype,
     )
     weights.stream.start()
-    form = WeightForm(
-        dtype=choice.dtype,
-        rounded=choice.quantization,
-        products=kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
-    )
+    form = weight_form(checkpoint, choice)
     return StageModel(
         family,
         config,

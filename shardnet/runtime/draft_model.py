@@ -16,7 +16,7 @@ import torch
 
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.in_place import kept_dtype
+from shardnet.model.in_place import weight_form
 from shardnet.model.kernels import probe
 from shardnet.model.stage_model import StageModel, load_stage
 from shardnet.runtime.executor import Executor
@@ -162,11 +162,9 @@ def load_draft_model(
     kind = torch.device(device)
     choice = probe(kind, config.checkpoint_dtype or DType.FLOAT32, config.checkpoint_dtype)
     context = min(context, config.max_positions)
-    stored = kept_dtype(checkpoint, choice.stored_dtype, choice.dtype)
+    form = weight_form(checkpoint, choice)
     room_blocks = min(
-        kv_room_blocks(
-            config, layers, choice.dtype, context, memory_bytes, device=kind.type, stored=stored
-        ),
+        kv_room_blocks(config, layers, form, context, memory_bytes, device=kind.type),
         MAX_GUESSERS * blocks_for(context),
     )
     model = load_stage(

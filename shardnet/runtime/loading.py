@@ -30,7 +30,7 @@ from shardnet.model.footprint import (
 )
 from shardnet.model.gguf_header import gguf_files
 from shardnet.model.hub_cache import HubName, pulled_folder
-from shardnet.model.in_place import dtype_in_place, kept_dtype, products_dtype
+from shardnet.model.in_place import dtype_in_place, products_dtype, weight_form
 from shardnet.model.quantization import Quantization
 from shardnet.model.replica_journal import Journal
 from shardnet.runtime.compute import StageCompute
@@ -234,14 +234,12 @@ def load(
     room_blocks = kv_room_blocks(
         config,
         order.layers,
-        choice.dtype,
+        weight_form(checkpoint, choice),
         order.context,
         memory_bytes,
-        order.quantization,
         order.kv_dtype,
         order.n_streamed,
         device=device.type,
-        stored=kept_dtype(checkpoint, choice.stored_dtype, choice.dtype),
     )
     model = load_stage(
         checkpoint,
@@ -311,31 +309,27 @@ def give_memory_back() -> None:
 def kv_room_blocks(
     config: ModelConfig,
     layers: LayerRange,
-    dtype: DType,
+    form: WeightForm,
     context: int,
     memory_bytes: int,
-    quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
     n_streamed: int = 0,
     *,
     device: str = "cpu",
-    stored: DType | None = None,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
-    `n_streamed` of the layers are streamed from disk. The weights of products stay in `stored`,
-    None for `dtype`. On a CUDA `device` graphs take room as well.
+    `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
 
     Raises CapacityError when they do not hold one context.
     """
-    form = WeightForm(dtype=dtype, rounded=quantization, products=stored)
     weights = stage_weight_bytes(config, layers, form, n_streamed)
-    rows = PREFILL_CHUNK_ROWS
+    rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
-        activations += graph_bytes(config, dtype, quantization)
+        activations += graph_bytes(config, dtype, form.rounded)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)

@@ -292,21 +292,19 @@ def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
 
 def test_a_gpu_keeps_memory_for_graphs() -> None:
     """In the plan and in the room of the stage: what was planned loads."""
-    config = facts().config
+    config, form = facts().config, WeightForm(dtype=DType.BFLOAT16)
     shape = model_shape(config, DType.BFLOAT16, 512)
     needed, graphs = shape.memory_bytes(shape.whole), graph_bytes(config, DType.BFLOAT16)
     for device, more in (("cpu", 0), ("cuda", graphs)):
         enough = structs.replace(node("a", memory=needed + more), device=device)
         [stage] = make_plan(ModelChoice(model="/m"), facts(), [enough]).placement.stages
-        blocks = kv_room_blocks(
-            config, stage.layers, DType.BFLOAT16, 512, enough.memory_bytes, device=device
-        )
+        blocks = kv_room_blocks(config, stage.layers, form, 512, enough.memory_bytes, device=device)
         assert blocks >= 2
         less = structs.replace(enough, memory_bytes=enough.memory_bytes - 1)
         with pytest.raises(PlanError):
             make_plan(ModelChoice(model="/m"), facts(), [less])
     with pytest.raises(CapacityError):
-        kv_room_blocks(config, shape.whole, DType.BFLOAT16, 512, graphs, device="cuda")
+        kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
 
 
 def test_weights_that_stay_narrow_are_planned_as_such() -> None:

@@ -105,7 +105,7 @@ MEASURE = """
 import ctypes, json, sys, torch
 from pathlib import Path
 from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.in_place import kept_dtype
+from shardnet.model.in_place import weight_form
 from shardnet.model.kernels import probe
 from shardnet.model.quantization import Quantization
 from shardnet.model.stage_model import load_stage
@@ -135,7 +135,7 @@ ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
-    "stored": kept_dtype(checkpoint, choice.stored_dtype, choice.dtype).value,
+    "stored": weight_form(checkpoint, choice).products.value,
     "counted": stage.weight_bytes,
     "loaded": loaded - idle,
     "most": max(during),
