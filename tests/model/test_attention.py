@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stage_chain import Rows, batch_of
 from torch import Tensor
 
 from shardnet.model.attention import AttentionKind, attention, plan_step
 from shardnet.model.kv_cache import KvCache
-from shardnet.types import Epoch, KvDType, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import KvDType, MicroBatch, SlotId
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -37,22 +38,13 @@ def naive_attention(query: Tensor, keys: Tensor, values: Tensor, kind: Attention
     return torch.einsum("hp,phd->hd", scores.softmax(-1), values)
 
 
-def batch_of(*sizes: tuple[int, int]) -> MicroBatch:
+def batch(*sizes: tuple[int, int]) -> MicroBatch:
     """A group per (position, rows), each in a slot of its own."""
-    return MicroBatch(
-        epoch=Epoch(1),
-        step=StepId(1),
-        groups=tuple(
-            RowGroup(
-                sequence_id=SequenceId(slot),
-                slot=SlotId(slot),
-                position=position,
-                n_rows=rows,
-                n_sampled=0,
-            )
-            for slot, (position, rows) in enumerate(sizes)
-        ),
-        token_ids=[0] * sum(rows for _, rows in sizes),
+    return batch_of(
+        [
+            Rows(slot=slot, position=position, ids=[0] * n_rows, n_sampled=0)
+            for slot, (position, n_rows) in enumerate(sizes)
+        ]
     )
 
 
@@ -87,7 +79,7 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         draw(n_rows, n_kv_heads),
         draw(n_rows, n_kv_heads),
     )
-    step = plan_step(batch_of(*sizes), kv, 400, torch.float32, [None, kind.window])
+    step = plan_step(batch(*sizes), kv, 400, torch.float32, [None, kind.window])
     for slot, (past_keys, past_values) in enumerate(past):
         cached_keys, cached_values = kv.layer(SlotId(slot), 0)
         cached_keys[:, : len(past_keys)] = kv.kept(past_keys).transpose(0, 1)
@@ -130,7 +122,7 @@ def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
             cached[:, :position] = kv.kept(past[:position]).transpose(0, 1)
         out = []
         for start, count in sizes:
-            step = plan_step(batch_of((start, count)), kv, 400, torch.float32, [kind.window])
+            step = plan_step(batch((start, count)), kv, 400, torch.float32, [kind.window])
             own = slice(start, start + count)
             some = queries[start - position : start - position + count]
             out.append(attention(some, keys[own], values[own], 0, step, kind))
@@ -144,7 +136,7 @@ def test_a_window_counts_the_row_itself() -> None:
     """Values are one-hot by position and all scores equal: the output names what was seen."""
     n_rows, window = 40, 3
     kv = KvCache(1, 1, 40, torch.float32, CPU, room_blocks=1)
-    step = plan_step(batch_of((0, n_rows)), kv, 40, torch.float32, [window])
+    step = plan_step(batch((0, n_rows)), kv, 40, torch.float32, [window])
     zeros = torch.zeros(n_rows, 1, 40)
     positions = torch.eye(40)[:, None]
     attended = attention(zeros, zeros, positions, 0, step, AttentionKind(window=window))
@@ -156,7 +148,7 @@ def test_a_window_counts_the_row_itself() -> None:
 def test_a_soft_cap_by_hand() -> None:
     """Two keys, scores 2 and 0, cap 1: weights are the softmax of tanh(2) and 0."""
     kv = KvCache(1, 1, 2, torch.float32, CPU, room_blocks=1)
-    step = plan_step(batch_of((0, 2)), kv, 2, torch.float32)
+    step = plan_step(batch((0, 2)), kv, 2, torch.float32)
     queries = torch.tensor([[[0.0, 0.0]], [[2.0, 0.0]]])
     keys = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     kind = AttentionKind(scale=1.0, soft_cap=1.0)
@@ -181,7 +173,7 @@ def test_rounded_keys_and_values_are_brought_back_one_slot_at_a_time(
 
     monkeypatch.setattr(kv, "restored", watched)
     sizes = [(0, 40), (0, 3), (0, 1), (0, 50)]
-    step = plan_step(batch_of(*sizes), kv, 400, torch.float32)
+    step = plan_step(batch(*sizes), kv, 400, torch.float32)
     queries = torch.randn(94, 4, 8)
     keys, values = torch.randn(2, 94, 2, 8)
     attention(queries, keys, values, 0, step)

@@ -14,7 +14,7 @@ from checkpoints import make_decoder, make_gpt2, make_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from own_process import figures_of, make_large
-from stage_chain import CPU, StageChain, probed, random_prompt
+from stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
 
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
 from shardnet.model import streaming
@@ -30,13 +30,8 @@ from shardnet.model.stage_model import Run, StageModel, load_stage
 from shardnet.model.streaming import FilePart, LayerStream
 from shardnet.types import (
     DType,
-    Epoch,
     LayerRange,
     MicroBatch,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
 )
 
 WHOLE = LayerRange(0, 4)
@@ -116,20 +111,8 @@ def test_streamed_rounded_layers_give_the_bits_of_resident_ones(
 
 def batch(*groups: tuple[int, int, Sequence[int]]) -> MicroBatch:
     """Rows by (slot, position, token ids)."""
-    return MicroBatch(
-        epoch=Epoch(1),
-        step=StepId(1),
-        groups=tuple(
-            RowGroup(
-                sequence_id=SequenceId(slot),
-                slot=SlotId(slot),
-                position=position,
-                n_rows=len(ids),
-                n_sampled=1,
-            )
-            for slot, position, ids in groups
-        ),
-        token_ids=[token_id for _, _, ids in groups for token_id in ids],
+    return batch_of(
+        [Rows(slot=slot, position=at, ids=ids, n_sampled=1) for slot, at, ids in groups]
     )
 
 
