@@ -35,6 +35,8 @@ _MAX_THREADS: Final = 8
 """Threads that read and check at most: fewer are as fast as a machine's memory."""
 _ABOUT: Final = "about.json"
 _MAX_ABOUT_BYTES: Final = 1 << 16
+_GONE: Final = ".gone-"
+"""Begins the name of a folder that is being deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class PackCache:
         self._room_bytes = 0
         """What may still be put without looking at the folder again."""
         self._is_full = False
+        self._has_begun = False
         self._crew: Crew | None = None
 
     def get(
@@ -136,7 +139,8 @@ class PackCache:
     ) -> None:
         """Keep packed weights, unless the disk has no room for them.
 
-        `alive` is called now and then; what it raises ends the writing.
+        Once somebody has deleted what was kept, nothing more is: a person wants it gone, or other
+        weights the room. `alive` is called now and then; what it raises ends the writing.
         """
         if self._is_full:
             return
@@ -172,10 +176,11 @@ class PackCache:
         self._room_bytes -= n_bytes
 
     def _begin(self) -> None:
-        if not (self._folder / _ABOUT).exists():
+        if not self._has_begun and not (self._folder / _ABOUT).exists():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = {"model": self._model, "quant": self._kind.value}
             (self._folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        self._has_begun = True
 
     def _path(self, names: Sequence[str], kind: Quantization) -> Path:
         key = json.dumps([kind.value, *names])
@@ -188,8 +193,14 @@ def packed_models(folder: Path) -> list[PackedModel]:
 
 
 def remove(model: PackedModel) -> None:
-    """Delete packed weights. A node that uses them has read them, unless it streams its layers."""
-    shutil.rmtree(model.folder, ignore_errors=True)
+    """Delete packed weights. A node that uses them has read them, unless it streams its layers.
+
+    They are gone at once, and whoever is still writing them finds no folder to go on in.
+    """
+    gone = model.folder.with_name(f"{_GONE}{os.getpid()}-{model.folder.name}")
+    with contextlib.suppress(OSError):  # another process was faster
+        os.rename(model.folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
@@ -197,6 +208,8 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
 
     Returns how many bytes may come, `n_bytes` or more. Raises OSError where that is not enough.
     """
+    for left in folder.glob(f"{_GONE}*"):  # a process ended while it deleted
+        shutil.rmtree(left, ignore_errors=True)
     models = packed_models(folder)
     used = sum(model.size_bytes for model in models)
     limit = (shutil.disk_usage(folder).free + used) * SHARE_OF_DISK
@@ -212,6 +225,8 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
 
 def _found(folder: Path) -> Iterator[PackedModel]:
     for place in folder.glob("*"):
+        if place.name.startswith(_GONE):
+            continue
         about = place / _ABOUT
         with contextlib.suppress(OSError, ValueError):
             if about.stat().st_size > _MAX_ABOUT_BYTES:
@@ -222,9 +237,15 @@ def _found(folder: Path) -> Iterator[PackedModel]:
                         folder=place,
                         model=model,
                         quant=quant,
-                        size_bytes=sum(file.stat().st_size for file in place.iterdir()),
+                        size_bytes=sum(_sizes(place)),
                         used_s=about.stat().st_mtime,
                     )
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has finished or deleted it
+            yield file.stat().st_size
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

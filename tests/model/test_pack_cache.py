@@ -129,6 +129,46 @@ def test_the_oldest_goes_when_there_is_no_room(
     assert not list(tmp_path.rglob("*.packed"))
 
 
+def test_what_was_deleted_stays_deleted_though_a_load_goes_on(tmp_path: Path) -> None:
+    packs = cache(tmp_path)
+    packs.put(NAMES, INT4, some())
+
+    def delete() -> None:
+        for model in packed_models(tmp_path):
+            remove(model)
+
+    packs.put(["begun"], INT4, some(3 << 20), delete)
+    packs.put(["later"], INT4, some())
+    assert list(tmp_path.iterdir()) == []
+    cache(tmp_path).put(NAMES, INT4, some())
+    assert cache(tmp_path).get(NAMES, INT4, (1000,)) is not None
+
+
+def test_what_a_process_left_while_it_deleted_goes_when_room_is_looked_for(tmp_path: Path) -> None:
+    cache(tmp_path).put(NAMES, INT4, some())
+    [kept] = packed_models(tmp_path)
+    kept.folder.rename(tmp_path / ".gone-1-some")
+    assert packed_models(tmp_path) == []
+    cache(tmp_path, "other").put(NAMES, INT4, some())
+    assert [path.name for path in tmp_path.iterdir()] == [
+        model.folder.name for model in packed_models(tmp_path)
+    ]
+
+
+def test_a_file_that_gets_its_name_while_it_is_counted_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache(tmp_path).put(NAMES, INT4, some())
+    [kept] = packed_models(tmp_path)
+    list_files = Path.iterdir
+
+    def with_one_more(folder: Path) -> list[Path]:
+        return [folder / ".new-just-finished", *list_files(folder)]
+
+    monkeypatch.setattr(Path, "iterdir", with_one_more)
+    assert packed_models(tmp_path) == [kept]
+
+
 def test_a_load_looks_at_the_folder_only_when_room_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
-from nodes import Crew, Machine
+from nodes import COMMAND_S, Crew, Machine, Result
 from parrot import Parrots, make_parrot
 
 
@@ -37,7 +38,7 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
         assert told["stages"][0]["weight_bytes"] < 16 * 2**20
         text = machine.run("generate", "a", *arguments, "--quant", "int4", "--max-tokens", "4")
         assert text.stdout == "bcab\n", text.stderr
-        kept = machine.run("cache", "ls")
+        kept = kept_packs(machine)
         assert "int4" in kept.stdout
         assert "1 rounded ones" in kept.stderr
         gone = machine.run("cache", "rm", kept.stdout.split()[0])
@@ -45,6 +46,14 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
         assert machine.run("cache", "ls").stdout == ""
     finally:
         machine.close()
+
+
+def kept_packs(machine: Machine) -> Result:
+    """List the cache once the node has begun to write what it packed, which it does at leisure."""
+    end = time.monotonic() + COMMAND_S
+    while not (kept := machine.run("cache", "ls")).stdout:
+        assert time.monotonic() < end, kept.stderr
+    return kept
 
 
 def test_bench_measures_a_ring(trio: Crew, parrots: Parrots) -> None:
