@@ -127,17 +127,20 @@ def test_asking_changes_no_token(stages: TorchStages) -> None:
     assert [*map(tokens_of, plain)] == [*map(tokens_of, asked)]
 
 
-@pytest.mark.parametrize("n_rows", [1, 3, 25, 500])
 @pytest.mark.parametrize("n_tokens", [0, 1, 7])
-def test_the_last_rows(stages: TorchStages, reference: Any, n_rows: int, n_tokens: int) -> None:
-    outputs = OutputParams(logit_rows=n_rows, hidden_rows=n_rows, before_norm=True)
-    wanted = request(random_prompt(40, 300, seed=4), n_tokens, outputs=outputs)
-    (events,) = run(stages, wanted)
-    want = Wanted(reference, [*wanted.prompt, *tokens_of(events)[:-1]])
-    for kind, rows in ((OutputKind.LOGITS, want.logits), (OutputKind.HIDDEN, want.before_norm)):
-        position, found = rows_of(events, kind)
-        assert position == max(0, len(rows) - n_rows)
-        close(found, rows[-n_rows:])
+def test_the_last_rows(stages: TorchStages, reference: Any, n_tokens: int) -> None:
+    """Of requests that ask for fewer and more rows than there are, at once."""
+    numbers = (1, 3, 25, 500)
+    outputs = [OutputParams(logit_rows=n, hidden_rows=n, before_norm=True) for n in numbers]
+    prompt = random_prompt(40, 300, seed=4)
+    answers = run(stages, *(request(prompt, n_tokens, outputs=wanted) for wanted in outputs))
+    (made,) = {tuple(tokens_of(events)) for events in answers}
+    want = Wanted(reference, [*prompt, *made[:-1]])
+    for events, n_rows in zip(answers, numbers, strict=True):
+        for kind, rows in ((OutputKind.LOGITS, want.logits), (OutputKind.HIDDEN, want.before_norm)):
+            position, found = rows_of(events, kind)
+            assert position == max(0, len(rows) - n_rows)
+            close(found, rows[-n_rows:])
 
 
 def test_the_mean_of_hidden_states(stages: TorchStages, reference: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,61 @@ N_TOKENS = 30
 BIAS = ((7, 1.5), (40, -3.0), (200, 0.75))
 
 
+class Reference:
+    """The same checkpoint in transformers. What it says is asked for once, whatever the split."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._said: dict[str, list[int]] = {}
+
+    def greedy(self, prompt: list[int], **settings: Any) -> list[int]:
+        """Greedy tokens of transformers' `generate`, the end-of-text token among them."""
+        key = json.dumps(["greedy", prompt, settings])
+        if key not in self._said:
+            self._said[key] = self._generate(prompt, settings)
+        return self._said[key]
+
+    def by_hand(self, prompt: list[int], frequency: float, presence: float) -> list[int]:
+        """Greedy text under the two penalties that transformers lacks."""
+        key = json.dumps(["by hand", prompt, frequency, presence])
+        if key not in self._said:
+            self._said[key] = self._step_by_step(prompt, frequency, presence)
+        return self._said[key]
+
+    def _generate(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=N_TOKENS,
+            pad_token_id=0,
+            **settings,
+        )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    def _step_by_step(self, prompt: list[int], frequency: float, presence: float) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(N_TOKENS):
+            with torch.no_grad():
+                logits = self._model(torch.tensor([tokens])).logits[0, -1]
+            output = tokens[len(prompt) :]
+            for token_id in set(output):
+                logits[token_id] -= frequency * output.count(token_id)
+                logits[token_id] -= presence
+            tokens.append(int(logits.argmax()))
+        return tokens[len(prompt) :]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -33,22 +81,7 @@ def stages(request: pytest.FixtureRequest, folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(4, request.param))
 
 
-def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:
-    """Greedy tokens of transformers' `generate`, the end-of-text token among them."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=N_TOKENS,
-        pad_token_id=0,
-        **settings,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
-def test_penalised_text_is_that_of_transformers(stages: TorchStages, reference: Any) -> None:
+def test_penalised_text_is_that_of_transformers(stages: TorchStages, reference: Reference) -> None:
     """Several sequences at once, each with its own penalties, in shared micro-batches."""
     cases: list[tuple[SamplingParams, dict[str, Any]]] = [
         (SamplingParams(), {}),
@@ -71,45 +104,35 @@ def test_penalised_text_is_that_of_transformers(stages: TorchStages, reference: 
         ),
     )
     for events, prompt, (_, settings) in zip(answers, prompts, cases, strict=True):
-        want = transformers_tokens(reference, prompt, eos_token_id=None, **settings)
+        want = reference.greedy(prompt, eos_token_id=None, **settings)
         assert tokens_of(events) == want
 
 
-def test_stop_ids_are_held_back_as_by_transformers(stages: TorchStages, reference: Any) -> None:
+def test_stop_ids_are_held_back_as_by_transformers(
+    stages: TorchStages, reference: Reference
+) -> None:
     """The stop id is what greedy decoding says at once, and again and again."""
     prompt = random_prompt(12, 300, seed=3)
-    (said, *_) = plain = transformers_tokens(reference, prompt, eos_token_id=None)
+    (said, *_) = plain = reference.greedy(prompt, eos_token_id=None)
     stop_ids = frozenset({said, plain[1]})
     for min_tokens in (0, 1, 6):
         (events,) = run(
             stages, request(prompt, 30, SamplingParams(min_tokens=min_tokens), stop_ids=stop_ids)
         )
         more = {"min_new_tokens": min_tokens} if min_tokens else {}
-        want = transformers_tokens(reference, prompt, eos_token_id=sorted(stop_ids), **more)
+        want = reference.greedy(prompt, eos_token_id=sorted(stop_ids), **more)
         assert tokens_of(events) == want
 
 
-def by_hand(model: Any, prompt: list[int], frequency: float, presence: float) -> list[int]:
-    """Greedy text under the two penalties that transformers lacks."""
-    tokens = list(prompt)
-    for _ in range(N_TOKENS):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, -1]
-        output = tokens[len(prompt) :]
-        for token_id in set(output):
-            logits[token_id] -= frequency * output.count(token_id)
-            logits[token_id] -= presence
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
-
-
-def test_frequency_and_presence_count_the_output_alone(stages: TorchStages, reference: Any) -> None:
+def test_frequency_and_presence_count_the_output_alone(
+    stages: TorchStages, reference: Reference
+) -> None:
     prompt = random_prompt(30, 300, seed=8)
     sampling = SamplingParams(frequency_penalty=0.9, presence_penalty=0.6)
     (events,) = run(stages, request(prompt, N_TOKENS, sampling))
-    want = by_hand(reference, prompt, 0.9, 0.6)
+    want = reference.by_hand(prompt, 0.9, 0.6)
     assert tokens_of(events) == want
-    assert want != by_hand(reference, prompt, 0.0, 0.0)
+    assert want != reference.by_hand(prompt, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
