@@ -145,16 +145,16 @@ def test_a_warm_slot_and_a_pause_change_no_penalty(stages: TorchStages, temperat
     (first,) = run(stages, request(prompt, 20, sampling))
     turn = [*prompt, *tokens_of(first), *random_prompt(9, 300, seed=2)]
     other = [*prompt, *random_prompt(30, 300, seed=5)]
-    cold = [tokens_of(run(stages, request(ids, 40, sampling))[0]) for ids in (turn, other)]
+    cold = [tokens_of(run(stages, request(ids, 30, sampling))[0]) for ids in (turn, other)]
     warm = run(
         stages,
         request(prompt, 20, sampling),
-        request(turn, 40, sampling),
-        request(other, 40, sampling),
+        request(turn, 30, sampling),
+        request(other, 30, sampling),
         at_once=False,
     )
     assert [tokens_of(events) for events in warm[1:]] == cold
-    crowded = run(stages, request(turn, 40, sampling), request(other, 40, sampling), room_blocks=3)
+    crowded = run(stages, request(turn, 30, sampling), request(other, 30, sampling), room_blocks=3)
     assert [tokens_of(events) for events in crowded] == cold
 
 
