@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import Crew, Machine, open_machine
+from nodes import FIGURES_VARIABLE, Crew, Machine, open_machine
 from parrot import Parrots, make_parrots
 from warm_start import is_possible, server
 
@@ -44,6 +45,18 @@ def _interrupts_reach_children() -> Iterator[None]:
 def _server_of_warm_starts(_interrupts_reach_children: None) -> Iterator[None]:
     """Have the process that nodes are copies of before tests look for what is left behind."""
     with server() if is_possible() else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _figures_of_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have machines measure only what none has before them, in whichever of pytest's workers."""
+    mine = tmp_path_factory.getbasetemp()
+    everyones = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+    folder = everyones / "figures"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FIGURES_VARIABLE, str(folder))
         yield
 
 

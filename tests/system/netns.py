@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 SUBNET = "10.77.0"
+ENTER = ("ip", "netns", "exec")
+"""Behind it stand a namespace and a command line to run there."""
 
 
 class NotPermittedError(Exception):
@@ -45,7 +47,7 @@ class Host:
     @property
     def prefix(self) -> tuple[str, ...]:
         """What to put before a command line to run it there. The process id stays the same."""
-        return ("ip", "netns", "exec", self.namespace)
+        return (*ENTER, self.namespace)
 
     def unplug(self) -> None:
         """Pull the cable out of the switch."""
@@ -126,6 +128,12 @@ class Network:
     def switch_port(self, number: int, state: str) -> None:
         """Set the switch's end of a host's cable up or down."""
         _ip("-n", self._switch, "link", "set", f"p{number}", state)
+
+
+def namespace_of(prefix: Sequence[str]) -> str:
+    """The namespace that a `Host.prefix` enters; empty for a prefix that does anything else."""
+    *enter, namespace = prefix or ("",)
+    return namespace if tuple(enter) == ENTER else ""
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Machine
+from nodes import Machine, open_machine
 from parrot import Parrots
 
 
@@ -26,6 +28,13 @@ def test_without_a_run_it_says_so(machine: Machine) -> None:
     assert "no run is known on this machine" in machine.call("plan", "--last").error
     named = machine.call("plan", "--last", "--nodes", node.address)
     assert "this node has led no generation yet" in named.error
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """A machine that does not know yet how fast it is."""
+    with open_machine(tmp_path / "machine", is_measured=False) as machine:
+        yield machine
 
 
 @pytest.mark.parametrize("local", [0, 2])

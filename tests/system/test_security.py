@@ -42,7 +42,7 @@ def forms_of(key: str) -> list[str]:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     """Two nodes that hold one key, found where keys are kept; what they show is theirs alone."""
     folder = tmp_path_factory.mktemp("guarded") / "machine"
-    with open_machine(folder, copies_nodes=False) as machine:
+    with open_machine(folder, makes_copies=False) as machine:
         new_key(machine)
         yield Crew(machine=machine, nodes=machine.start_nodes("anna", "bert"))
 
