@@ -40,7 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Have no collection look again through what was imported, which stays: that takes 0.2 s."""
-    gc.collect()
     gc.freeze()
 
 

@@ -38,8 +38,8 @@ def node(machine: Machine) -> NodeProcess:
 def test_a_prompt_is_written_in_the_models_template(
     machine: Machine, talker: Path, stages: str
 ) -> None:
-    common = ["generate", "--model", str(talker), "--max-tokens", "4", "--json", *stages.split()]
-    chatted = machine.call(*common, "--chat", "--system", "be good", "abc").json
+    common = ["generate", "--model", str(talker), "--max-tokens", "4", "--json"]
+    chatted = machine.call(*common, *stages.split(), "--chat", "--system", "be good", "abc").json
     plain = machine.call(*common, "--bos", "off", "<s>be good<u>abc").json
     assert chatted["text"] == "defg"
     assert chatted["prompt_token_ids"] == plain["prompt_token_ids"]

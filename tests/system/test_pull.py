@@ -158,8 +158,8 @@ def test_one_gguf_of_many_is_pulled_and_used_by_name(machine: Machine, hub: Hub)
     assert result.code == 0, result.stderr
     assert fetched(hub) == set(parts)
     hub.fails_with = 503
-    arguments = ("generate", "--local", "2", "--token-ids", "5,6", "--max-tokens", "4", "--json")
-    by_name = machine.run(*arguments, "--model", "lab/ggufs:f32").json
+    arguments = ("generate", "--token-ids", "5,6", "--max-tokens", "4", "--json")
+    by_name = machine.run(*arguments, "--model", "lab/ggufs:f32", "--local", "2").json
     assert by_name["token_ids"] == machine.run(*arguments, "--model", str(source)).json["token_ids"]
 
 
@@ -317,12 +317,12 @@ def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine, hub: Hub) -
     result = machine.run("pull", REPO, "--offline")
     assert result.code == 1
     assert "downloads are switched off (--offline" in result.error_line
-    arguments = ("generate", "--model", REPO, "--max-tokens", "3", "--local", "1", "a")
+    arguments = ("generate", "--model", REPO, "--max-tokens", "3", "a")
     assert "downloads are switched off" in machine.run(*arguments, "--offline").error_line
     folder = machine.run("pull", REPO).stdout
     hub.asked.clear()
     assert machine.run("pull", REPO, "--offline").stdout == folder
-    assert machine.run(*arguments, "--offline").stdout == "bcd\n"
+    assert machine.run(*arguments, "--offline", "--local", "1").stdout == "bcd\n"
     assert hub.asked == []
 
 

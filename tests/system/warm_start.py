@@ -33,6 +33,9 @@ PRELOADED = ["torch", "shardnet.cluster.node", "shardnet.cluster.stage_host", "s
 """What a node has imported when it serves a model, or leads to it. None of it reads the environment
 or starts a thread of ours when it is imported."""
 
+CLONE_NEWNET = 0x40000000
+"""Linux's number for network namespaces; Python knows it from 3.12 on."""
+
 
 def is_possible() -> bool:
     """Whether a process with torch in it may be copied here; not so on macOS."""
@@ -136,8 +139,6 @@ def _enter(namespace: str) -> None:
     """Leave this network for another one, as `ip netns exec` does; threads to come go along."""
     with Path("/run/netns", namespace).open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(
-            file.fileno(), os.CLONE_NEWNET if sys.version_info >= (3, 12) else 0x40000000
-        ):
+        if libc.setns(file.fileno(), CLONE_NEWNET):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), namespace)
