@@ -40,6 +40,7 @@ class LoadBars:
         )
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
+        self._waiting: set[int] = set()
         self._planning: TaskID | None = None
         self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
 
@@ -68,6 +69,8 @@ class LoadBars:
 
     def update(self, report: NodeProgress) -> None:
         """Move the bar of one node: one to fetch weights, if there are any, and one to load."""
+        if report.phase == "waiting":
+            self._tell_of_waiting(report.rank)
         if not report.total_bytes:
             return
         bar = (report.rank, report.phase)
@@ -88,6 +91,11 @@ class LoadBars:
         """Take the bars away; text follows."""
         self._end_planning()
         self._progress.stop()
+
+    def _tell_of_waiting(self, rank: int) -> None:
+        if rank not in self._waiting:
+            self._waiting.add(rank)
+            say(f"{self._names.get(rank, 'a node')}: waiting for another head that uses the node")
 
     def _tell_of_planning(self) -> None:
         self._planning = self._progress.add_task(

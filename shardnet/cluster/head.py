@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.patience import Patience
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_host import generating_with
@@ -223,8 +224,8 @@ class Head:
         if standing is not None:
             on_plan(standing.plan)
             return standing
-        elsewhere = self._neighbourhood.head_elsewhere()
-        if elsewhere is not None and elsewhere.model == choice.model and not choice.nodes:
+        elsewhere = self._has_ring_elsewhere(choice)
+        if elsewhere is not None:
             return elsewhere
         self.check_idle()
         await self._neighbourhood.provide(
@@ -234,7 +235,19 @@ class Head:
         if isinstance(plan, Elsewhere):
             return plan
         on_plan(plan)
-        return await self._build(plan, on_progress)
+        try:
+            return await self._build(plan, on_progress)
+        except BusyError:
+            elsewhere = self._has_ring_elsewhere(choice)
+            if elsewhere is None:
+                raise
+            return elsewhere
+
+    def _has_ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return another head whose ring with this node, standing or being built, would do."""
+        elsewhere = self._neighbourhood.head_elsewhere()
+        is_same = elsewhere is not None and elsewhere.model == choice.model
+        return elsewhere if is_same and not choice.nodes else None
 
     async def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
@@ -264,7 +277,10 @@ class Head:
         return lead if is_same and lead.ring.broken is None else None
 
     async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
-        """Check that all nodes hold one model, free the old ring, and build the new ring."""
+        """Check that all nodes hold one model, free the old ring, and build the new ring.
+
+        Nodes with which another head builds a ring are waited for, unless that one would do.
+        """
         ports = [await self._neighbourhood.port(node) for node in plan.nodes]
         holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(holders[: len(plan.nodes)])
@@ -276,7 +292,10 @@ class Head:
             self._lead = None
         self._epoch += 1
         epoch = Epoch(self._epoch)
-        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s)
+        patience = Patience(lambda: self._has_ring_elsewhere(plan.choice) is not None)
+        ring = self._building = Ring(
+            _spec(plan), ports, epoch, sources, plan.chunk_s, patience.wait
+        )
         try:
             load_s = await ring.build(on_progress)
         finally:

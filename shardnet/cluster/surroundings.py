@@ -101,6 +101,7 @@ class Surroundings:
         if node.node == self._node:
             return LocalPort(
                 self._host,
+                self._node,
                 self._name,
                 self._load_own,
                 lambda ring: self._orders.unload(self._node, ring),
@@ -124,4 +125,6 @@ class Surroundings:
         def broken(error: ShardnetError) -> None:
             self._on_broken(message.ring, error)
 
-        return await self._orders.load(message, self._node, progress, broken)
+        return await self._orders.load(
+            message, owner=self._node, owner_name="itself", progress=progress, broken=broken
+        )
