@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.neighbours import Candidates
 from shardnet.cluster.patience import Patience
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
@@ -47,7 +48,7 @@ class Neighbourhood(Protocol):
     def node(self) -> NodeId:
         """This node's id."""
 
-    async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
+    async def candidates(self, addresses: Sequence[str]) -> Candidates:
         """Return the nodes at `addresses`, or without any this node and all it knows."""
 
     async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
@@ -136,7 +137,8 @@ class Head:
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
-        nodes = await self._neighbourhood.candidates(choice.nodes)
+        candidates = await self._neighbourhood.candidates(choice.nodes)
+        nodes = candidates.nodes
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
@@ -145,7 +147,7 @@ class Head:
             measured = await survey.measured(nodes, choice, facts, dtype, again=again)
         else:
             measured = await survey.known(nodes[0], choice, facts, dtype)
-        plan = make_plan(choice, facts, nodes, measured)
+        plan = make_plan(choice, facts, nodes, measured, candidates.silent)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan

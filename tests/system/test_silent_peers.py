@@ -5,10 +5,12 @@ They all fall silent at the same time, so that the tests wait once.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from nodes import Crew, Result, open_machine
@@ -16,7 +18,9 @@ from parrot import Parrots
 from proxy import Proxy
 from strangers import HELLO, answering, connected, read_to_the_end
 
+from shardnet.api.client import connect
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.plans import ModelChoice
 
 HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10
 
@@ -30,10 +34,19 @@ class Silence:
     stalled_link: Result
     meanwhile: list[str]
     """What the heads of the broken rings said alone while the others were still frozen."""
+    left_out: dict[str, str]
+    """Whom a plan did without that was made meanwhile, and why."""
     mute_nodes: list[Result]
     stranger_log: str
     """What the node logged that the strangers talked to."""
     rings: dict[str, Crew]
+
+
+async def plan_without(address: str, model: Path) -> dict[str, str]:
+    """Have a node plan, and tell which nodes it leaves out, and why."""
+    async with connect(address) as client:
+        plan = await client.plan(ModelChoice(model=str(model)))
+    return {out.name: out.why for out in plan.left_out}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +81,7 @@ def silence(
         client.signal(signal.SIGSTOP)
         questions = [machine.begin("plan", "--nodes", mute)]
         questions.append(machine.begin("plan", "--nodes", f"{olga.address},{mute}"))
+        left_out = asyncio.run(plan_without(karl.address, parrots.alphabet))
         for stranger in strangers:
             read_to_the_end(stranger)  # fails unless the node hangs up
         result = Silence(
@@ -75,6 +89,7 @@ def silence(
             frozen_tail=tail.wait(),
             stalled_link=link.wait(),
             meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
+            left_out=left_out,
             mute_nodes=[question.wait() for question in questions],
             stranger_log=olga.log,
             rings=rings,
@@ -121,6 +136,11 @@ def test_a_node_that_never_answers_is_named(silence: Silence) -> None:
     """As the head, asked by the client, and as another node, asked by the head."""
     for result in silence.mute_nodes:
         assert "no answer within 5 s" in result.error
+
+
+def test_a_plan_names_a_node_that_says_nothing(silence: Silence) -> None:
+    """It was linked to when it was asked; its link ends before the wait for it does."""
+    assert "frozen" in silence.left_out["lena"]
 
 
 def test_strangers_that_say_no_hello_are_logged(silence: Silence) -> None:
