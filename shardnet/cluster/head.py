@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.measurement import OnMeasured
 from shardnet.cluster.neighbours import Candidates
 from shardnet.cluster.patience import Patience
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
@@ -127,13 +128,18 @@ class Head:
             raise generating_with(self._lead.plan.choice.model)
 
     async def plan(
-        self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False
+        self,
+        choice: ModelChoice,
+        on_measured: OnMeasured,
+        *,
+        measure_one: bool = False,
+        again: bool = False,
     ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
 
         Where there is more than one node to choose from, all are measured first. A single one tells
         what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
-        does not do.
+        does not do. `on_measured` is told how far that is.
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
@@ -144,7 +150,9 @@ class Head:
         facts = await self._neighbourhood.identify(choice.model)
         dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
         if len(nodes) > 1 or measure_one:
-            measured = await survey.measured(nodes, choice, facts, dtype, again=again)
+            measured = await survey.measured(
+                nodes, choice, facts, dtype, again=again, on_measured=on_measured
+            )
         else:
             measured = await survey.known(nodes[0], choice, facts, dtype)
         plan = make_plan(choice, facts, nodes, measured, candidates.silent)
@@ -233,7 +241,7 @@ class Head:
         await self._neighbourhood.provide(
             choice.model, lambda done, total: on_progress(0, "downloading", done, total)
         )
-        plan = await self.plan(choice)
+        plan = await self.plan(choice, lambda done, total: on_progress(0, "measuring", done, total))
         if isinstance(plan, Elsewhere):
             return plan
         on_plan(plan)

@@ -20,7 +20,7 @@ from strangers import HELLO, answering, connected, read_to_the_end
 
 from shardnet.api.client import connect
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
-from shardnet.wire.plans import ModelChoice
+from shardnet.wire.plans import ModelChoice, NodeProgress
 
 HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10
 
@@ -44,8 +44,12 @@ class Silence:
 
 async def plan_without(address: str, model: Path) -> dict[str, str]:
     """Have a node plan, and tell which nodes it leaves out, and why."""
+    reports: list[NodeProgress] = []
     async with connect(address) as client:
-        plan = await client.plan(ModelChoice(model=str(model)))
+        plan = await client.plan(ModelChoice(model=str(model)), reports.append)
+    n_all = reports[0].total_bytes
+    told = [(report.phase, report.done_bytes, report.total_bytes) for report in reports]
+    assert told == [("measuring", n_done, n_all) for n_done in range(1, n_all + 1)]
     return {out.name: out.why for out in plan.left_out}
 
 
