@@ -178,50 +178,75 @@ class StageWeights:
         if kind is not None:
             packed, shape = self._packed(names, kind, transposed=transposed)
             return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        choice, device = self._choice, self._device
         stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
         shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
         assert not transposed or len(names) == 1
-        own = [bias.clone() for bias in biases]
-        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
-        native = native_kernels() if choice.kernel is Kernel.NATIVE else None
+        native = native_kernels() if self._choice.kernel is Kernel.NATIVE else None
         packing = None
         if native is not None and not transposed and fills_panels([t.shape[0] for t in stored]):
             packing = PanelPacking(native=native, n_in=shape[1])
-        is_plain = choice.kernel is Kernel.PLAIN and not transposed
         parts = [self._part(tensor) for tensor in stored]
         begin = self.stream.reserve(layer, parts, packing)
         n_bytes = sum(part.size_bytes for part in parts)
-
-        def make(raw: Tensor) -> Linear:
-            if native is not None and packing is not None:
-                return NativeLinear(raw, shape, bias, native)
-            weight = raw.view(torch_dtype(choice.stored_dtype)).view(shape)
-            if is_plain:
-                return PlainLinear(weight, bias, choice.min_rows)
-            return make_linear(choice, [weight.T if transposed else weight], own, device)
-
         for name in names:
             self._skip(f"{name}.weight")
-        product_shape = shape[::-1] if transposed else shape
+        is_plain = self._choice.kernel is Kernel.PLAIN and not transposed
+        make = self._maker(shape, biases, packing, transposed=transposed)
         linear = StreamedLinear(
             self.stream,
             layer,
             begin,
             n_bytes if packing is None else packing.packed_bytes(n_bytes),
-            product_shape,
+            shape[::-1] if transposed else shape,
             make,
             is_ready=is_plain or packing is not None,
             is_native=native is not None,
         )
-        key = (*product_shape, choice.dtype, StreamedLinear)
-        if not linear.is_native and self.exact_rows > 1 and key not in self._tested:
-            # Only then is anything read now: the library's products need not be tried.
-            self._tested.add(key)
-            whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
-            self._test(names[0], make(whole.view(-1).view(torch.uint8).to(device)), choice)
+        self._test_on_disk(names[0], linear, stored, make)
         self._finish()
         return linear
+
+    def _maker(
+        self,
+        shape: tuple[int, int],
+        biases: Sequence[Tensor],
+        packing: PanelPacking | None,
+        *,
+        transposed: bool,
+    ) -> Callable[[Tensor], Linear]:
+        """Return what makes a product of the bytes that were read, packed if there is `packing`."""
+        choice, device = self._choice, self._device
+        own = [bias.clone() for bias in biases]
+        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
+
+        def make(raw: Tensor) -> Linear:
+            if packing is not None:
+                return NativeLinear(raw, shape, bias, packing.native)
+            weight = raw.view(torch_dtype(choice.stored_dtype)).view(shape)
+            if choice.kernel is Kernel.PLAIN and not transposed:
+                return PlainLinear(weight, bias, choice.min_rows)
+            return make_linear(choice, [weight.T if transposed else weight], own, device)
+
+        return make
+
+    def _test_on_disk(
+        self,
+        name: str,
+        linear: StreamedLinear,
+        stored: Sequence[ModelTensor],
+        make: Callable[[Tensor], Linear],
+    ) -> None:
+        """Try once whether products of this shape keep their rows' bits; the library's all do.
+
+        Only for that is anything read now.
+        """
+        key = (*linear.shape, self._choice.dtype, StreamedLinear)
+        if linear.is_native or self.exact_rows <= 1 or key in self._tested:
+            return
+        self._tested.add(key)
+        whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
+        raw = whole.view(-1).view(torch.uint8).to(self._device)
+        self._test(name, make(raw), self._choice)
 
     def _packed_on_disk(
         self,
