@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -43,7 +44,10 @@ STOP_S = 60.0
 
 
 class Output:
-    """What a process writes to one of its pipes, as it comes."""
+    """What a process writes to one of its pipes, as it comes.
+
+    Whoever looks at it sees all that was written until then: nothing waits for a thread of ours.
+    """
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -57,6 +61,7 @@ class Output:
     def text(self) -> str:
         """Everything so far."""
         with self._grown:
+            self._take_in()
             return self._bytes.decode()
 
     def wait_for(
@@ -84,14 +89,26 @@ class Output:
         return self.text
 
     def _read(self) -> None:
-        with self._pipe:
-            while chunk := os.read(self._pipe.fileno(), 1 << 16):
-                with self._grown:
-                    self._bytes += chunk
-                    self._grown.notify_all()
-        with self._grown:
-            self._ended = True
+        while not self._ended:
+            _wait_readable(self._pipe)
+            with self._grown:
+                self._take_in()
+        self._pipe.close()
+
+    def _take_in(self) -> None:
+        """Read what is there, without waiting. The lock is held."""
+        while not self._ended and _wait_readable(self._pipe, timeout_ms=0):
+            chunk = os.read(self._pipe.fileno(), 1 << 16)
+            self._bytes += chunk
+            self._ended = not chunk
             self._grown.notify_all()
+
+
+def _wait_readable(pipe: IO[bytes], timeout_ms: int | None = None) -> bool:
+    """Wait until a pipe has bytes, or has ended. Tells whether it has."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(timeout_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
