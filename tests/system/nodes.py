@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,6 +315,38 @@ class Machine:
             app, arguments, input=stdin, catch_exceptions=False
         )
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
+    def nodes_with(self, *names: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+        """What `shardnet nodes` lists, by name, once these are listed.
+
+        It leaves out who does not answer at once, as happens on a busy machine.
+        """
+        while True:
+            listed = self.run("nodes", "--json", *arguments).json
+            found = {node["name"]: node for node in listed}
+            if set(names) <= found.keys():
+                return found
+
+    def status(self, *arguments: str, until: Callable[[str], bool] = lambda told: True) -> str:
+        """What `shardnet status` tells of one node, once `until` holds for it.
+
+        It gives up a node that takes seconds to answer, as happens on a busy machine.
+        """
+        while True:
+            result = self.run("status", *arguments)
+            if result.code == 0 and until(result.stdout):
+                return result.stdout
+            late = "did not tell its state" in result.stderr or "no answer within" in result.stderr
+            assert result.code == 0 or late, result.stderr
+
+    def state(
+        self, node: NodeProcess, until: Callable[[Any], bool] = lambda told: True
+    ) -> dict[str, Any]:
+        """What `shardnet status --json` tells of a node, once `until` holds for it."""
+        told: dict[str, Any] = json.loads(
+            self.status("--json", "--nodes", node.address, until=lambda s: until(json.loads(s)))
+        )
+        return told
 
     def processes(self) -> list[psutil.Process]:
         """All processes that were started for this machine and live, whoever started them.

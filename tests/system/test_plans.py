@@ -176,7 +176,7 @@ def _check_plans(lab: Lab, trouble: Trouble, tmp_path: Path) -> None:
         names = [stage["name"] for stage in told["stages"]]
         return told, names, {out["name"]: out["why"] for out in told["left_out"]}
 
-    [address] = [n["address"] for n in anna.run("nodes", "--json").json if n["name"] == "anna"]
+    address = anna.nodes_with("anna")["anna"]["address"]
     alone = ["--context", str(FITS_ANNA), "--nodes", address]
     assert anna.run("plan", "--model", str(model), *alone).code == 0
     lab.give_figures("bert", times=1)
