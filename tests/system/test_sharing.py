@@ -141,9 +141,9 @@ def test_a_source_that_goes_in_the_middle_is_left_and_the_others_finish(
 
 
 def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path) -> None:
-    """First by Ctrl-C, then by the death of the only source."""
+    """First by Ctrl-C, then by the death of the only source, which would take two minutes."""
     copy(large, machines[0])
-    anna = start(machines[0], "anna", "--share-rate", "512KiB")
+    anna = start(machines[0], "anna", "--share-rate", "64KiB")
     cleo = start(machines[2], "cleo", "--peer", anna.address)
     cleo.stderr.wait_for("node anna (")
     running = machines[2].begin(*ask(cleo))
