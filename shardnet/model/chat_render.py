@@ -59,7 +59,7 @@ def main() -> None:
 def limit(memory_bytes: int, seconds: int) -> None:
     """Bound this process where the system can: its memory, and its processor time from now on.
 
-    The system ends it with SIGXCPU at that time, and with SIGKILL a second later; it leaves no core.
+    The system ends it with SIGXCPU then, and with SIGKILL a second later. It leaves no core.
     """
     try:
         import resource
