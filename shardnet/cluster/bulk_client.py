@@ -6,7 +6,6 @@ the bytes go.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import TypeVar
