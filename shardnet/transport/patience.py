@@ -26,6 +26,7 @@ async def patience(limit_s: float) -> AsyncIterator[None]:
     tick_s = limit_s / _LOOKS
     async with asyncio.timeout(limit_s) as deadline:
         looked_at = loop.time()
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal looked_at, timer
