@@ -16,12 +16,12 @@ from typing import Protocol
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
 from shardnet.cluster.measurement import OnMeasured
 from shardnet.cluster.neighbours import Candidates
-from shardnet.cluster.patience import Patience
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_host import generating_with
 from shardnet.cluster.stage_port import StagePort
 from shardnet.cluster.survey import Survey
+from shardnet.cluster.turn import Turn
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts
@@ -302,10 +302,8 @@ class Head:
             self._lead = None
         self._epoch += 1
         epoch = Epoch(self._epoch)
-        patience = Patience(lambda: self._has_ring_elsewhere(plan.choice) is not None)
-        ring = self._building = Ring(
-            _spec(plan), ports, epoch, sources, plan.chunk_s, patience.wait
-        )
+        turn = Turn(lambda: self._has_ring_elsewhere(plan.choice) is not None)
+        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s, turn.wait)
         try:
             load_s = await ring.build(on_progress)
         finally:

@@ -15,7 +15,7 @@ from parrot import Parrots
 from shardnet.api.client import connect
 from shardnet.cluster.control import ControlLink, Incoming
 from shardnet.cluster.dialling import Dialling
-from shardnet.cluster.patience import OTHERS_S
+from shardnet.cluster.turn import OTHERS_S
 from shardnet.errors import BusyError
 from shardnet.types import NodeId
 from shardnet.wire.plans import ModelChoice, NodeProgress

@@ -18,8 +18,8 @@ OTHERS_S: Final = 60.0
 ASK_EVERY_S: Final = 0.5
 
 
-class Patience:
-    """The patience of one ring that is being built. `is_vain` tells that waiting has no use."""
+class Turn:
+    """The turn of one ring that is being built. `is_vain` tells that waiting has no use."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How long a head waits for others: a pure matter of errors and clock."""
+"""How long a head waits for its turn at nodes that others use: errors and a clock decide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.patience import ASK_EVERY_S, OTHERS_S, Patience
+from shardnet.cluster.turn import ASK_EVERY_S, OTHERS_S, Turn
 from shardnet.errors import BusyError, TakenError
 
 TAKEN = TakenError("anna: this node is loading /m for bert")
@@ -23,11 +23,11 @@ class Clock:
         self.now_s += seconds
 
 
-def patience(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> Patience:
-    return Patience(is_vain, now_s=lambda: clock.now_s, sleep=clock.sleep)
+def turn(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> Turn:
+    return Turn(is_vain, now_s=lambda: clock.now_s, sleep=clock.sleep)
 
 
-async def for_ever(one: Patience, error: BusyError) -> None:
+async def for_ever(one: Turn, error: BusyError) -> None:
     while True:
         await one.wait(error)
 
@@ -35,7 +35,7 @@ async def for_ever(one: Patience, error: BusyError) -> None:
 def test_a_node_that_generates_is_refused_at_once() -> None:
     clock = Clock()
     with pytest.raises(BusyError) as caught:
-        asyncio.run(patience(clock).wait(GENERATING))
+        asyncio.run(turn(clock).wait(GENERATING))
     assert caught.value is GENERATING
     assert clock.now_s == 0
 
@@ -43,7 +43,7 @@ def test_a_node_that_generates_is_refused_at_once() -> None:
 def test_a_node_that_loads_is_waited_for_and_for_its_generation_until_the_deadline() -> None:
     async def main() -> None:
         clock = Clock()
-        one = patience(clock)
+        one = turn(clock)
         await one.wait(TAKEN)
         assert clock.now_s == ASK_EVERY_S
         with pytest.raises(BusyError, match=f"generating with /m .*has waited {OTHERS_S:.0f} s"):
@@ -56,7 +56,7 @@ def test_a_node_that_loads_is_waited_for_and_for_its_generation_until_the_deadli
 def test_where_waiting_is_vain_it_ends() -> None:
     async def main() -> None:
         clock = Clock()
-        one = patience(clock, lambda: clock.now_s >= 2 * ASK_EVERY_S)
+        one = turn(clock, lambda: clock.now_s >= 2 * ASK_EVERY_S)
         with pytest.raises(TakenError) as caught:
             await for_ever(one, TAKEN)
         assert caught.value is TAKEN
