@@ -223,8 +223,11 @@ async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> Non
             **job.options,
         )
         async with contextlib.aclosing(events):
-            async for event in events:
-                bars.stop()
-                output.take(event)
-                if event.result is not None:
-                    job.saved.take(event.result)
+            try:
+                async for event in events:
+                    bars.stop()
+                    output.take(event)
+                    if event.result is not None:
+                        job.saved.take(event.result)
+            finally:
+                output.break_off()

@@ -81,6 +81,24 @@ def write_out(text: object = "", *, end: str = "\n") -> None:
         ) from error
 
 
+class StreamedText:
+    """Text on standard output that comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._line_is_open = False
+
+    def write(self, text: str, *, end: str = "") -> None:
+        """Print more of it; raises what `write_out` does."""
+        write_out(text, end=end)
+        if written := text + end:
+            self._line_is_open = not written.endswith("\n")
+
+    def break_off(self) -> None:
+        """End a line in the middle where standard output is a terminal: something else follows."""
+        if self._line_is_open and sys.stdout.isatty():
+            self.write("\n")
+
+
 def say(line: str, *, end: str = "\n") -> None:
     """Print one line on standard error.
 

@@ -242,7 +242,7 @@ class Machine:
         self.config_path = folder / "config" / "shardnet" / "config.toml"
         self.config_path.parent.mkdir(parents=True)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDNET_")}
-        self._environment = inherited | {
+        self.environment = inherited | {
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
             "SHARDNET_CACHE_DIR": str(folder / "cache"),
@@ -294,7 +294,7 @@ class Machine:
 
     def call(self, *arguments: str, stdin: str | None = None) -> Result:
         """Run a command inside this process, which is 0.3 s faster than `run`."""
-        outcome = CliRunner(env={**os.environ, **self._environment}).invoke(
+        outcome = CliRunner(env={**os.environ, **self.environment}).invoke(
             app, arguments, input=stdin, catch_exceptions=False
         )
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
@@ -329,7 +329,7 @@ class Machine:
         self, arguments: Sequence[str], cwd: Path
     ) -> subprocess.Popen[bytes] | WarmProcess:
         if self._copies_nodes:
-            return WarmProcess(arguments, self._environment, cwd)
+            return WarmProcess(arguments, self.environment, cwd)
         return self._start(arguments, cwd=cwd)
 
     def _start(
@@ -345,7 +345,7 @@ class Machine:
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**self._environment, **(environment or {})},
+            env={**self.environment, **(environment or {})},
             cwd=cwd or self.folder,
         )
         if process.stdin is not None and stdin is not None:
