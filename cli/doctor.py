@@ -17,7 +17,7 @@ from shardnet.errors import ConfigurationError
 from .access import Access
 from .option_groups import takes_groups
 from .options import Json, NoMdns, Peer, check_addresses
-from .run import EXIT_FAILURE, run_command, write_out
+from .run import EXIT_FAILURE, one_line, run_command, write_out
 
 if TYPE_CHECKING:
     from shardnet.cluster.diagnosis_facts import Finding, KeyFacts
@@ -114,14 +114,14 @@ def _print(findings: list[Finding]) -> None:
         lines[-n_more:] = [("ok", f"and {n_more} more findings are fine; --json has them all")]
     if not sys.stdout.isatty():
         for word, line in lines:
-            write_out(f"{word:7}  {line}")
+            write_out(f"{word:7}  {one_line(line)}")
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     for word, line in lines:
-        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(line), soft_wrap=True)
+        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(one_line(line)), soft_wrap=True)
 
 
 def _as_json(finding: Finding) -> dict[str, str]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node import Node
 
 DEFAULT_PORT = 7433
+_MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,7 @@ def node(
     Prints one line when it is ready. A node keeps its part of a model loaded between generations.
     """
     check_choice("--device", device, ("auto", "cpu", "cuda"))
+    _check_name(name)
     keep_offline(offline)
     flags = _Flags(
         host=host,
@@ -169,6 +171,15 @@ def node(
         until_stdin_closes=until_stdin_closes,
     )
     run_command(_run(flags))
+
+
+def _check_name(name: str) -> None:
+    """Raise typer.BadParameter for a name that others could not show, or would not take."""
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise typer.BadParameter(
+            f"{name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
+            param_hint="--name",
+        )
 
 
 async def _run(flags: _Flags) -> None:
