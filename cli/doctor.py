@@ -10,13 +10,12 @@ import msgspec
 import typer
 
 from shardnet.api.opening import key_path
-from shardnet.api.requests import name_model
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .option_groups import takes_groups
-from .options import Json, NoMdns, Peer, check_addresses
+from .options import Json, NoMdns, Peer, check_addresses, check_model
 from .run import EXIT_FAILURE, one_line, run_command, write_out
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def doctor(
 
     One line per finding. Ends with 1 when something is wrong.
     """
-    model = name_model(model) if model else ""
+    model = check_model(model) if model else ""
     run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
 
 
