@@ -72,7 +72,8 @@ def remove(
         if packed.folder.name.startswith(model_id)
     ]
     for packed in packs:
-        remove_packed(packed)
+        if not remove_packed(packed):
+            fail(f"{packed.folder} cannot be deleted: do it as the user whose it is")
         say(f"deleted rounded weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
     if packs and not everything:
         return

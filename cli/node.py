@@ -22,6 +22,7 @@ from shardnet.cluster.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
 from .access import Access
+from .cache_folder import warn_of_cache
 from .mdns import told_interfaces
 from .option_groups import takes_groups
 from .options import (
@@ -210,13 +211,21 @@ async def _run(flags: _Flags) -> None:
             log=say,
         ),
     )
+    warn_of_cache()
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:
         entry = None
         if not flags.until_stdin_closes:
-            entry = local_nodes.add(
-                node=node.node, name=settings.name, address=node.address, pid=os.getpid()
-            )
+            try:
+                entry = local_nodes.add(
+                    node=node.node, name=settings.name, address=node.address, pid=os.getpid()
+                )
+            except OSError as error:
+                say(
+                    f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
+                    f"({error.strerror}): commands of this machine find it with --nodes "
+                    f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
+                )
         try:
             _say_ready(flags, node)
             await stopping.wait()

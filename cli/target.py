@@ -22,6 +22,7 @@ from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError
 from shardnet.wire.plans import ModelChoice
 
 from .access import Access
+from .cache_folder import warn_of_cache
 from .local_processes import local_processes
 from .mdns import find_nearest
 from .run import say
@@ -87,6 +88,7 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")
+    warn_of_cache()
     return await stack.enter_async_context(node_in_process(choice.threads, identity))
 
 
