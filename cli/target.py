@@ -81,6 +81,7 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
     here = await connect_here(stack, identity)
     if here is not None:
+        await _tell_of_unasked(here, wanted.peers)
         return here
     if wanted.peers:
         return await _nearest(stack, wanted.peers, identity)
@@ -90,6 +91,19 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
     say("no node runs here, none was named and none found: running in this process")
     warn_of_cache()
     return await stack.enter_async_context(node_in_process(choice.threads, identity))
+
+
+async def _tell_of_unasked(here: Client, peers: Sequence[str]) -> None:
+    """Say which --peer the node of this machine, which is asked instead, may not know."""
+    if not peers:
+        return
+    status = await here.status(with_peers=True)
+    known = {status.node.address, *(peer.address for peer in status.peers)}
+    if unknown := [peer for peer in peers if peer not in known]:
+        say(
+            f"--peer {', '.join(unknown)} is not asked: the node of this machine is, and plans "
+            "over the nodes it knows; give --peer to `shardnet node`, or name the ring with --nodes"
+        )
 
 
 async def connect_here(

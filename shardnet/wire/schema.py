@@ -42,7 +42,8 @@ PathText = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[str, Meta(max_length=128)]
 Phase = Literal["downloading", "fetching", "loading"]
 """What a node does before its stage is ready: weights come from peers, or from its own disk."""
-Text = Annotated[str, Meta(max_length=1 << 20)]
+MAX_TEXT: Final = 1 << 20
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_PING_BYTES: Final = 2 * 2**20
 PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]
 """Bytes whose way is timed. With them a CONTROL frame is still far below its cap."""
