@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
+from cuda_device import FULL, SMALL, Gpu
 from cuda_logits import SHORT_TRIAL, WHOLE_TRIAL, small_model
-from cuda_speed import FULL, SMALL, Gpu, decoding, limits, loading, overhead, products
+from cuda_speed import decoding, limits, loading, overhead, products
 
 from shardnet.model.families import parse_config
 from shardnet.model.quantization import Quantization

@@ -30,7 +30,7 @@ from shardnet.model.blocks import GatedMlp, Heads, SelfAttention
 from shardnet.model.footprint import GRAPH_BUCKETS
 from shardnet.model.halves import AttentionHalf, Layer, MlpHalf, Residual
 from shardnet.model.rotary import Rotary
-from shardnet.model.weights import StreamedLinear
+from shardnet.model.streamed_linear import StreamedLinear
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,8 @@ from shardnet.model.qwen2_moe import load_qwen2_moe_layer
 from shardnet.model.qwen3 import load_qwen3_layer
 from shardnet.model.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.streaming import LayerStream
-from shardnet.model.weights import Progress, StageWeights, WeightSource
+from shardnet.model.tensor_reader import Progress
+from shardnet.model.weights import StageWeights, WeightSource
 from shardnet.types import KvDType, LayerRange, MicroBatch, RoutingShape, SlotId
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,17 @@
-"""Reading a stage's weights: names resolved, shapes and dtypes checked, bytes counted.
+"""What a stage's layers are made of: products, norms and tables of a checkpoint's tensors.
 
-Knows the checkpoint and the tensor table. Must not know forward passes: a family asks for its
-parameters by name and gets ready-made products, norms and tables, which share no memory with the
-file.
+Knows which parameters become which kind of product, and where packed ones are kept. Must not know
+forward passes, nor how tensors are found and counted (tensor_reader.py): a family asks for its
+parameters by name and gets what shares no memory with the file.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,35 +21,24 @@ from shardnet.model.buffers import find_buffers
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
-    Kernel,
     KernelChoice,
     Linear,
-    PlainLinear,
     make_linear,
-    make_quantized,
     probe,
     rows_are_exact,
 )
 from shardnet.model.layers import Norm
-from shardnet.model.layout import StageTensors, left_over
-from shardnet.model.making import ModelTensor
-from shardnet.model.native import NativeProduct, NativeSource, native_kernels
-from shardnet.model.native_linear import NativeLinear, PanelPacking, fills_panels
+from shardnet.model.layout import StageTensors
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.pack_writer import PackWriter
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear, pack_all
+from shardnet.model.streamed_linear import StoredProduct, StreamedLinear
 from shardnet.model.streaming import FilePart, LayerStream
+from shardnet.model.tensor_reader import Progress, TensorReader
 from shardnet.types import DType
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all); what it raises ends the loading."""
-
-_FLOATS = frozenset({"F32", "F16", "BF16"})
-_READ_AHEAD_BYTES: Final = 1 << 26
-"""What the disk reads at most while tensors are made ready."""
 
 
 class WeightSource(Protocol):
@@ -93,40 +82,25 @@ class StageWeights:
         """Check every tensor of the stage by its header, before any is read.
 
         Products of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them.
-
-        Raises CheckpointError for one that is missing or has the wrong shape or dtype, and for one
-        in the checkpoint that the model has no place for.
+        Raises what a TensorReader raises.
         """
-        self._checkpoint = checkpoint
         self._choice = choice
         self._device = device
-        self._progress = progress
         self._packs = packs
         self.writer = PackWriter(packs)
         """What is packed goes to the cache on its thread."""
-        self._shapes = tensors.all
         self._head = tensors.head.keys()
-        self._shared = tensors.embedding.keys() & tensors.head.keys()
-        self._kept: dict[str, Tensor] = {}
         self.stream = LayerStream(find_buffers(device) if streamed else None)
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
-        config = checkpoint.config
-        for name in self._shapes:
-            self._check(name)
-        unknown = left_over(config, checkpoint.tensors)
-        if unknown:
-            raise CheckpointError(
-                f"{self._where(checkpoint.tensors[unknown[0]])} ({len(unknown)} such) has no "
-                f"place in a {config.family} model; use a checkpoint of the plain architecture"
-            )
-        self.exact_rows = choice.exact_rows
+        dtype = torch_dtype(choice.dtype)
+        self._reader = TensorReader(checkpoint, tensors, dtype, progress, self._streamed)
+        self._company = _CompanyTests(choice.exact_rows, device)
+
+    @property
+    def exact_rows(self) -> int:
         """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
-        self._tested: set[tuple[int, int, DType, type[Linear]]] = set()
-        self._coming = {name: False for name in self._shapes if name not in self._streamed}
-        """What is to be read, about in this order, and whether the disk has been asked for it."""
-        self._done_bytes = 0
-        self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
+        return self._company.exact_rows
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
@@ -137,23 +111,26 @@ class StageWeights:
         them as they are where products are rounded, `wide` is also in float32 whatever else is
         computed in.
         """
-        is_head = f"{names[0]}.weight" in self._head
-        kind = None if precise or wide else self._choice.rounding(is_head=is_head)
-        biases = [self._read(f"{name}.bias") for name in names if f"{name}.bias" in self._shapes]
-        choice = self._wide if wide else self._choice
-        layer = self._streamed.get(f"{names[0]}.weight")
-        if layer is not None and not (precise or wide):
-            return self._on_disk(layer, names, biases, kind, transposed=transposed)
+        weights = [f"{name}.weight" for name in names]
+        biases = [f"{name}.bias" for name in names if self._reader.has(f"{name}.bias")]
+        choice, kind, layer = self._choice, None, None
+        if wide:
+            choice = self._wide
+        elif not precise:
+            kind = choice.rounding(is_head=weights[0] in self._head)
+            layer = self._streamed.get(weights[0])
+        bias = [self._reader.read(name) for name in biases]
         if kind is not None:
-            packed, shape = self._packed(names, kind, transposed=transposed)
-            linear = make_quantized(packed, shape, biases, self._device, kind)
+            linear = self._rounded(names, bias, kind, layer, transposed=transposed)
+        elif layer is not None:
+            linear = self._on_disk(weights, bias, layer, transposed=transposed)
         else:
-            weights = self._weights(names, transposed=transposed)
-            linear = make_linear(choice, weights, biases, self._device)
-            del weights
-        del biases
-        self._finish()
-        self._test(names[0], linear, choice)
+            whole = self._weights(weights, transposed=transposed)
+            linear = make_linear(choice, whole, bias, self._device)
+            del whole
+            self._company.test(names[0], linear, choice)
+        del bias
+        self._reader.report()
         return linear
 
     @cached_property
@@ -162,100 +139,65 @@ class StageWeights:
         return probe(self._device, DType.FLOAT32, None)
 
     def _on_disk(
-        self,
-        layer: int,
-        names: Sequence[str],
-        biases: Sequence[Tensor],
-        kind: Quantization | None,
-        *,
-        transposed: bool,
+        self, names: Sequence[str], biases: Sequence[Tensor], layer: int, *, transposed: bool
     ) -> Linear:
-        """Make a product whose weights are read when its layer is at work.
-
-        What the library multiplies is packed as it is read, where panels do not go over from one
-        weight to the next; what oneDNN does, and what is turned, when its layer is at work.
-        """
-        if kind is not None:
-            packed, shape = self._packed(names, kind, transposed=transposed)
-            return self._packed_on_disk(layer, names, packed, shape, biases, kind)
-        choice, device = self._choice, self._device
-        stored = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
-        shape = (sum(tensor.shape[0] for tensor in stored), stored[0].shape[1])
-        assert not transposed or len(names) == 1
-        own = [bias.clone() for bias in biases]
-        bias = torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None
-        native = native_kernels() if choice.kernel is Kernel.NATIVE else None
-        packing = None
-        if native is not None and not transposed and fills_panels([t.shape[0] for t in stored]):
-            packing = PanelPacking(native=native, n_in=shape[1])
-        is_plain = choice.kernel is Kernel.PLAIN and not transposed
-        parts = [self._part(tensor) for tensor in stored]
-        begin = self.stream.reserve(layer, parts, packing)
-        n_bytes = sum(part.size_bytes for part in parts)
-
-        def make(raw: Tensor) -> Linear:
-            if native is not None and packing is not None:
-                return NativeLinear(raw, shape, bias, native)
-            weight = raw.view(torch_dtype(choice.stored_dtype)).view(shape)
-            if is_plain:
-                return PlainLinear(weight, bias, choice.min_rows)
-            return make_linear(choice, [weight.T if transposed else weight], own, device)
-
-        for name in names:
-            self._skip(f"{name}.weight")
-        product_shape = shape[::-1] if transposed else shape
+        """Make a product whose weights are read when its layer is at work."""
+        shapes = [self._reader.shape(name) for name in names]
+        product = StoredProduct.of(
+            self._choice, self._device, shapes, biases, transposed=transposed
+        )
+        parts = [self._reader.part(name) for name in names]
         linear = StreamedLinear(
             self.stream,
             layer,
-            begin,
-            n_bytes if packing is None else packing.packed_bytes(n_bytes),
-            product_shape,
-            make,
-            is_ready=is_plain or packing is not None,
-            is_native=native is not None,
+            self.stream.reserve(layer, parts, product.packing),
+            product.read_bytes(sum(part.size_bytes for part in parts)),
+            product.shape,
+            product.make,
+            is_ready=product.is_ready,
+            is_native=product.is_native,
         )
-        key = (*product_shape, choice.dtype, StreamedLinear)
-        if not linear.is_native and self.exact_rows > 1 and key not in self._tested:
+        self._reader.skip(names)
+        if not product.is_native and self._company.is_new(linear, self._choice):
             # Only then is anything read now: the library's products need not be tried.
-            self._tested.add(key)
-            whole = torch.cat([self._checkpoint.read(tensor.name) for tensor in stored])
-            self._test(names[0], make(whole.view(-1).view(torch.uint8).to(device)), choice)
-        self._finish()
+            stored = torch.cat([self._reader.again(name) for name in names])
+            made = product.make(stored.view(-1).view(torch.uint8).to(self._device))
+            self._company.test(names[0], made, self._choice)
         return linear
 
-    def _packed_on_disk(
+    def _rounded(
         self,
-        layer: int,
         names: Sequence[str],
-        packed: Tensor,
-        shape: tuple[int, int],
         biases: Sequence[Tensor],
         kind: Quantization,
+        layer: int | None,
+        *,
+        transposed: bool,
     ) -> Linear:
-        """Make a product of packed weights that the cache keeps. Raises CapacityError unless so."""
-        assert self._packs is not None
-        path, offset = self._packs.place(names, kind)
-        try:
-            part = FilePart.of(path, offset, packed.nbytes)
-        except CheckpointError as error:
-            raise CapacityError(
-                f"{path}: rounded weights of layers to be streamed could not be kept there; make "
-                "room on that disk (`shardnet cache rm`)"
-            ) from error
-        begin, packed_shape = self.stream.reserve(layer, [part]), packed.shape
-        device = self._device
-        bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
+        """Make a product of packed weights; those of a streamed `layer` stay in the cache."""
+        shapes = [self._reader.shape(f"{name}.weight") for name in names]
+        if transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        shape = (sum(shape[0] for shape in shapes), shapes[0][1])
+        packed = self._packed(
+            names, kind, shape, transposed=transposed, is_streamed=layer is not None
+        )
+        bias = (
+            torch.cat(list(biases)).to(self._device, torch.float32, copy=True) if biases else None
+        )
+        made = QuantizedLinear(packed.to(self._device), shape, kind, bias)
+        self._company.test(names[0], made, self._choice)
+        if layer is None:
+            return made
+        part, packed_shape = self._kept_part(names, kind, packed), packed.shape
 
-        def make(raw: Tensor) -> QuantizedLinear:
-            return QuantizedLinear(raw.view(packed_shape), shape, kind, bias)
+        def make(read: Tensor) -> QuantizedLinear:
+            return QuantizedLinear(read.view(packed_shape), shape, kind, bias)
 
-        made = make(packed.to(device))
-        self._test(names[0], made, self._choice)
-        self._finish()
         return StreamedLinear(
             self.stream,
             layer,
-            begin,
+            self.stream.reserve(layer, [part]),
             packed.nbytes,
             shape,
             make,
@@ -263,72 +205,55 @@ class StageWeights:
             is_native=made.is_native,
         )
 
-    def _part(self, tensor: ModelTensor) -> FilePart:
-        source = tensor.sources[0]
-        path = self._checkpoint.folder / source.file
-        return FilePart.of(path, source.offset, source.size_bytes)
-
-    def _test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
-        """Find out, once for each shape, whether the product keeps its rows' bits."""
-        key = (*linear.shape, choice.dtype, type(linear))
-        if self.exact_rows > 1 and key not in self._tested:
-            self._tested.add(key)
-            if not rows_are_exact(linear, choice, self._device):
-                log.warning("%s: rows of a product are not exact in company", name)
-                self.exact_rows = 1
-
-    def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
-        weights = [self._read(f"{name}.weight") for name in names]
-        self._read_ahead()
-        return [weight.T for weight in weights] if transposed else weights
+    def _kept_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
+        """Name packed weights in the cache. Raises CapacityError where it could not keep them."""
+        assert self._packs is not None
+        path, offset = self._packs.place(names, kind)
+        try:
+            return FilePart.of(path, offset, packed.nbytes)
+        except CheckpointError as error:
+            raise CapacityError(
+                f"{path}: rounded weights of layers to be streamed could not be kept there; make "
+                "room on that disk (`shardnet cache rm`)"
+            ) from error
 
     def _packed(
-        self, names: Sequence[str], kind: Quantization, *, transposed: bool
-    ) -> tuple[Tensor, tuple[int, int]]:
-        """Return packed weights and their [N, K], from the cache or packed now and kept there."""
-        shapes = [self._shapes[f"{name}.weight"] for name in names]
-        n_outs, n_in = [s[0] for s in shapes], shapes[0][1]
-        if transposed:
-            n_outs, n_in = [s[1] for s in shapes], shapes[0][0]
-        shape = (sum(n_outs), n_in)
-        packed = self._kept_pack(names, kind, kind.packed_shape(*shape))
-        if packed is None:
-            packed = pack_all(self._weights(names, transposed=transposed), kind, self._finish)
-            self.writer.put(names, kind, packed)
-            if self._device.type != "cpu" or f"{names[0]}.weight" in self._streamed:
-                self.writer.finish(self._finish)  # or it would stay in memory only to be written
-        return packed, shape
-
-    def _kept_pack(
-        self, names: Sequence[str], kind: Quantization, shape: tuple[int, int, int]
-    ) -> Tensor | None:
-        """Return packed weights from the cache, which then need not be read."""
-        if self._packs is None:
-            return None
-        uncounted = [f"{name}.weight" for name in names if f"{name}.weight" not in self._kept]
-        stored_bytes = sum(self._checkpoint.tensors[name].size_bytes for name in uncounted)
-        packed_bytes, done = math.prod(shape), 0
-
-        def came(n_bytes: int) -> None:
-            nonlocal done
-            done += n_bytes
-            done_bytes = self._done_bytes + stored_bytes * done // packed_bytes
-            self._progress(done_bytes, self._total_bytes)
-
-        packed = self._packs.get(names, kind, shape, came)
-        if packed is not None:
-            for name in names:
-                self._skip(f"{name}.weight")
+        self,
+        names: Sequence[str],
+        kind: Quantization,
+        shape: tuple[int, int],
+        *,
+        transposed: bool,
+        is_streamed: bool,
+    ) -> Tensor:
+        """Return packed weights of `shape` (N, K), from the cache or packed now and kept there."""
+        weights = [f"{name}.weight" for name in names]
+        packed_shape = kind.packed_shape(*shape)
+        if self._packs is not None:
+            came = self._reader.instead_of(weights, math.prod(packed_shape))
+            kept = self._packs.get(names, kind, packed_shape, came)
+            if kept is not None:
+                self._reader.skip(weights)
+                return kept
+        packed = pack_all(self._weights(weights, transposed=transposed), kind, self._reader.report)
+        self.writer.put(names, kind, packed)
+        if is_streamed or self._device.type != "cpu":
+            self.writer.finish(self._reader.report)  # else it would stay in memory to be written
         return packed
+
+    def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
+        weights = [self._reader.read(name) for name in names]
+        self._reader.read_ahead()
+        return [weight.T for weight in weights] if transposed else weights
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
 
         An `offset` is added to the weight, in float32, where the norm stays.
         """
-        with_bias = f"{name}.bias" in self._shapes
+        with_bias = self._reader.has(f"{name}.bias")
         if offset:
-            weight = self._read(f"{name}.weight").to(self._device, torch.float32) + offset
+            weight = self._reader.read(f"{name}.weight").to(self._device, torch.float32) + offset
         else:
             weight = self._own(f"{name}.weight")
         norm = Norm(
@@ -336,142 +261,44 @@ class StageWeights:
             bias=self._own(f"{name}.bias") if with_bias else None,
             eps=eps,
         )
-        self._finish()
+        self._reader.report()
         return norm
 
     def table(self, name: str) -> Tensor:
         """Copy `NAME.weight` as it is: [rows, E] in the compute dtype."""
         table = self._own(f"{name}.weight")
-        self._finish()
+        self._reader.report()
         return table
 
     def parameter(self, name: str) -> Tensor:
         """Copy the parameter of this whole name, in float32."""
-        value = self._read(name).to(self._device, torch.float32, copy=True)
-        self._finish()
+        value = self._reader.read(name).to(self._device, torch.float32, copy=True)
+        self._reader.report()
         return value
 
     def _own(self, name: str) -> Tensor:
-        is_stored = self._checkpoint.tensors[name].dtype is not None
-        dtype = torch_dtype(self._choice.dtype)
-        return self._read(name).to(self._device, dtype, copy=is_stored)
-
-    def _read(self, name: str) -> Tensor:
-        """Make a tensor. A tied table that the stage needs twice is read and counted once."""
-        if name in self._kept:
-            return self._kept.pop(name)
-        self._coming.pop(name, None)
-        tensor = self._checkpoint.read(name, torch_dtype(self._choice.dtype), self._came)
-        if name in self._shared:
-            self._kept[name] = tensor
-        return tensor
-
-    def _read_ahead(self) -> None:
-        """Have the disk read what comes next, while we pack what is here."""
-        room = _READ_AHEAD_BYTES
-        for name, is_asked_for in self._coming.items():
-            if not is_asked_for:
-                self._coming[name] = True
-                self._checkpoint.announce(name, room)
-            room -= self._checkpoint.tensors[name].size_bytes
-            if room <= 0:
-                break
-
-    def _came(self, n_bytes: int) -> None:
-        """Count bytes that have been read."""
-        self._done_bytes += n_bytes
-        self._finish()
-
-    def _skip(self, name: str) -> None:
-        """Count a tensor that need not be read."""
-        self._coming.pop(name, None)
-        if self._kept.pop(name, None) is None:
-            self._done_bytes += self._checkpoint.tensors[name].size_bytes
-
-    def _finish(self) -> None:
-        """Say how far we are."""
-        self._progress(self._done_bytes, self._total_bytes)
-
-    def _check(self, name: str) -> None:
-        """Hold the header of the tensor `name` against the model's config."""
-        tensor = self._checkpoint.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(
-                f"{self._checkpoint.path}: tensor {name} is missing; fetch the checkpoint again"
-            )
-        where, expected = self._where(tensor), self._shapes[name]
-        if tensor.shape != expected:
-            raise CheckpointError(
-                f"{where} has shape {list(tensor.shape)}, the config asks for {list(expected)}; "
-                "config and tensors are of different models: fetch the checkpoint again"
-            )
-        if tensor.dtype is not None and tensor.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_FLOATS))}; "
-                "use a checkpoint that is not quantized, or one whose config says how it is"
-            )
-
-    def _where(self, tensor: ModelTensor) -> str:
-        source = tensor.sources[0]
-        return f"{self._checkpoint.folder / source.file}: tensor {source.name}"
+        return self._reader.own(name, self._device, torch_dtype(self._choice.dtype))
 
 
-class StreamedLinear:
-    """A product whose weights are in one of the buffers of `stream` while its layer computes."""
+class _CompanyTests:
+    """Finds out, once for each kind of product, whether it keeps its rows' bits in company."""
 
-    def __init__(
-        self,
-        stream: LayerStream,
-        layer: int,
-        begin: int,
-        size_bytes: int,
-        shape: tuple[int, int],
-        make: Callable[[Tensor], Linear],
-        *,
-        is_ready: bool,
-        is_native: bool,
-    ) -> None:
-        """Take where the weights begin in a buffer, and what makes a product of these bytes.
+    def __init__(self, exact_rows: int, device: torch.device) -> None:
+        """Begin with the rows that were probed."""
+        self.exact_rows = exact_rows
+        self._device = device
+        self._seen: set[tuple[int, int, DType, type[Linear]]] = set()
 
-        With `is_ready` it multiplies with these very bytes; else it packs them, whenever they have
-        been read, and the product goes with its layer.
-        """
-        self._stream = stream
-        self._layer = layer
-        self._begin = begin
-        self._size_bytes = size_bytes
-        self._shape = shape
-        self._make = make
-        self._is_ready = is_ready
-        self._is_native = is_native
-        self._by_buffer: dict[int, Linear] = {}
+    def is_new(self, linear: Linear, choice: KernelChoice) -> bool:
+        """Say, once, that a product of its kind has still to be tested."""
+        key = (*linear.shape, choice.dtype, type(linear))
+        if self.exact_rows == 1 or key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the compiled library multiplies."""
-        return self._is_native
-
-    def native_product(self) -> NativeProduct:
-        """Return what multiplies with the weights that are there now."""
-        product = self._at_hand()
-        assert isinstance(product, NativeSource), "is_native says so"
-        return product.native_product()
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply every row."""
-        return self._at_hand()(rows)
-
-    def _at_hand(self) -> Linear:
-        """Return the product of the weights that have been read for the layer at work."""
-        buffer = self._stream.buffer_of(self._layer)
-        made, key = self._stream.made, self._begin
-        if self._is_ready:
-            made, key = self._by_buffer, buffer
-        if key not in made:
-            made[key] = self._make(self._stream.weights(self._begin, self._size_bytes, buffer))
-        return made[key]
+    def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
+        """Test a product unless one of its kind has been."""
+        if self.is_new(linear, choice) and not rows_are_exact(linear, choice, self._device):
+            log.warning("%s: rows of a product are not exact in company", name)
+            self.exact_rows = 1

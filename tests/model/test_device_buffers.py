@@ -27,7 +27,8 @@ from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear
 from shardnet.model.stage_model import StageModel, load_stage
-from shardnet.model.weights import StageWeights, StreamedLinear
+from shardnet.model.streamed_linear import StreamedLinear
+from shardnet.model.weights import StageWeights
 from shardnet.types import DType, LayerRange
 
 PLAIN = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.PLAIN, exact_rows=1, min_rows=1)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardnet.model import native, native_half, native_packing, quantization
+from shardnet.model import native, native_packing, native_structs, quantization
 from shardnet.model.attention import plan_step
 from shardnet.model.kv_cache import KvCache
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
@@ -32,10 +32,10 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "team": native.Team,
     "product": native._Product,
     "packing": native_packing._Packing,
-    "norm": native_half._Norm,
-    "residual": native_half._Residual,
-    "attention_half": native_half._AttentionArguments,
-    "mlp_half": native_half._MlpArguments,
+    "norm": native_structs.NormStruct,
+    "residual": native_structs.ResidualStruct,
+    "attention_half": native_structs.AttentionStruct,
+    "mlp_half": native_structs.MlpStruct,
 }
 Fields = list[tuple[str, Any]]
 
@@ -126,13 +126,13 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
         name: constant(name) for name in ("PORTABLE", "AVX2", "AVX512", "NEON")
     }
     parts = ("BEFORE", "STORE", "ATTEND", "AFTER")
-    assert [getattr(native_half, f"_{part}") for part in parts] == [constant(p) for p in parts]
-    for activation, number in native_half._ACTIVATIONS.items():
+    assert [getattr(native_structs, part) for part in parts] == [constant(p) for p in parts]
+    for activation, number in native_structs.ACTIVATIONS.items():
         in_c = "GELU_TANH" if activation.name.startswith("GELU") else activation.name
         assert number == constant(in_c)
     in_c = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
     assert {dtype: constant(name) for dtype, name in in_c.items()} == native_packing._TYPES
-    assert constant("MAX_HEAD") == native_half._MAX_HEAD
+    assert constant("MAX_HEAD") == native_structs.MAX_HEAD
     assert constant("PANEL") == quantization.PANEL
     assert constant("SCALE_BYTES") == quantization.SCALE_BYTES
     for kind in quantization.Quantization:

@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_decoder, make_llama
 from stage_chain import CPU
 
-from shardnet.model import pack_cache, quantized, stored, weights
+from shardnet.model import pack_cache, quantized, stored, tensor_reader
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.native import NativeProduct, native_kernels
@@ -146,7 +146,7 @@ def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(
 
     monkeypatch.setattr(Checkpoint, "read", watch_read)
     monkeypatch.setattr(Checkpoint, "announce", watch_announce)
-    monkeypatch.setattr(weights, "_READ_AHEAD_BYTES", 40_000)  # about a layer
+    monkeypatch.setattr(tensor_reader, "_READ_AHEAD_BYTES", 40_000)  # about a layer
     load_range(checkpoint, LayerRange(1, 3))
     read_names = [name for what, name in events if what == "read"]
     asked = [name for what, name in events if what == "asked"]

@@ -26,8 +26,10 @@ from shardnet.model.kv_cache import KvCache
 from shardnet.model.kv_rows import round_rows
 from shardnet.model.layers import HeadNorm, Norm
 from shardnet.model.native import NativeKernels, find_kernels, native_kernels
-from shardnet.model.native_half import NativeAttention, NativeMlp, with_native_halves
+from shardnet.model.native_attention import NativeAttention
+from shardnet.model.native_half import with_native_halves
 from shardnet.model.native_linear import NativeLinear
+from shardnet.model.native_mlp import NativeMlp
 from shardnet.model.rotary import Rotary
 from shardnet.types import (
     DType,
