@@ -107,10 +107,10 @@ def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_disk_that_takes_nothing_is_named(tmp_path: Path) -> None:
     tar = make_tar(tmp_path / "m.tar", {"a": WEIGHTS})
-    with full_disk(1000), pytest.raises(CheckpointError, match="cannot be unpacked .* too large"):
+    with full_disk(1000), pytest.raises(CheckpointError, match=r"cannot be unpacked .* too large"):
         unpack(tar, tmp_path / "m", lambda _: None)
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be unpacked to .* Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot be unpacked to .* Not a directory"):
         unpack(tar, tmp_path / "file" / "m", lambda _: None)
     assert {path.name for path in tmp_path.iterdir()} == {"m.tar", "file"}
 
