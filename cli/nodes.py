@@ -82,10 +82,8 @@ async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[Node
         found = await find_nearest(identity, insecure=access.insecure, answer_s=FOUND_S)
         addresses = [sounding.address for sounding in found]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
-    known: dict[str, NodeInfo] = {}
-    for infos in answers:
-        for info in infos:
-            known.setdefault(info.node, info)
+    known = {info.node: info for infos in answers for info in infos}
+    known |= {infos[0].node: infos[0] for infos in answers if infos}  # each knows itself best
     return sorted(known.values(), key=lambda info: (info.name, info.address))
 
 

@@ -15,13 +15,14 @@ from shardnet.cluster.cache_dir import cache_dir
 from shardnet.cluster.last_run import read_last_run
 from shardnet.errors import UsageError
 from shardnet.wire.generation import LastRun
-from shardnet.wire.plans import ModelChoice, PlanRequest
+from shardnet.wire.plans import ModelChoice, NodeProgress, PlanRequest
 
 from .access import Access
 from .narrow_wire import WireBar
 from .option_groups import takes_groups
 from .options import Json
 from .plan_text import plan_json, plan_text, run_json, run_text
+from .progress import LoadBars
 from .ring_options import OnlineRingOptions
 from .run import run_command, write_out
 from .target import Wanted, connect_here, open_target
@@ -57,8 +58,16 @@ def _check(choice: ModelChoice) -> None:
 
 async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
     async with open_target(wanted) as target:
-        with WireBar(wanted.choice.wire_dtype) as bar:
-            reply = await target.client.plan(target.choice, bar.update, again=again)
+        with LoadBars() as planning, WireBar(wanted.choice.wire_dtype) as bar:
+
+            def update(report: NodeProgress) -> None:
+                if report.phase == "measuring":
+                    planning.update(report)
+                else:
+                    planning.stop()
+                    bar.update(report)
+
+            reply = await target.client.plan(target.choice, update, again=again)
     write_out(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
 
 

@@ -40,6 +40,8 @@ class LoadBars:
         )
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
+        self._waiting: set[int] = set()
+        self._measured = ""
         self._planning: TaskID | None = None
         self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
 
@@ -68,6 +70,11 @@ class LoadBars:
 
     def update(self, report: NodeProgress) -> None:
         """Move the bar of one node: one to fetch weights, if there are any, and one to load."""
+        if report.phase == "waiting":
+            self._tell_of_waiting(report.rank)
+        if report.phase == "measuring":
+            self._tell_of_measuring(report.done_bytes, report.total_bytes)
+            return
         if not report.total_bytes:
             return
         bar = (report.rank, report.phase)
@@ -91,10 +98,22 @@ class LoadBars:
         self._end_planning()
         self._progress.stop()
 
+    def _tell_of_waiting(self, rank: int) -> None:
+        if rank not in self._waiting:
+            self._waiting.add(rank)
+            say(f"{self._names.get(rank, 'a node')}: waiting for another head that uses the node")
+
+    def _tell_of_measuring(self, n_done: int, n_all: int) -> None:
+        self._measured = f", {n_done} of {n_all} so far"
+        if self._planning is not None:
+            self._progress.update(self._planning, description=self._planning_words)
+
+    @property
+    def _planning_words(self) -> str:
+        return f"planning; nodes and links are measured once per model{self._measured}"
+
     def _tell_of_planning(self) -> None:
-        self._planning = self._progress.add_task(
-            "planning; nodes and links are measured once per model", total=None
-        )
+        self._planning = self._progress.add_task(self._planning_words, total=None)
         self._progress.start()
 
     def _end_planning(self) -> None:

@@ -12,6 +12,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     ├── PlanError                     no plan fits, or the nodes do not agree on the model
     ├── CapacityError                 a request that needs more memory or context than there is
     ├── BusyError                     the node serves another ring while requests run
+    │   └── TakenError                the node's place is given to a ring that is being built
     ├── LinkError                     a link to a peer ended or never came up
     │   ├── LinkClosedError           the peer closed, or we did
     │   ├── PeerUnreachableError      nothing answers at that address
@@ -92,6 +93,15 @@ class BusyError(ShardnetError):
     """The node serves another ring while requests run."""
 
     code = 22
+
+
+class TakenError(BusyError):
+    """Another head builds a ring with the node just now; the message says with which model.
+
+    Unlike a generation, that ends soon: who meets it may wait and ask again.
+    """
+
+    code = 23
 
 
 class LinkError(ShardnetError):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+END_S = 300
+"""Ends a process that hangs; one that imports torch on a busy machine may need a minute."""
 
 
 def figures_of(source: str, *arguments: str) -> dict[str, Any]:
@@ -31,6 +33,6 @@ def _output(*arguments: str) -> bytes:
         capture_output=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=END_S,
     )
     return done.stdout

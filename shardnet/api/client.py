@@ -136,8 +136,8 @@ class Client:
     ) -> PlanReply:
         """Ask for the plan that `model` would get; with `again` everything is measured anew.
 
-        `on_progress` is called while a narrower wire is measured, which takes as long as the head
-        needs to read the whole checkpoint.
+        `on_progress` is called while nodes and links are measured, with counts of these, and while
+        a narrower wire is, which takes as long as the head needs to read the whole checkpoint.
 
         Raises PlanError and its like, UsageError for a choice that cannot be sent.
         """

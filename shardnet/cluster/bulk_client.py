@@ -6,7 +6,6 @@ the bytes go.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import TypeVar
@@ -15,6 +14,7 @@ from shardnet.errors import PeerSilentError, RemoteProtocolError
 from shardnet.model.replica import Part
 from shardnet.model.stored import FileHead
 from shardnet.transport.link import Link
+from shardnet.transport.patience import patience
 from shardnet.wire.bulk import (
     BulkMessage,
     BulkRequest,
@@ -121,7 +121,7 @@ class BulkClient:
 
     async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
         try:
-            async with asyncio.timeout(self._answer_s):
+            async with patience(self._answer_s):
                 frame = await self.link.receive()
         except TimeoutError:
             raise PeerSilentError(

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ from shardnet.wire.generation import (
     Unload,
 )
 from shardnet.wire.plans import NodeProgress, PlanRequest
+from shardnet.wire.schema import Phase
 
 _PIECE_BYTES = 1 << 20
 _PIECE_LOGPROBS = 64
@@ -87,14 +89,20 @@ class Clients:
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Answer with the plan, or with where to ask. A wire that is asked for is measured."""
-        plan = await self._head.plan(message.choice, measure_one=True, again=message.again)
+        plan = await self._head.plan(
+            message.choice,
+            lambda done, total: _report(control, message.request, 0, "measuring", done, total),
+            measure_one=True,
+            again=message.again,
+        )
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
         elif not plan.choice.wire_dtype:
             control.send(plan.reply(message.request))
         else:
             wire = await self._wire_errors.narrow(
-                plan, lambda done, total: _report(control, message.request, done, total)
+                plan,
+                lambda done, total: _report(control, message.request, 0, "loading", done, total),
             )
             control.send(plan.reply(message.request, wire))
 
@@ -125,15 +133,7 @@ class Clients:
         async with self._head.lead(
             message.choice,
             on_plan=lambda plan: control.send(plan.reply(message.request)),
-            on_progress=lambda rank, phase, done, total: control.send(
-                NodeProgress(
-                    request=message.request,
-                    rank=rank,
-                    done_bytes=done,
-                    total_bytes=total,
-                    phase=phase,
-                )
-            ),
+            on_progress=partial(_report, control, message.request),
         ) as lead:
             if isinstance(lead, Elsewhere):
                 control.send(Redirect(request=message.request, address=lead.address))
@@ -211,13 +211,20 @@ class Clients:
             self._has_told = True
 
 
-def _report(control: ControlLink, request: int, done_bytes: int, total_bytes: int) -> None:
-    """Tell a client how far this node is; one that has gone need not know."""
+def _report(
+    control: ControlLink, request: int, rank: int, phase: Phase, done_bytes: int, total_bytes: int
+) -> None:
+    """Tell a client how far a node is; one that has gone need not know."""
     if not control.link.closed:
-        progress = NodeProgress(
-            request=request, rank=0, done_bytes=done_bytes, total_bytes=total_bytes
+        control.send(
+            NodeProgress(
+                request=request,
+                rank=rank,
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                phase=phase,
+            )
         )
-        control.send(progress)
 
 
 def _prompt_ids(message: Generate, lead: Lead) -> list[int]:

@@ -21,6 +21,7 @@ from shardnet.errors import (
     first_error,
 )
 from shardnet.transport.link import Link
+from shardnet.transport.patience import patience
 from shardnet.wire.control import (
     ControlMessage,
     Failed,
@@ -111,7 +112,7 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    async with asyncio.timeout(REPLY_SILENCE_S):
+                    async with patience(REPLY_SILENCE_S):
                         answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 from shardnet.cluster.holders import Holder, check_same_model, choose_sources
+from shardnet.cluster.measurement import OnMeasured
+from shardnet.cluster.neighbours import Candidates
 from shardnet.cluster.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.stage_host import generating_with
 from shardnet.cluster.stage_port import StagePort
 from shardnet.cluster.survey import Survey
+from shardnet.cluster.turn import Turn
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.model.tokenizer import Tokenizer, read_eos_ids
 from shardnet.runtime.loading import ModelFacts
@@ -46,7 +49,7 @@ class Neighbourhood(Protocol):
     def node(self) -> NodeId:
         """This node's id."""
 
-    async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
+    async def candidates(self, addresses: Sequence[str]) -> Candidates:
         """Return the nodes at `addresses`, or without any this node and all it knows."""
 
     async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
@@ -125,26 +128,34 @@ class Head:
             raise generating_with(self._lead.plan.choice.model)
 
     async def plan(
-        self, choice: ModelChoice, *, measure_one: bool = False, again: bool = False
+        self,
+        choice: ModelChoice,
+        on_measured: OnMeasured,
+        *,
+        measure_one: bool = False,
+        again: bool = False,
     ) -> Plan | Elsewhere:
         """Plan `choice`, or name the node that would be its head.
 
         Where there is more than one node to choose from, all are measured first. A single one tells
         what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
-        does not do.
+        does not do. `on_measured` is told how far that is.
 
         Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
         """
-        nodes = await self._neighbourhood.candidates(choice.nodes)
+        candidates = await self._neighbourhood.candidates(choice.nodes)
+        nodes = candidates.nodes
         if choice.nodes and nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=nodes[0].address, model=choice.model)
         facts = await self._neighbourhood.identify(choice.model)
         dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
         if len(nodes) > 1 or measure_one:
-            measured = await survey.measured(nodes, choice, facts, dtype, again=again)
+            measured = await survey.measured(
+                nodes, choice, facts, dtype, again=again, on_measured=on_measured
+            )
         else:
             measured = await survey.known(nodes[0], choice, facts, dtype)
-        plan = make_plan(choice, facts, nodes, measured)
+        plan = make_plan(choice, facts, nodes, measured, candidates.silent)
         if plan.nodes[0].node != self._neighbourhood.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -223,18 +234,30 @@ class Head:
         if standing is not None:
             on_plan(standing.plan)
             return standing
-        elsewhere = self._neighbourhood.head_elsewhere()
-        if elsewhere is not None and elsewhere.model == choice.model and not choice.nodes:
+        elsewhere = self._has_ring_elsewhere(choice)
+        if elsewhere is not None:
             return elsewhere
         self.check_idle()
         await self._neighbourhood.provide(
             choice.model, lambda done, total: on_progress(0, "downloading", done, total)
         )
-        plan = await self.plan(choice)
+        plan = await self.plan(choice, lambda done, total: on_progress(0, "measuring", done, total))
         if isinstance(plan, Elsewhere):
             return plan
         on_plan(plan)
-        return await self._build(plan, on_progress)
+        try:
+            return await self._build(plan, on_progress)
+        except BusyError:
+            elsewhere = self._has_ring_elsewhere(choice)
+            if elsewhere is None:
+                raise
+            return elsewhere
+
+    def _has_ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return another head whose ring with this node, standing or being built, would do."""
+        elsewhere = self._neighbourhood.head_elsewhere()
+        is_same = elsewhere is not None and elsewhere.model == choice.model
+        return elsewhere if is_same and not choice.nodes else None
 
     async def _standing(self, choice: ModelChoice) -> Lead | None:
         """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
@@ -264,7 +287,10 @@ class Head:
         return lead if is_same and lead.ring.broken is None else None
 
     async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
-        """Check that all nodes hold one model, free the old ring, and build the new ring."""
+        """Check that all nodes hold one model, free the old ring, and build the new ring.
+
+        Nodes with which another head builds a ring are waited for, unless that one would do.
+        """
         ports = [await self._neighbourhood.port(node) for node in plan.nodes]
         holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(holders[: len(plan.nodes)])
@@ -276,7 +302,8 @@ class Head:
             self._lead = None
         self._epoch += 1
         epoch = Epoch(self._epoch)
-        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s)
+        turn = Turn(lambda: self._has_ring_elsewhere(plan.choice) is not None)
+        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s, turn.wait)
         try:
             load_s = await ring.build(on_progress)
         finally:

@@ -7,7 +7,7 @@ cannot be measured is planned with all the same. Must not know how a node measur
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,18 +64,38 @@ class Instruments(Protocol):
         """Have a node measure its links. Raises as `measure_stage`."""
 
 
+OnMeasured = Callable[[int, int], None]
+"""Takes (nodes and links that were measured or have failed, nodes and links in all)."""
+
+
+class _Count:
+    """Counts what is done of `n_all`, and tells it."""
+
+    def __init__(self, n_all: int, on_measured: OnMeasured) -> None:
+        self._n_all = n_all
+        self._on_measured = on_measured
+        self._n_done = 0
+
+    def one_more(self) -> None:
+        self._n_done += 1
+        self._on_measured(self._n_done, self._n_all)
+
+
 async def gather(
     nodes: Sequence[NodeInfo],
     stage: MeasureStage,
     payload_bytes: int,
     instruments: Instruments,
+    on_measured: OnMeasured = lambda n_done, n_all: None,
 ) -> Measured:
     """Have all nodes measured for the model of `stage`, then all links between two of them.
 
     Machines measure at the same time, the nodes of one machine one after the other. A link is
-    measured by the node with the smaller id. What fails is left out, and said.
+    measured by the node with the smaller id. What fails is left out, and said. `on_measured`, which
+    must not raise, is told of each node and link that is done.
     """
-    told = await _all_nodes(nodes, stage, instruments)
+    count = _Count(len(nodes) * (len(nodes) + 1) // 2, on_measured)
+    told = await _all_nodes(nodes, stage, instruments, count)
     speeds = {}
     for place, entry in enumerate(told):
         if entry.seconds is None:
@@ -89,7 +109,7 @@ async def gather(
             )
         except UsageError as error:
             told[place] = _without(nodes[place], error)
-    links = await _all_links(nodes, payload_bytes, stage.again, instruments)
+    links = await _all_links(nodes, payload_bytes, stage.again, instruments, count)
     return Measured(speeds=speeds, links=links, told=tuple(told))
 
 
@@ -112,7 +132,7 @@ def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]
 
 
 async def _all_nodes(
-    nodes: Sequence[NodeInfo], stage: MeasureStage, instruments: Instruments
+    nodes: Sequence[NodeInfo], stage: MeasureStage, instruments: Instruments, count: _Count
 ) -> list[NodeMeasured]:
     by_host: dict[str, list[NodeInfo]] = {}
     for node in nodes:
@@ -122,6 +142,7 @@ async def _all_nodes(
     async def one_host(here: Sequence[NodeInfo]) -> None:
         for node in here:
             found[node.node] = await _one_node(node, stage, instruments)
+            count.one_more()
 
     async with asyncio.TaskGroup() as tasks:
         for here in by_host.values():
@@ -154,7 +175,11 @@ def _without(node: NodeInfo, error: ShardnetError) -> NodeMeasured:
 
 
 async def _all_links(
-    nodes: Sequence[NodeInfo], payload_bytes: int, again: bool, instruments: Instruments
+    nodes: Sequence[NodeInfo],
+    payload_bytes: int,
+    again: bool,
+    instruments: Instruments,
+    count: _Count,
 ) -> dict[tuple[NodeId, NodeId], LinkSpeed]:
     by_id = {NodeId(node.node): node for node in nodes}
     links: dict[tuple[NodeId, NodeId], LinkSpeed] = {}
@@ -168,7 +193,8 @@ async def _all_links(
                     speed = LinkSpeed(round_trip_s=row.round_trip_s, bytes_per_s=row.bytes_per_s)
                     links[pair] = speed
         except ShardnetError:  # planned with as if it were slow, which the plan says
-            return
+            pass
+        count.one_more()
 
     for pairs in rounds_of_pairs(by_id):
         async with asyncio.TaskGroup() as tasks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -15,32 +16,55 @@ from shardnet.cluster.peers import Peers
 from shardnet.cluster.presence import Presence
 from shardnet.errors import ShardnetError, UsageError, first_error
 from shardnet.types import NodeId
+from shardnet.wire.messages import explanation
 from shardnet.wire.neighbours import NodeInfo, Status, StatusReply
+from shardnet.wire.plans import LeftOut
 
-PEER_STATUS_S = 1.5
-"""How long a node waits for a peer's status before it plans without that one."""
+PEER_STATUS_S = 10.0
+"""How long a node waits for a peer's status before it plans without that one: longer than a link
+lives that says nothing, so whoever is left out at the end is there, and very busy."""
+TOO_BUSY = "its link lives, so it is too busy; ask again when that has ended"
 LISTED_S = 0.7
 """How long it waits before it tells what it last knew of that peer: lists are to come at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The nodes that a plan may use, and linked ones that did not say in time how they are."""
+
+    nodes: tuple[NodeInfo, ...]
+    silent: tuple[LeftOut, ...] = ()
+
+
 class Neighbours:
-    """This node and those it knows, as they are now. `own_info` describes this one."""
+    """This node and those it knows, as they are now. `own_info` describes this one.
+
+    `status_s` is how long a peer may take to say how it is when it is wanted for a plan.
+    """
 
     def __init__(
-        self, *, own_info: Callable[[], NodeInfo], peers: Peers, presence: Presence
+        self,
+        *,
+        own_info: Callable[[], NodeInfo],
+        peers: Peers,
+        presence: Presence,
+        status_s: float = PEER_STATUS_S,
     ) -> None:
         self._own_info = own_info
         self._peers = peers
         self._presence = presence
+        self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
-    async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
+    async def candidates(self, addresses: Sequence[str]) -> Candidates:
         """Return the nodes at `addresses`, or without any this node and its peers.
 
-        Raises LinkError when there is no node at an address, UsageError when one is named twice.
+        A peer is waited for while its link lives, at most `status_s`. Raises LinkError when there
+        is no node at an address, UsageError when one is named twice.
         """
         if not addresses:
-            return [self._own_info(), *await self.peers()]
+            infos, silent = await self._ask_all(self._status_s)
+            return Candidates(nodes=(self._own_info(), *infos), silent=silent)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asks = [tasks.create_task(self._at(address)) for address in addresses]
@@ -50,38 +74,39 @@ class Neighbours:
         for place, info in enumerate(infos):
             if info.node in {other.node for other in infos[:place]}:
                 raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
-        return infos
-
-    async def peers(self) -> list[NodeInfo]:
-        """Ask every linked peer; one that does not answer in time is left out."""
-        return await self._ask_all(PEER_STATUS_S)
+        return Candidates(nodes=tuple(infos))
 
     async def listed(self) -> list[NodeInfo]:
         """Ask every linked peer; of one that does not answer at once tell what was known last.
 
         That it is here is known from its link.
         """
-        answers = {info.node: info for info in await self._ask_all(LISTED_S)}
+        infos, _ = await self._ask_all(LISTED_S)
+        answers = {info.node: info for info in infos}
         linked = [control.link.peer.node for control in self._peers.lines.linked()]
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
-    async def _ask_all(self, patience_s: float) -> list[NodeInfo]:
-        async def ask(control: ControlLink) -> NodeInfo | None:
+    async def _ask_all(self, patience_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
+        """Ask every linked peer. Returns what they say, and who did not say it in time."""
+
+        async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
                 async with asyncio.timeout(patience_s):
                     return await _ask(control)
-            except (ShardnetError, TimeoutError):
-                return None
+            except TimeoutError:
+                return _silent(control, f"it did not answer within {patience_s:g} s: {TOO_BUSY}")
+            except ShardnetError as error:
+                return _silent(control, explanation(error))
 
         answers = await asyncio.gather(*(ask(control) for control in self._peers.lines.linked()))
         infos = [
             replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
             for info in answers
-            if info is not None
+            if isinstance(info, NodeInfo)
         ]
         self._latest |= {info.node: info for info in infos}
-        return infos
+        return infos, tuple(answer for answer in answers if isinstance(answer, LeftOut))
 
     async def _at(self, address: str) -> NodeInfo:
         """Ask the node at `address`, which may be this one, who it is."""
@@ -90,6 +115,11 @@ class Neighbours:
         if control is not None:
             return replace(await _ask(control), address=address)
         return replace(own, address=self._presence.seen_as(address))
+
+
+def _silent(control: ControlLink, why: str) -> LeftOut:
+    hello = control.link.peer
+    return LeftOut(node=hello.node, name=hello.name, why=why)
 
 
 async def _ask(control: ControlLink) -> NodeInfo:

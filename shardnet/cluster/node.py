@@ -133,6 +133,7 @@ class Node:
             budget=settings.budget,
             asked_threads=settings.threads,
             local_nodes=settings.local_nodes,
+            watch=self._peers.lines.watch,
             log=settings.log,
         )
         links = LinkFigures(link_of=self._peers.lines.link_of, turn=self._host.turn)

@@ -50,6 +50,7 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages import explanation
 from shardnet.wire.narrow import NarrowWire
 from shardnet.wire.neighbours import NodeInfo
 from shardnet.wire.plans import LeftOut, ModelChoice, PlannedStage, PlanReply
@@ -101,6 +102,13 @@ class Plan:
     measured: Measured = NOTHING_MEASURED
     objective: Objective = Objective.LATENCY
     chunk_s: float | None = None
+    silent: tuple[LeftOut, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Why the plan is as it is, and which nodes could not be asked."""
+        words = self.placement.why
+        return f"{words}; {_silent_words(self.silent)}" if self.silent else words
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -136,9 +144,10 @@ class Plan:
             left_out=[
                 LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
                 for out in self.placement.left_out
-            ],
+            ]
+            + list(self.silent),
             predicted_tok_s=self.placement.predicted_tok_s,
-            why=self.placement.why,
+            why=explanation(self.why),
             optimise=self.objective.value,
             nodes=list(self.measured.told),
             links=self.measured.ways,
@@ -153,11 +162,13 @@ def make_plan(
     facts: ModelFacts,
     nodes: Sequence[NodeInfo],
     measured: Measured = NOTHING_MEASURED,
+    silent: Sequence[LeftOut] = (),
 ) -> Plan:
     """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
 
     The first node is the one that was asked. Nodes and links that were not measured are planned
-    with as placement.py says.
+    with as placement.py says. The `silent` nodes would be candidates if they had answered: the
+    plan, or why there is none, names them.
 
     Raises PlanError when it does not fit, UsageError for a context the model does not have and for
     a dtype that is none.
@@ -183,7 +194,12 @@ def make_plan(
         )
         for n in nodes
     ]
-    placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
+    try:
+        placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
+    except PlanError as error:
+        if silent:
+            raise PlanError(f"{error}; {_silent_words(silent)}") from None
+        raise
     by_node = {node.node: node for node in nodes}
     saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
     return Plan(
@@ -199,7 +215,15 @@ def make_plan(
         measured=measured,
         objective=objective,
         chunk_s=_chunk_s(placement, shape, measured, disks),
+        silent=tuple(silent),
     )
+
+
+def _silent_words(silent: Sequence[LeftOut]) -> str:
+    told = [out.name for out in silent[:LISTED]]
+    if len(silent) > LISTED:
+        told.append(f"and {len(silent) - LISTED} more nodes")
+    return f"left out since they did not say how they are: {', '.join(told)}"
 
 
 def _placed(

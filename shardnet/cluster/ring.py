@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from shardnet.cluster.stage_port import StagePort
-from shardnet.errors import PeerFailedError, ShardnetError, first_error
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.pipeline import Pipeline
 from shardnet.runtime.scheduler import Scheduler, StepLimits
@@ -35,6 +35,13 @@ WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
 
 OnStageProgress = Callable[[int, Phase, int, int], None]
 """Takes (rank, what is done, bytes done, bytes in all)."""
+OnBusy = Callable[[BusyError], Awaitable[None]]
+"""Waits until it may be worth to ask a node again that refused, or raises what it is given."""
+
+
+async def give_up(error: BusyError) -> None:
+    """Wait for nobody."""
+    raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,12 @@ class Ring:
         epoch: Epoch,
         sources: Sequence[str] = (),
         chunk_s: float | None = None,
+        on_busy: OnBusy = give_up,
     ) -> None:
-        """Take what the ring is, its nodes, where they can fetch the weights they lack, and how
-        long a whole prompt chunk is predicted to take."""
+        """Take what the ring is, its nodes, where they can fetch the weights they lack, how long a
+        whole prompt chunk is predicted to take, and what to do about nodes that are busy."""
         self.spec = spec
+        self._on_busy = on_busy
         self._chunk_s = chunk_s
         self._sources = tuple(sources)
         self.name = secrets.token_hex(8)
@@ -155,21 +164,48 @@ class Ring:
         await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
 
     async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
+        """Have all stages loaded at the same time.
+
+        Nodes are asked in the order of their ids, the next one when one has taken the order: of
+        heads that build rings at the same time, one has all it needs, and none waits for another
+        that waits for it.
+        """
+        loads: dict[int, asyncio.Task[StageReady]] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
-                loads = [
-                    tasks.create_task(self._load_stage(rank, port, on_progress))
-                    for rank, port in enumerate(self._ports)
-                ]
+                for rank in sorted(range(len(self._ports)), key=lambda at: self._ports[at].node):
+                    taken = asyncio.Event()
+                    load = self._load_stage(rank, on_progress, taken)
+                    loads[rank] = tasks.create_task(load)
+                    await taken.wait()
         except* ShardnetError as group:
             raise first_error(group) from None
-        return [load.result() for load in loads]
+        return [loads[rank].result() for rank in range(len(self._ports))]
 
     async def _load_stage(
-        self, rank: int, port: StagePort, on_progress: OnStageProgress
+        self, rank: int, on_progress: OnStageProgress, taken: asyncio.Event
     ) -> StageReady:
+        """Have one stage loaded. Sets `taken` when the node has taken the order."""
+
+        def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
+            taken.set()
+            on_progress(rank, phase, done_bytes, total_bytes)
+
+        while True:
+            try:
+                ready = await self._ports[rank].load(self._order(rank), progress)
+            except BusyError as error:
+                if taken.is_set():
+                    raise
+                await self._on_busy(error)
+                on_progress(rank, "waiting", 0, 0)
+            else:
+                taken.set()
+                return ready
+
+    def _order(self, rank: int) -> LoadStage:
         spec = self.spec
-        message = LoadStage(
+        return LoadStage(
             request=0,
             ring=self.name,
             epoch=self.epoch,
@@ -188,7 +224,6 @@ class Ring:
             addresses=list(spec.addresses),
             sources=[source for source in self._sources if source != spec.addresses[rank]],
         )
-        return await port.load(message, partial(on_progress, rank))
 
     async def _connect(self, pipeline: Pipeline) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 NEIGHBOUR_S = 10.0
 """How long a seat waits for its neighbours' data links."""
+SETTLE_S = 5.0
+"""How long a ring that stands may take to its first step before another one may have the place."""
 
 DialData = Callable[[str, "RingSeat"], Awaitable[Link]]
 """Opens a data link to an address, for a seat."""
@@ -33,7 +36,7 @@ class RingSeat:
     """This node's place in one ring in one epoch.
 
     `addresses` are the ring's nodes in order. `on_broken` is told once, with the cause, when the
-    ring breaks here before `leave`.
+    ring breaks here before `leave`. `owner` is the head's node id, `owner_name` how to call it.
     """
 
     def __init__(
@@ -45,11 +48,16 @@ class RingSeat:
         addresses: tuple[str, ...],
         model: str,
         owner: str,
+        owner_name: str,
         dial: DialData,
         on_broken: Callable[[ShardnetError], None],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owner = owner
         """Node id of the head, which alone may end a busy seat."""
+        self.owner_name = owner_name
+        self.is_loaded = False
+        """Whether the stage that belongs to it is there."""
         self.ring = ring
         self.epoch = epoch
         self.rank = rank
@@ -58,6 +66,9 @@ class RingSeat:
         self.last_step = StepId(0)
         self._dial = dial
         self._on_broken = on_broken
+        self._now_s = now_s
+        self._joined_at_s = 0.0
+        self._lost_owner = False
         self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._links: list[Link] = []
         self._left = False
@@ -78,8 +89,24 @@ class RingSeat:
 
     @property
     def is_over(self) -> bool:
-        """Whether the ring broke here."""
-        return self._task is not None and self._task.done()
+        """Whether the ring broke here, or will never stand since its head is gone."""
+        return self._lost_owner if self._task is None else self._task.done()
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether its ring is being built, or stands so newly that its first step is to come."""
+        if self._left or self.is_over:
+            return False
+        if self._task is None:
+            return True
+        return not self.last_step and self._now_s() - self._joined_at_s < SETTLE_S
+
+    def lose_owner(self) -> None:
+        """Take note that the head is gone: a ring that it was building will never stand.
+
+        One that stands ends when its links do.
+        """
+        self._lost_owner = True
 
     def accept(self, link: Link) -> None:
         """Take the data link of the stage before this one.
@@ -109,6 +136,7 @@ class RingSeat:
         """
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
+        self._joined_at_s = self._now_s()
         self._worker = StageWorker(
             rank=self.rank,
             compute=compute,

@@ -14,7 +14,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from shardnet.cluster.seat import DialData, RingSeat
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError, UsageError
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import (
     LoadedStage,
@@ -83,28 +83,24 @@ class StageHost:
         """(epoch, last completed step), for heartbeats."""
         return (self.seat.epoch, self.seat.last_step) if self.seat else (0, 0)
 
-    async def load(
+    async def give_seat(
         self,
         message: LoadStage,
-        order: StageOrder,
         *,
         owner: str,
-        threads: int,
-        memory_bytes: int,
-        on_progress: Callable[[int, int], None],
+        owner_name: str,
         on_broken: Callable[[ShardnetError], None],
-    ) -> tuple[LoadedStage, bool]:
-        """Take the seat that `message` gives and have the stage of `order` loaded.
+    ) -> RingSeat:
+        """Give the place in a ring to `message`: no other head has it until that ring has stood.
 
-        Returns the stage and whether it was there already. A stage of another order is freed first;
-        for another wire dtype it need not be. `owner` is the head's node id. Raises UsageError for
-        a wire dtype that is none, BusyError while sequences of another head are open, what loading
-        raises, and PeerFailedError when this node leaves; then nothing is left loaded.
+        The ring that was here is told. `owner` is the head's node id, `owner_name` its name for
+        people. Raises BusyError while sequences of another head are open, TakenError while another
+        one builds its ring, PeerFailedError when this node leaves.
         """
-        wire_dtype = WireDType.named(message.wire_dtype)
+        self._refuse_others(owner)  # whose loading keeps the lock for long
         async with self._changing:
             self._check_not_closing()
-            self.refuse_if_busy(owner)
+            self._refuse_others(owner)
             if self.seat is not None and self.seat.ring != message.ring:
                 self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
             await self._leave()
@@ -115,9 +111,44 @@ class StageHost:
                 addresses=tuple(message.addresses),
                 model=message.model,
                 owner=owner,
+                owner_name=owner_name,
                 dial=self._dial,
                 on_broken=on_broken,
             )
+            return self.seat
+
+    def head_lost(self, ring: str) -> None:
+        """Take note that the head of a ring is gone: one that it was building will never stand."""
+        if self.seat is not None and self.seat.ring == ring:
+            self.seat.lose_owner()
+
+    async def take_back(self, seat: RingSeat) -> None:
+        """Leave `seat`, unless another one has taken its place already."""
+        async with self._changing:
+            if self.seat is seat:
+                await self._leave()
+
+    async def load(
+        self,
+        seat: RingSeat,
+        order: StageOrder,
+        *,
+        wire_dtype: WireDType,
+        threads: int,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[LoadedStage, bool]:
+        """Have the stage of `order` loaded for `seat`.
+
+        Returns the stage and whether it was there already. A stage of another order is freed first;
+        for another wire dtype it need not be. Raises what loading raises, and PeerFailedError when
+        the seat was given to another ring meanwhile or this node leaves; then nothing is left
+        loaded of this order.
+        """
+        async with self._changing:
+            self._check_not_closing()
+            if self.seat is not seat:
+                raise PeerFailedError(f"the place of ring {seat.ring} was given away; ask again")
             await self._compute.run(lambda: use_threads(threads))
             reused = self.loaded is not None and self.loaded.fits(order)
             if self.loaded is None or not reused:
@@ -125,6 +156,7 @@ class StageHost:
                 self.loaded = await self._load(order, memory_bytes, on_progress)
             compute = self.loaded.compute
             await self._compute.run(lambda: compute.use_wire(wire_dtype))
+            seat.is_loaded = True
             return self.loaded, reused
 
     async def measure(
@@ -169,7 +201,7 @@ class StageHost:
     async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
         """Connect the seat to its neighbours and start to work; see RingSeat.join."""
         seat = self._seat(ring, epoch)
-        if self.loaded is None:
+        if self.loaded is None or not seat.is_loaded:
             raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
         await seat.join(self.loaded.compute, self._compute, pipeline)
 
@@ -187,7 +219,7 @@ class StageHost:
         Raises BusyError while sequences of another head than `owner` are open.
         """
         async with self._changing:
-            self.refuse_if_busy(owner)
+            self._refuse_if_busy(owner)
             await self._leave()
             await self._free()
 
@@ -245,10 +277,19 @@ class StageHost:
             )
         return self.seat
 
-    def refuse_if_busy(self, owner: str) -> None:
+    def _refuse_if_busy(self, owner: str) -> None:
         """Raise BusyError while sequences of another head than `owner` are open."""
         if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
             raise generating_with(self.seat.model)
+
+    def _refuse_others(self, owner: str) -> None:
+        """The same, and TakenError while another head builds a ring with this node."""
+        self._refuse_if_busy(owner)
+        if self.seat is not None and self.seat.is_forming and self.seat.owner != owner:
+            raise TakenError(
+                f"this node is loading {self.seat.model} for {self.seat.owner_name}: wait until "
+                "that ends, or stop the command that asked for it"
+            )
 
     async def _leave(self) -> None:
         if self.seat is not None:

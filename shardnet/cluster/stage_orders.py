@@ -7,27 +7,34 @@ not plan, nor know clients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.profile import Device, MemoryBudget, available_cores
+from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.sharing import Sharing
 from shardnet.cluster.stage_host import StageHost
 from shardnet.cluster.stage_port import Progress
 from shardnet.errors import ShardnetError
 from shardnet.model.quantization import Quantization
-from shardnet.runtime.loading import StageOrder
-from shardnet.types import DType, KvDType, LayerRange
+from shardnet.runtime.loading import LoadedStage, StageOrder
+from shardnet.transport.loop import finish
+from shardnet.types import DType, KvDType, LayerRange, WireDType
 from shardnet.wire.messages import explanation
 from shardnet.wire.schema import Phase
 from shardnet.wire.stages import LoadProgress, LoadStage, RingBroken, StageReady
+
+Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]
+"""Has a function called when the node of a link is lost; gives what ends that."""
 
 
 class StageOrders:
     """Carries orders out on `host`, with weights that `sharing` brings.
 
-    `asked_threads` 0 is a share of the machine's cores.
+    `asked_threads` 0 is a share of the machine's cores. `watch` tells when a head is lost.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class StageOrders:
         budget: MemoryBudget,
         asked_threads: int,
         local_nodes: LocalNodes,
+        watch: Watch,
         log: Callable[[str], None],
     ) -> None:
         self._host = host
@@ -45,6 +53,8 @@ class StageOrders:
         self._budget = budget
         self._asked_threads = asked_threads
         self._local_nodes = local_nodes
+        self._watch = watch
+        self._stop_watching: Callable[[], None] = lambda: None
         self._log = log
 
     @property
@@ -101,23 +111,81 @@ class StageOrders:
                     )
                 )
 
-        control.send(await self.load(message, control.link.peer.node, progress, broken))
+        def seated() -> None:
+            self._stop_watching()
+            self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
+
+        owner = control.link.peer.node
+        ready = await self.load(
+            message,
+            owner=owner,
+            owner_name=control.peer_name,
+            progress=progress,
+            broken=broken,
+            seated=seated,
+        )
+        control.send(ready)
 
     async def load(
         self,
         message: LoadStage,
+        *,
         owner: str,
+        owner_name: str,
         progress: Progress,
         broken: Callable[[ShardnetError], None],
+        seated: Callable[[], None] = lambda: None,
     ) -> StageReady:
-        """Have the stage of `message` loaded for the head `owner`.
+        """Have the stage of `message` loaded for the head `owner`, called `owner_name`.
 
-        Weights that this node lacks are fetched first. `broken` is called when the seat's ring
-        breaks later. Raises what Sharing.folder and StageHost.load raise.
+        The head has this node's place from then on, which `seated` and the first progress report
+        tell. Weights that this node lacks are fetched first. `broken` is called when the seat's
+        ring breaks later. Raises UsageError for a wire dtype that is none, and what
+        StageHost.give_seat, Sharing.folder and StageHost.load raise; then the place is free again.
         """
-        self._host.refuse_if_busy(owner)
-        folder = await self._sharing.folder(message, partial(progress, "fetching"))
-        order = StageOrder(
+        wire_dtype = WireDType.named(message.wire_dtype)
+
+        def left(error: ShardnetError) -> None:
+            self._log(f"left the ring of {message.model}: {error}")
+            broken(error)
+
+        seat = await self._host.give_seat(
+            message, owner=owner, owner_name=owner_name, on_broken=left
+        )
+        async with AsyncExitStack() as unless_it_is_loaded:
+            unless_it_is_loaded.push_async_callback(self._take_back, seat)
+            seated()
+            progress("loading", 0, 0)
+            folder = await self._sharing.folder(message, partial(progress, "fetching"))
+            threads = message.threads or self.threads
+            loaded, reused = await self._host.load(
+                seat,
+                self._order(message, folder),
+                wire_dtype=wire_dtype,
+                threads=threads,
+                memory_bytes=self.memory_bytes(),
+                on_progress=partial(progress, "loading"),
+            )
+            unless_it_is_loaded.pop_all()
+        self._log(
+            f"{'kept' if reused else 'loaded'} layers {loaded.order.layers} of {message.model} "
+            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
+        )
+        return _ready(message, loaded, reused)
+
+    async def unload(self, owner: str, ring: str) -> None:
+        """Free the stage of a ring. One that has another ring by now is left alone."""
+        if self._host.seat is not None and self._host.seat.ring != ring:
+            return
+        await self._host.unload(owner)
+        self._sharing.release()
+        self._log("freed the stage")
+
+    async def _take_back(self, seat: RingSeat) -> None:
+        await finish(self._host.take_back(seat))
+
+    def _order(self, message: LoadStage, folder: Path) -> StageOrder:
+        return StageOrder(
             model=message.model,
             folder=folder,
             model_id=message.model_id,
@@ -129,39 +197,15 @@ class StageOrders:
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
         )
-        threads = message.threads or self.threads
 
-        def left(error: ShardnetError) -> None:
-            self._log(f"left the ring of {order.model}: {error}")
-            broken(error)
 
-        loaded, reused = await self._host.load(
-            message,
-            order,
-            owner=owner,
-            threads=threads,
-            memory_bytes=self.memory_bytes(),
-            on_progress=partial(progress, "loading"),
-            on_broken=left,
-        )
-        self._log(
-            f"{'kept' if reused else 'loaded'} layers {order.layers} of {order.model} "
-            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
-        )
-        return StageReady(
-            request=message.request,
-            weight_bytes=loaded.weight_bytes,
-            room_blocks=loaded.room_blocks,
-            reused=reused,
-            kernel=loaded.kernel,
-            load_s=loaded.load_s,
-            exact_rows=loaded.exact_rows,
-        )
-
-    async def unload(self, owner: str, ring: str) -> None:
-        """Free the stage of a ring. One that has another ring by now is left alone."""
-        if self._host.seat is not None and self._host.seat.ring != ring:
-            return
-        await self._host.unload(owner)
-        self._sharing.release()
-        self._log("freed the stage")
+def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
+    return StageReady(
+        request=message.request,
+        weight_bytes=loaded.weight_bytes,
+        room_blocks=loaded.room_blocks,
+        reused=reused,
+        kernel=loaded.kernel,
+        load_s=loaded.load_s,
+        exact_rows=loaded.exact_rows,
+    )

@@ -14,6 +14,7 @@ from shardnet.cluster.control import ControlLink
 from shardnet.cluster.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.runtime.pipeline import Pipeline
+from shardnet.types import NodeId
 from shardnet.wire.control import Done
 from shardnet.wire.schema import Phase
 from shardnet.wire.stages import ConnectRing, LoadStage, StageReady, UnloadStage
@@ -26,6 +27,10 @@ class StagePort(Protocol):
     """A node that can hold a stage."""
 
     @property
+    def node(self) -> NodeId:
+        """The node's id, the same for every head."""
+
+    @property
     def name(self) -> str:
         """How to call the node in messages."""
 
@@ -34,7 +39,11 @@ class StagePort(Protocol):
         """The last step it is known to have completed."""
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
-        """Have the stage loaded. The port numbers the request itself."""
+        """Have the stage loaded. The port numbers the request itself.
+
+        The first progress tells that the node has taken the order. Raises TakenError where another
+        head builds a ring with the node, and what loading raises.
+        """
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Have the seat connect to its neighbours. `pipeline` is used by the head's own alone."""
@@ -52,6 +61,7 @@ class LocalPort:
     def __init__(
         self,
         host: StageHost,
+        node: NodeId,
         name: str,
         load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
         unload: Callable[[str], Awaitable[None]],
@@ -59,6 +69,7 @@ class LocalPort:
         self._host = host
         self._load = load
         self._unload = unload
+        self.node = node
         self.name = name
 
     @property
@@ -100,6 +111,11 @@ class RemotePort:
     @property
     def _control(self) -> ControlLink:
         return self._latest(self._first_control)
+
+    @property
+    def node(self) -> NodeId:
+        """The id that the peer's hello told."""
+        return NodeId(self._first_control.link.peer.node)
 
     @property
     def name(self) -> str:

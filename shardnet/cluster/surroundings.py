@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardnet.cluster.head import Elsewhere
 from shardnet.cluster.holders import Holder
-from shardnet.cluster.neighbours import Neighbours
+from shardnet.cluster.neighbours import Candidates, Neighbours
 from shardnet.cluster.peers import Peers
 from shardnet.cluster.pulling import pull_beside
 from shardnet.cluster.sharing import Sharing
@@ -63,7 +63,7 @@ class Surroundings:
         """This node's id."""
         return self._node
 
-    async def candidates(self, addresses: Sequence[str]) -> list[NodeInfo]:
+    async def candidates(self, addresses: Sequence[str]) -> Candidates:
         """Return the nodes at `addresses`, or without any this node and its peers."""
         return await self._neighbours.candidates(addresses)
 
@@ -101,6 +101,7 @@ class Surroundings:
         if node.node == self._node:
             return LocalPort(
                 self._host,
+                self._node,
                 self._name,
                 self._load_own,
                 lambda ring: self._orders.unload(self._node, ring),
@@ -124,4 +125,6 @@ class Surroundings:
         def broken(error: ShardnetError) -> None:
             self._on_broken(message.ring, error)
 
-        return await self._orders.load(message, self._node, progress, broken)
+        return await self._orders.load(
+            message, owner=self._node, owner_name="itself", progress=progress, broken=broken
+        )

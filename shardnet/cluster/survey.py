@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from shardnet.cluster.control import ControlLink
 from shardnet.cluster.link_figures import LinkFigures
-from shardnet.cluster.measurement import Measured, gather
+from shardnet.cluster.measurement import Measured, OnMeasured, gather
 from shardnet.cluster.own_figures import OwnFigures
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import ModelFacts, config_text
@@ -49,14 +49,15 @@ class Survey:
         dtype: DType,
         *,
         again: bool = False,
+        on_measured: OnMeasured,
     ) -> Measured:
         """Have the nodes and the links between them measured for a model of this machine.
 
-        With `again` what they remember does not do.
+        With `again` what they remember does not do. `on_measured` is as for `gather`.
         """
         ask = await self._ask(choice, facts, dtype, again=again)
         payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
-        return await gather(nodes, ask, payload_bytes, self)
+        return await gather(nodes, ask, payload_bytes, self, on_measured)
 
     async def known(
         self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType

@@ -8,7 +8,9 @@ of memory and processor time, so that no expression can take more than its deadl
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from datetime import datetime
 from typing import Any
 
@@ -55,14 +57,22 @@ def main() -> None:
 
 
 def limit(memory_bytes: int, seconds: int) -> None:
-    """Bound this process where the system can: its memory, its time, and what it writes."""
+    """Bound this process where the system can: its memory, and its processor time from now on.
+
+    The system ends it with SIGXCPU then, and with SIGKILL a second later. It leaves no core.
+    """
     try:
         import resource
     except ImportError:  # Windows: only the deadline of the parent bounds it
         return
-    for what, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, seconds)):
+    most_s = math.ceil(time.process_time() + seconds)
+    for what, soft, hard in (
+        (resource.RLIMIT_AS, memory_bytes, memory_bytes),
+        (resource.RLIMIT_CPU, most_s, most_s + 1),
+        (resource.RLIMIT_CORE, 0, 0),
+    ):
         try:
-            resource.setrlimit(what, (most, most))
+            resource.setrlimit(what, (soft, hard))
         except (ValueError, OSError):  # macOS refuses some
             continue
 

@@ -1,7 +1,7 @@
 """A checkpoint's chat template: from the messages of a conversation to the text of a prompt.
 
-Knows where checkpoints keep their template, and has it run in a process of its own, with a
-deadline and bounds (chat_render.py). Must not know tokens, requests or the event loop: `render`
+Knows where checkpoints keep their template, and has it run in a process of its own, with bounds of
+time and memory (chat_render.py). Must not know tokens, requests or the event loop: `render`
 blocks, so it is called on a thread that may wait.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,12 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_TEXT_BYTES = 8 * 2**20
 """A rendered prompt may be so long: more than any context holds."""
 
-RENDER_S = 5.0
-"""A template that takes longer is given up. Starting the process takes about a tenth of one."""
+RENDER_S = 5
+"""A template that takes more seconds of processor time is given up: on a busy machine they last
+longer, and that is no fault of the template's."""
+WAIT_FACTOR = 12
+"""After so many times as long it is given up whatever it has taken: on a system that does not bound
+processor time."""
 RENDER_MEMORY_BYTES = 2**30
 
 _PROGRAM = Path(__file__).with_name("chat_render.py")
@@ -31,6 +36,8 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 _TOKEN_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
+_OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None
+"""How a process ends that has taken all its processor time."""
 _AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
 Message = Mapping[str, str]
@@ -73,9 +80,10 @@ class ChatTemplate:
             "tokenizer_config.json): it is not a chat model; give the prompt without --chat"
         )
 
-    def render(self, messages: Sequence[Message], *, seconds: float = RENDER_S) -> str:
+    def render(self, messages: Sequence[Message], *, seconds: int = RENDER_S) -> str:
         """Write the conversation as the model was taught, up to where its answer begins.
 
+        It may take so many `seconds` of processor time.
         Raises UsageError for messages that the template refuses, in its own words, CheckpointError
         for a template that is damaged, does what it may not, or takes too long or too much.
         """
@@ -90,7 +98,7 @@ class ChatTemplate:
             },
             "memory_bytes": RENDER_MEMORY_BYTES,
             "most_bytes": MAX_TEXT_BYTES,
-            "seconds": int(seconds) + 1,
+            "seconds": seconds,
         }
         answer = self._run(json.dumps(asked), seconds)
         if "refused" in answer:
@@ -100,21 +108,21 @@ class ChatTemplate:
             raise CheckpointError(f"{self.where}{line}: {answer['failed']}; {_AGAIN}")
         return str(answer["text"])
 
-    def _run(self, asked: str, seconds: float) -> dict[str, Any]:
-        """Have it rendered in a process that ends with its deadline."""
+    def _run(self, asked: str, seconds: int) -> dict[str, Any]:
+        """Have it rendered in a process that ends when it has taken its time."""
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
                 input=asked.encode(),
                 capture_output=True,
-                timeout=seconds,
+                timeout=WAIT_FACTOR * seconds,
                 check=False,
                 env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
             )
         except subprocess.TimeoutExpired:
-            raise CheckpointError(
-                f"{self.where} was not done after {seconds:g} s: it loops; {_AGAIN}"
-            ) from None
+            raise self._loops(seconds) from None
+        if done.returncode == _OUT_OF_TIME:
+            raise self._loops(seconds)
         try:
             answer = json.loads(done.stdout)
         except ValueError:
@@ -124,6 +132,9 @@ class ChatTemplate:
             ) from None
         assert isinstance(answer, dict)
         return answer
+
+    def _loops(self, seconds: int) -> CheckpointError:
+        return CheckpointError(f"{self.where} was not done after {seconds} s: it loops; {_AGAIN}")
 
 
 def _named(said: object, where: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -373,49 +374,18 @@ def load_stage(
     streamed.
     """
     config = checkpoint.config
-    if layers.end > config.n_layers:
-        raise UsageError(
-            f"layers {layers} were asked for, the model has {config.n_layers}; "
-            f"give ranges that end at {config.n_layers}"
-        )
     context = config.default_context if context is None else context
-    if context > config.max_positions:
-        raise CapacityError(
-            f"a context of {context} was asked for, the model has {config.max_positions} "
-            "positions; ask for a shorter --context"
-        )
+    _check_asked(config, layers, context)
     streamed = streamed_layers(layers, n_streamed)
     if streamed:
         _check_streamed(checkpoint, choice, device, packs)
     dtype = torch_dtype(choice.dtype)
-    before = dict(checkpoint.bytes_read)
-    try:
+    with _reads_told(checkpoint), _memory_named(device, layers, choice):
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
         with weights.writer:
             family = make_family(config, layers, weights, context, dtype, device, capture)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
-            "give the node fewer layers"
-        ) from error
-    for file, size_bytes in checkpoint.bytes_read.items():
-        if size_bytes > before[file]:
-            log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
-    windows = [config.window(layer) for layer in layers]
-    kv = KvCache(
-        len(layers),
-        config.n_kv_heads,
-        config.key_size,
-        dtype,
-        device,
-        room_blocks,
-        windows,
-        config.value_size,
-        kv_dtype,
-    )
+    kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
     weights.stream.start()
     form = weight_form(checkpoint, choice)
     return StageModel(
@@ -429,6 +399,65 @@ def load_stage(
         weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
         stream=weights.stream,
         writer=weights.writer,
+    )
+
+
+def _check_asked(config: ModelConfig, layers: LayerRange, context: int) -> None:
+    """Raise UsageError for layers, CapacityError for positions that the model does not have."""
+    if layers.end > config.n_layers:
+        raise UsageError(
+            f"layers {layers} were asked for, the model has {config.n_layers}; "
+            f"give ranges that end at {config.n_layers}"
+        )
+    if context > config.max_positions:
+        raise CapacityError(
+            f"a context of {context} was asked for, the model has {config.max_positions} "
+            "positions; ask for a shorter --context"
+        )
+
+
+@contextmanager
+def _reads_told(checkpoint: Checkpoint) -> Iterator[None]:
+    """Log what is read of each file inside."""
+    before = dict(checkpoint.bytes_read)
+    yield
+    for file, size_bytes in checkpoint.bytes_read.items():
+        if size_bytes > before[file]:
+            log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
+
+
+@contextmanager
+def _memory_named(device: torch.device, layers: LayerRange, choice: KernelChoice) -> Iterator[None]:
+    """Raise CapacityError where the device has no memory for what is done inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
+            "give the node fewer layers"
+        ) from error
+
+
+def _kv_cache(
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: torch.dtype,
+    device: torch.device,
+    room_blocks: int,
+    kv_dtype: KvDType,
+) -> KvCache:
+    return KvCache(
+        len(layers),
+        config.n_kv_heads,
+        config.key_size,
+        dtype,
+        device,
+        room_blocks,
+        [config.window(layer) for layer in layers],
+        config.value_size,
+        kv_dtype,
     )
 
 

@@ -46,6 +46,8 @@ from shardnet.types import (
 
 if TYPE_CHECKING:
     from shardnet.model.pack_cache import PackCache
+    from shardnet.model.sampler import Sampler
+    from shardnet.model.stage_model import StageModel
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
@@ -215,21 +217,44 @@ def load(
     Raises CheckpointError for a checkpoint that is not the one that was planned with, CapacityError
     when the stage does not fit its memory, and whatever reading the checkpoint raises.
     """
-    import torch
-
-    from shardnet.model.kernels import probe
-    from shardnet.model.sampler import Sampler
-    from shardnet.model.stage_model import load_stage
-    from shardnet.model.tokenizer import Tokenizer
     from shardnet.runtime.torch_compute import StreamingCompute, TorchCompute
 
     started = time.perf_counter()
-    path = order.folder
-    stamped = stamp(path)
-    checkpoint = Checkpoint.open(path)
-    check_model_id(path, checkpoint.model_id, order.model_id)
-    config = checkpoint.config
-    device = torch.device(order.device)
+    stamped = stamp(order.folder)
+    checkpoint = Checkpoint.open(order.folder)
+    check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    model, room_blocks = _load_model(
+        order, checkpoint, memory_bytes, progress, _pack_cache(order, stamped, packs)
+    )
+    give_memory_back()  # rounding leaves some behind
+    sampler = _sampler(order.folder, checkpoint.config) if model.last else None
+    make_compute = StreamingCompute if model.streams else TorchCompute
+    return LoadedStage(
+        order=order,
+        stamp=stamped,
+        compute=make_compute(model, sampler, WireDType.own(order.dtype)),
+        weight_bytes=model.weight_bytes,
+        room_blocks=room_blocks,
+        load_s=time.perf_counter() - started,
+        kernel=model.kernel,
+        exact_rows=model.exact_rows,
+    )
+
+
+def _load_model(
+    order: StageOrder,
+    checkpoint: Checkpoint,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: PackCache | None,
+) -> tuple[StageModel, int]:
+    """Load the layers of `order`. Returns them and their KV room in blocks; raises as `load`."""
+    import torch
+
+    from shardnet.model.kernels import probe
+    from shardnet.model.stage_model import load_stage
+
+    config, device = checkpoint.config, torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
     room_blocks = kv_room_blocks(
         config,
@@ -249,27 +274,21 @@ def load(
         room_blocks=room_blocks,
         context=order.context,
         progress=progress,
-        packs=_pack_cache(order, stamped, packs),
+        packs=packs,
         kv_dtype=order.kv_dtype,
         n_streamed=order.n_streamed,
     )
-    give_memory_back()  # rounding leaves some behind
-    sampler = None
-    if model.last:
-        tokenizer = Tokenizer.load_optional(path)
-        holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
-        sampler = Sampler(config.vocab_size, holes)
-    make_compute = StreamingCompute if model.streams else TorchCompute
-    return LoadedStage(
-        order=order,
-        stamp=stamped,
-        compute=make_compute(model, sampler, WireDType.own(order.dtype)),
-        weight_bytes=model.weight_bytes,
-        room_blocks=room_blocks,
-        load_s=time.perf_counter() - started,
-        kernel=model.kernel,
-        exact_rows=model.exact_rows,
-    )
+    return model, room_blocks
+
+
+def _sampler(path: Path, config: ModelConfig) -> Sampler:
+    """Make the tail's sampler, which draws no row of the head that has no token."""
+    from shardnet.model.sampler import Sampler
+    from shardnet.model.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load_optional(path)
+    holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
+    return Sampler(config.vocab_size, holes)
 
 
 def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:

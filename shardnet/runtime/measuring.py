@@ -97,7 +97,6 @@ def measure_stage(
     """
     import torch
 
-    from shardnet.model.device_memory import is_out_of_memory
     from shardnet.model.footprint import WeightForm, graph_bytes
     from shardnet.model.kernels import probe
     from shardnet.model.sample_model import SampleModel, sample_config
@@ -113,15 +112,22 @@ def measure_stage(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "
                 "free here"
             )
-        try:
+        with _memory_named(device):
             model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
             single = windows(lambda: model.step(1), at_least=3, tick=tick)
             chunk_s = _chunk_s(model, tick)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(f"{device} has no memory left to measure in") from error
+    return _figures(config, sample, choice.name, single, chunk_s)
+
+
+def _figures(
+    config: ModelConfig,
+    sample: ModelConfig,
+    kernel: str,
+    single: Sequence[StepTimes],
+    chunk_s: float,
+) -> StageFigures:
+    """Make figures of the model of `config` of times of a `sample`, of single rows and a chunk."""
     plan_s = statistics.median(times.plan_s for times in single)
     head_s = statistics.median(times.head_s for times in single)
     return StageFigures(
@@ -129,9 +135,22 @@ def measure_stage(
         layer_256_s=rounded(chunk_s / sample.n_layers),
         embed_s=rounded(plan_s + statistics.median(times.embed_s for times in single)),
         head_s=rounded(plan_s + head_s * config.vocab_size / sample.vocab_size),
-        kernel=choice.name,
+        kernel=kernel,
         is_steady=_is_steady([t.layers_s for t in single]),
     )
+
+
+@contextlib.contextmanager
+def _memory_named(device: str) -> Iterator[None]:
+    """Raise CapacityError where the device has no memory for what is done inside."""
+    from shardnet.model.device_memory import is_out_of_memory
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(f"{device} has no memory left to measure in") from error
 
 
 def measure_disk(path: Path) -> float | None:

@@ -124,7 +124,9 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
 class NodeProgress(Tagged, frozen=True, kw_only=True):
     """Tells the client of a Generate how far the node of a stage is with loading.
 
-    The client of a PlanRequest: how far the head, rank 0, is with measuring a narrower wire.
+    With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,
+    before the plan: how many nodes and links are measured, of how many. The client of a PlanRequest
+    is told of the latter, and how far the head, rank 0, is with measuring a narrower wire.
     """
 
     request: RequestId

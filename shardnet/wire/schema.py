@@ -40,8 +40,9 @@ Address = Annotated[str, Meta(max_length=300)]
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 PathText = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[str, Meta(max_length=128)]
-Phase = Literal["downloading", "fetching", "loading"]
-"""What a node does before its stage is ready: weights come from peers, or from its own disk."""
+Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
+"""What a node does before its stage is ready: weights come from the Hub, from peers or from its own
+disk; it still works for another head; nodes and links are measured for a plan."""
 MAX_TEXT: Final = 1 << 20
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_PING_BYTES: Final = 2 * 2**20

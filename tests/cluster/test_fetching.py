@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -258,6 +259,8 @@ def change(folder: Path, tensor: str) -> None:
     files = TensorFiles(folder, writable=True)
     files.write(info.file, info.offset + info.size_bytes // 2, memoryview(b"changed!"))
     files.close()
+    now = (folder / info.file).stat().st_mtime_ns
+    os.utime(folder / info.file, ns=(now, now + 10**9))  # clocks of files tick some ms apart
 
 
 def test_a_source_with_other_weights_is_left_and_named(

@@ -125,6 +125,14 @@ def test_machines_measure_at_once_and_the_nodes_of_one_in_turn() -> None:
     assert measured.told[0].why_not == ""
 
 
+def test_each_node_and_link_is_told_when_it_is_done_or_has_failed() -> None:
+    lab = Lab(failing={"b": BusyError("it generates")}, cut=frozenset({frozenset("ac")}))
+    told: list[tuple[int, int]] = []
+    nodes = [node(name, name) for name in "abc"]
+    asyncio.run(gather(nodes, ASK, 4096, lab, lambda done, total: told.append((done, total))))
+    assert told == [(n_done, 6) for n_done in range(1, 7)]
+
+
 def test_each_link_is_measured_once_by_the_smaller_id() -> None:
     lab = Lab()
     measured = gathered(lab, [node(name, name) for name in "cbad"])

@@ -68,6 +68,7 @@ def measuring(
             budget=MemoryBudget(device=device, asked_bytes=memory_bytes),
             asked_threads=1,
             local_nodes=LocalNodes(folder / "run"),
+            watch=lambda control, on_lost: lambda: None,
             log=print,
         )
         figures = OwnFigures(

@@ -26,7 +26,7 @@ from shardnet.runtime.loading import ModelFacts, kv_room_blocks
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.measured import NodeMeasured
 from shardnet.wire.neighbours import NodeInfo
-from shardnet.wire.plans import ModelChoice
+from shardnet.wire.plans import LeftOut, ModelChoice
 
 GIB = 2**30
 
@@ -106,6 +106,15 @@ def test_without_names_the_model_is_not_split_and_the_other_is_left_out() -> Non
     reply = make_plan(ModelChoice(model="/m"), facts(), [node("a"), node("b")]).reply(1)
     assert [stage.name for stage in reply.stages] == ["a"]
     assert [(out.name, "every hop" in out.why) for out in reply.left_out] == [("b", True)]
+
+
+def test_nodes_that_did_not_answer_are_named_in_the_plan_and_where_there_is_none() -> None:
+    silent = [LeftOut(node="id-c", name="cleo", why="too busy")]
+    reply = make_plan(ModelChoice(model="/m"), facts(), [node("a")], silent=silent).reply(1)
+    assert reply.left_out == silent
+    assert reply.why.endswith("; left out since they did not say how they are: cleo")
+    with pytest.raises(PlanError, match=r"; left out since .* cleo$"):
+        make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1)], silent=silent)
 
 
 def test_measured_figures_decide_and_are_told() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.seat import DialData, RingSeat
+from shardnet.cluster.seat import SETTLE_S, DialData, RingSeat
 from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.compute import Activations, Samples, SlotOperation
 from shardnet.runtime.executor import Executor
@@ -52,6 +52,7 @@ def seat(
     n_stages: int = 1,
     rank: int = 0,
     dial: DialData = no_dial,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> RingSeat:
     return RingSeat(
         ring="r",
@@ -60,8 +61,20 @@ def seat(
         addresses=("a:1", "b:2", "c:3")[:n_stages],
         model="/m",
         owner="n",
+        owner_name="n",
         dial=dial,
         on_broken=on_broken,
+        now_s=now_s,
+    )
+
+
+def idle_pipeline() -> Pipeline:
+    return Pipeline(
+        epoch=Epoch(1),
+        vocab_size=5,
+        clock_ns=time.perf_counter_ns,
+        on_answered=lambda answered: None,
+        on_failed=lambda failed: None,
     )
 
 
@@ -75,13 +88,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
             ended.set()
 
         executor = Executor("test")
-        pipeline = Pipeline(
-            epoch=Epoch(1),
-            vocab_size=5,
-            clock_ns=time.perf_counter_ns,
-            on_answered=lambda answered: None,
-            on_failed=lambda failed: None,
-        )
+        pipeline = idle_pipeline()
         one = seat(note)
         await one.join(BrokenCompute(), executor, pipeline)
         group = RowGroup(
@@ -144,6 +151,42 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
         with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
             await joining
         await asyncio.gather(leaving, far.close())
+
+    asyncio.run(main())
+
+
+def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_seconds() -> None:
+    async def main() -> None:
+        now_s, executor = 100.0, Executor("test")
+        one = seat(print, now_s=lambda: now_s)
+        now_s += 1000  # loading may take long
+        assert one.is_forming
+        await one.join(BrokenCompute(), executor, idle_pipeline())
+        now_s += SETTLE_S - 1
+        assert one.is_forming
+        one.last_step = StepId(1)
+        assert not one.is_forming
+        one.last_step = StepId(0)
+        now_s += 1
+        assert not one.is_forming
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
+    async def main() -> None:
+        one, executor = seat(print), Executor("test")
+        one.lose_owner()
+        assert one.is_over
+        assert not one.is_forming
+        standing = seat(print)
+        await standing.join(BrokenCompute(), executor, idle_pipeline())
+        standing.lose_owner()  # its links tell
+        assert not standing.is_over
+        await standing.leave()
+        executor.join()
 
     asyncio.run(main())
 

@@ -1,5 +1,5 @@
-"""Measuring on the compute thread: not while it works for somebody, and no longer than asked; and
-what becomes of orders while a node leaves.
+"""Measuring on the compute thread: not while it works for somebody, and no longer than asked; for
+which head's ring the place is kept; and what becomes of orders while a node leaves.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from shardnet.cluster import stage_host as stage_host_module
 from shardnet.cluster.seat import RingSeat
 from shardnet.cluster.stage_host import StageHost
-from shardnet.errors import BusyError, PeerFailedError
+from shardnet.errors import BusyError, PeerFailedError, TakenError, UsageError
 from shardnet.runtime.loading import StageOrder
 from shardnet.transport.link import Link
+from shardnet.types import WireDType
 from shardnet.wire.stages import LoadStage
 
 
@@ -143,15 +145,23 @@ ORDER = LoadStage(
 )
 
 
+async def give_seat(host: StageHost, owner: str = "head", ring: str = "r") -> RingSeat:
+    return await host.give_seat(
+        replace(ORDER, ring=ring),
+        owner=owner,
+        owner_name=f"{owner} (10.0.0.1:7)",
+        on_broken=lambda error: None,
+    )
+
+
 async def load(host: StageHost) -> None:
     await host.load(
-        ORDER,
+        await give_seat(host),
         cast(StageOrder, None),
-        owner="head",
+        wire_dtype=WireDType.FLOAT32,
         threads=1,
         memory_bytes=1,
         on_progress=lambda done, total: None,
-        on_broken=lambda error: None,
     )
 
 
@@ -191,5 +201,69 @@ def test_a_node_that_has_left_refuses_by_name() -> None:
             await host.measure(lambda tick: 1, lambda done, total: None)
         with pytest.raises(PeerFailedError, match="this node is leaving"):
             await host.turn()
+
+    hosted(main)
+
+
+def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(host: StageHost) -> None:
+        began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def load_for_ever(
+            order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
+        ) -> None:
+            loop.call_soon_threadsafe(began.set)
+            while True:
+                report(0, 1)
+
+        monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+        loading = asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(60):
+            with pytest.raises(TakenError, match=r"loading /m for head \(10\.0\.0\.1:7\): wait"):
+                await give_seat(host, owner="other")
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    hosted(main)
+
+
+def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
+    async def main(host: StageHost) -> None:
+        first = await give_seat(host)
+        await host.take_back(first)
+        second = await give_seat(host, owner="other")
+        await host.take_back(first)  # it comes late
+        assert host.seat is second
+        host.head_lost("another")
+        with pytest.raises(TakenError):
+            await give_seat(host)
+        host.head_lost(second.ring)
+        third = await give_seat(host)
+        assert host.seat is third
+
+    hosted(main)
+
+
+def test_a_head_that_thinks_again_takes_its_own_place() -> None:
+    """And what still is on the way for its former ring comes to nothing."""
+
+    async def main(host: StageHost) -> None:
+        former = await give_seat(host)
+        await give_seat(host, ring="s")
+        with pytest.raises(PeerFailedError, match="the place of ring r was given away"):
+            await host.load(
+                former,
+                cast(StageOrder, None),
+                wire_dtype=WireDType.FLOAT32,
+                threads=1,
+                memory_bytes=1,
+                on_progress=lambda done, total: None,
+            )
+        with pytest.raises(UsageError, match="ring s was asked to connect before its stage"):
+            await host.join("s", 1)
 
     hosted(main)

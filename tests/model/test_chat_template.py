@@ -10,6 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardnet.errors import CheckpointError, UsageError
+from shardnet.model import chat_template
 from shardnet.model.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
 
 SHORT_TALK = [{"role": "user", "content": ' Hello <there> & "you"\n'}]
@@ -59,8 +60,8 @@ TURNS = """{%- set ns = namespace(found=0) -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 
 
-PATIENCE_S = 120.0
-"""How long a process may take that renders; a busy machine starts it late."""
+PATIENCE_S = 120
+"""Processor time for templates that are good: much more than any takes."""
 
 
 def make_template(source: str) -> ChatTemplate:
@@ -107,8 +108,21 @@ def test_what_a_template_may_not_do_is_named(source: str, words: str) -> None:
     ],
 )
 def test_a_template_that_takes_too_long_is_given_up(source: str) -> None:
-    with pytest.raises(CheckpointError, match=r"not done after 1 s|ended with code -"):
+    with pytest.raises(CheckpointError, match="not done after 1 s: it loops"):
         make_template(source).render(SHORT_TALK, seconds=1)
+
+
+def test_a_process_that_gets_no_processor_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the template's own time that counts."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import runpy, time\ntime.sleep(1.2)\n"
+        f"runpy.run_path({str(chat_template._PROGRAM)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(chat_template, "_PROGRAM", late)
+    assert make_template("{{ messages | length }}").render(SHORT_TALK, seconds=1) == "1"
 
 
 def test_a_template_may_refuse_messages_in_its_own_words() -> None:

@@ -57,7 +57,7 @@ def test_a_decode_step_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_ring, "WIDTH", 64)  # a row that comes with one read
 
     async def main(count: CallCount) -> None:
-        options = LinkOptions()
+        options = LinkOptions(heartbeat_s=1e6, silence_s=1e7)  # they come by the clock
         async with fake_ring.fake_ring(N_STAGES, over="tcp", options=options) as ring:
             request = GenerationRequest(
                 prompt=(1, 2, 3),

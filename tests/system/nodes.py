@@ -11,12 +11,13 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,10 @@ STOP_S = 60.0
 
 
 class Output:
-    """What a process writes to one of its pipes, as it comes."""
+    """What a process writes to one of its pipes, as it comes.
+
+    Whoever looks at it sees all that was written until then: nothing waits for a thread of ours.
+    """
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -57,6 +61,7 @@ class Output:
     def text(self) -> str:
         """Everything so far."""
         with self._grown:
+            self._take_in()
             return self._bytes.decode()
 
     def wait_for(
@@ -84,14 +89,26 @@ class Output:
         return self.text
 
     def _read(self) -> None:
-        with self._pipe:
-            while chunk := os.read(self._pipe.fileno(), 1 << 16):
-                with self._grown:
-                    self._bytes += chunk
-                    self._grown.notify_all()
-        with self._grown:
-            self._ended = True
+        while not self._ended:
+            _wait_readable(self._pipe)
+            with self._grown:
+                self._take_in()
+        self._pipe.close()
+
+    def _take_in(self) -> None:
+        """Read what is there, without waiting. The lock is held."""
+        while not self._ended and _wait_readable(self._pipe, timeout_ms=0):
+            chunk = os.read(self._pipe.fileno(), 1 << 16)
+            self._bytes += chunk
+            self._ended = not chunk
             self._grown.notify_all()
+
+
+def _wait_readable(pipe: IO[bytes], timeout_ms: int | None = None) -> bool:
+    """Wait until a pipe has bytes, or has ended. Tells whether it has."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(timeout_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +315,38 @@ class Machine:
             app, arguments, input=stdin, catch_exceptions=False
         )
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
+
+    def nodes_with(self, *names: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+        """What `shardnet nodes` lists, by name, once these are listed.
+
+        It leaves out who does not answer at once, as happens on a busy machine.
+        """
+        while True:
+            listed = self.run("nodes", "--json", *arguments).json
+            found = {node["name"]: node for node in listed}
+            if set(names) <= found.keys():
+                return found
+
+    def status(self, *arguments: str, until: Callable[[str], bool] = lambda told: True) -> str:
+        """What `shardnet status` tells of one node, once `until` holds for it.
+
+        It gives up a node that takes seconds to answer, as happens on a busy machine.
+        """
+        while True:
+            result = self.run("status", *arguments)
+            if result.code == 0 and until(result.stdout):
+                return result.stdout
+            late = "did not tell its state" in result.stderr or "no answer within" in result.stderr
+            assert result.code == 0 or late, result.stderr
+
+    def state(
+        self, node: NodeProcess, until: Callable[[Any], bool] = lambda told: True
+    ) -> dict[str, Any]:
+        """What `shardnet status --json` tells of a node, once `until` holds for it."""
+        told: dict[str, Any] = json.loads(
+            self.status("--json", "--nodes", node.address, until=lambda s: until(json.loads(s)))
+        )
+        return told
 
     def processes(self) -> list[psutil.Process]:
         """All processes that were started for this machine and live, whoever started them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,9 @@ class Site:
         [node] = self.machines[number].start_nodes(name, arguments=arguments)
         return node
 
-    def nodes(self, number: int, *arguments: str) -> dict[str, Any]:
-        """What `shardnet nodes` lists on a machine, by name."""
-        found = self.machines[number].run("nodes", "--json", *arguments).json
-        return {node["name"]: node for node in found}
-
-    def nodes_with(self, number: int, *names: str) -> dict[str, Any]:
-        """What is listed once these are: on a busy machine a node may be late for a list."""
-        while not set(names) <= (found := self.nodes(number)).keys():
-            pass
-        return found
+    def nodes_with(self, number: int, *names: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+        """What `shardnet nodes` lists on a machine, by name, once these are listed."""
+        return self.machines[number].nodes_with(*names, arguments=arguments)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from nodes import Crew
 from parrot import Parrots
@@ -40,17 +42,17 @@ FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
 def test_what_is_no_peer_is_logged_in_one_line(
     trio: Crew, parrots: Parrots, said: bytes, logged: str
 ) -> None:
+    """What else the node has to say, of other nodes and tests, may stand between."""
     node = trio.nodes[2]
-    before = node.log
+    before = len(node.log)
     with connected(node, said) as connection:
-        port = connection.getsockname()[1]
+        host, port = connection.getsockname()
         read_to_the_end(connection)
-    node.stderr.wait_for("\n", after=len(before))
-    lines = node.log[len(before) :].splitlines()
+    node.stderr.wait_for(re.compile(rf"{host}:{port}\b.*\n"), after=before)
+    assert trio.says("a", parrots.alphabet, 0, 2) == "bcd"
+    lines = [line for line in node.log[before:].splitlines() if f"{host}:" in line]
     assert len(lines) == 1
     assert logged in lines[0]
-    assert str(port) in lines[0]
-    assert trio.says("a", parrots.alphabet, 0, 2) == "bcd"
 
 
 def test_a_frame_that_claims_4_gb_takes_no_memory(trio: Crew, parrots: Parrots) -> None:

@@ -30,7 +30,7 @@ def test_nodes_json_lists_every_node_of_the_machine(trio: Crew, parrots: Parrots
     model = str(parrots.alphabet)
     which = ["--nodes", trio.addresses(2, 0), "--layers", "0-2,2-4"]
     trio.generate("a", parrots.alphabet, *which, "--max-tokens", "1")
-    found = {node["name"]: node for node in trio.machine.run("nodes", "--json").json}
+    found = trio.machine.nodes_with("anna", "bert", "cleo")
     assert [found[name]["node"] for name in ("anna", "bert", "cleo")] == [
         node.ready["node"] for node in trio.nodes
     ]
@@ -45,8 +45,8 @@ def test_nodes_json_lists_every_node_of_the_machine(trio: Crew, parrots: Parrots
 
 def test_nodes_lists_a_node_that_is_named(trio: Crew, machine: Machine) -> None:
     assert machine.run("nodes", "--json").json == []
-    named = machine.run("nodes", "--json", "--peer", trio.nodes[1].address).json
-    assert "bert" in {node["name"] for node in named}
+    named = machine.nodes_with("bert", arguments=["--peer", trio.nodes[1].address])
+    assert named["bert"]["node"] == trio.nodes[1].ready["node"]
 
 
 def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None:

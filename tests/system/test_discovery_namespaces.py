@@ -32,7 +32,7 @@ def test_nodes_find_each_other_and_whoever_leaves_is_gone(site: Site) -> None:
     anna, bert = site.start(0, "anna"), site.start(1, "bert")
     meet(anna, bert)
     site.nodes_with(2, "anna", "bert")
-    assert site.nodes(2, "--no-mdns") == {}
+    assert site.nodes_with(2, arguments=["--no-mdns"]) == {}
     plan = site.machines[2].run("plan", "--json")
     while "asking the nearest node" not in plan.stderr:  # on a busy machine none answers in time
         plan = site.machines[2].run("plan", "--json")
@@ -77,9 +77,7 @@ def leaves(site: Site, others: Sequence[NodeProcess], name: str) -> Iterator[Non
     for node, after in zip(others, seen, strict=True):
         gone(node, name, after=after)
     for number, node in enumerate(others):
-        listed = site.nodes(number)
-        assert node.ready["name"] in listed
-        assert name not in listed
+        assert name not in site.nodes_with(number, node.ready["name"])
 
 
 def test_a_node_named_to_one_other_finds_all_without_mdns(tmp_path: Path) -> None:
@@ -106,8 +104,8 @@ def test_a_node_with_another_key_is_left_out_with_one_line(tmp_path: Path) -> No
             node.stderr.wait_for(named)
             [line] = [line for line in node.log.splitlines() if named in line]
             assert "another cluster key" in line
-        assert site.nodes(0).keys() == {"anna"}
-        assert site.nodes(1).keys() == {"bert"}
+        assert site.nodes_with(0, "anna").keys() == {"anna"}
+        assert site.nodes_with(1, "bert").keys() == {"bert"}
 
 
 def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
@@ -157,6 +155,6 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
 
 def check_addresses(site: Site, number: int) -> None:
     """Check that a machine lists every node at an address of the common network."""
-    for found in site.nodes(number).values() if site.hosts else ():
+    for found in site.nodes_with(number).values() if site.hosts else ():
         host = site.hosts[("anna", "bert", "cleo").index(found["name"])]
         assert found["address"].rpartition(":")[0].strip("[]") in host.addresses

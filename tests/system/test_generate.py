@@ -89,10 +89,10 @@ def test_unload_frees_the_model_on_every_node(trio: Crew, parrots: Parrots) -> N
     assert trio.machine.call("unload", "--nodes", trio.nodes[0].address).code == 0
     for node, before in zip(trio.nodes, loaded, strict=False):
         assert node.private_bytes < before - 0.5 * share
-    for node in trio.machine.call("nodes", "--json").json:
-        if node["name"] in ("anna", "bert"):
-            assert node["stage"] is None
-            assert node["memory_free_bytes"] == node["memory_bytes"]
+    for node in trio.nodes[:2]:
+        told = trio.machine.state(node)
+        assert told["stage"] is None
+        assert told["memory_free_bytes"] == told["memory_bytes"]
 
 
 def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None:

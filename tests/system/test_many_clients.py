@@ -111,10 +111,10 @@ class Guest:
         self.ends: Counter[str] = Counter()
 
     async def stay(self, until_s: float) -> None:
-        while time.monotonic() < until_s:
+        while self._ways or time.monotonic() < until_s:
             async with asyncio.timeout(PATIENCE_S + SOAK_S), AsyncExitStack() as stack:
                 client = await stack.enter_async_context(connect(self._case.choice.nodes[0]))
-                while time.monotonic() < until_s:
+                while self._ways or time.monotonic() < until_s:
                     way = self._ways.pop() if self._ways else self._chance.choice(USUAL_WAYS)
                     await getattr(self, f"_{way}")(client)
                     self.ends[way] += 1

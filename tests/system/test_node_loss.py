@@ -112,6 +112,5 @@ def test_a_head_that_leaves_tells_its_clients(
     assert result.code == 1
     assert "paul" in result.error_line
     assert "leaving" in result.error_line
-    [anna] = [node for node in trio.machine.call("nodes", "--json").json if node["name"] == "anna"]
-    assert anna["stage"] is None
+    trio.machine.state(trio.nodes[0], until=lambda told: told["stage"] is None)
     assert trio.says("m", parrots.alphabet) == "nop"

@@ -63,8 +63,7 @@ def test_the_node_of_this_machine_is_asked_and_follows_the_key(
     result = guarded.generate("abc", parrots.alphabet, "--max-tokens", "2")
     assert result.stdout == "de\n", result.stderr
     assert "asking the node of this machine" in result.stderr
-    found = guarded.machine.run("nodes", "--json").json
-    assert {node["name"] for node in found} == {"anna", "bert"}
+    assert guarded.machine.nodes_with("anna", "bert").keys() == {"anna", "bert"}
 
 
 def test_a_node_that_joined_by_typing_the_key_finds_its_peer(
@@ -76,10 +75,8 @@ def test_a_node_that_joined_by_typing_the_key_finds_its_peer(
     assert joined.code == 0, joined.stderr
     (carl,) = machine.start_nodes("carl", arguments=["--peer", guarded.nodes[0].address])
     assert carl.ready["cluster"] == guarded.nodes[0].ready["cluster"]
-    found = machine.run("nodes", "--json", "--peer", carl.address).json
-    assert "carl" in {node["name"] for node in found}
-    with_peer = machine.run("nodes", "--json", "--peer", guarded.nodes[0].address).json
-    assert {"anna", "carl"} <= {node["name"] for node in with_peer}
+    for peer, names in ((carl, ["carl"]), (guarded.nodes[0], ["anna", "carl"])):
+        assert machine.nodes_with(*names, arguments=["--peer", peer.address])
 
 
 def test_with_a_key_a_node_listens_everywhere(guarded: Crew) -> None:

