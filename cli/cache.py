@@ -16,7 +16,7 @@ from shardnet.model.pack_cache import packed_models
 from shardnet.model.pack_cache import remove as remove_packed
 
 from .options import Json
-from .run import fail, say, write_out
+from .run import fail, one_line, say, write_out
 
 MIB = 2**20
 
@@ -41,14 +41,14 @@ def list_models(as_json: Json = False) -> None:
         state = "in use" if model.in_use else f"used {_age(time.time() - model.used_s)} ago"
         write_out(
             f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
-            f"MiB  {state}  {model.name}"
+            f"MiB  {state}  {one_line(model.name)}"
         )
     packs = packed_models(cache.folder / PACKS_FOLDER)
     for packed in packs:
         age = _age(time.time() - packed.used_s)
         write_out(
             f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
-            f"{age} ago  {packed.model}"
+            f"{age} ago  {one_line(packed.model)}"
         )
     rounded = f" and {len(packs)} rounded ones" if packs else ""
     say(f"{len(models)} models{rounded} in {cache.folder}")
@@ -72,7 +72,8 @@ def remove(
         if packed.folder.name.startswith(model_id)
     ]
     for packed in packs:
-        remove_packed(packed)
+        if not remove_packed(packed):
+            fail(f"{packed.folder} cannot be deleted: do it as the user whose it is")
         say(f"deleted rounded weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
     if packs and not everything:
         return

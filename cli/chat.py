@@ -23,7 +23,7 @@ from .access import Access
 from .option_groups import takes_groups
 from .progress import LoadBars
 from .ring_options import RingOptions
-from .run import EXIT_FAILURE, exit_codes, say, write_out
+from .run import EXIT_FAILURE, StreamedText, exit_codes, say, write_out
 from .sampling_options import MaxTokens, SamplingOptions, Temperature
 from .target import Wanted, open_target
 
@@ -110,7 +110,7 @@ class Conversation:
         message, where there is no answer.
         """
         asked: Message = {"role": "user", "content": text}
-        answer = ""
+        answer, shown = "", StreamedText()
         try:
             with LoadBars() as bars:
                 events = self._client.generate(
@@ -127,7 +127,7 @@ class Conversation:
                         if event.error is not None:
                             raise event.error
                         answer += event.text
-                        write_out(event.text, end="")
+                        shown.write(event.text)
                         if event.result is not None:
                             timing = event.result.timing
                             closing = (
@@ -136,6 +136,9 @@ class Conversation:
                             )
             write_out()
             say(closing)
+        except ShardnetError:
+            shown.break_off()
+            raise
         except KeyboardInterrupt:
             write_out()
             say("(stopped)")

@@ -10,14 +10,13 @@ import msgspec
 import typer
 
 from shardnet.api.opening import key_path
-from shardnet.api.requests import name_model
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir
 from shardnet.errors import ConfigurationError
 
 from .access import Access
 from .option_groups import takes_groups
-from .options import Json, NoMdns, Peer, check_addresses
-from .run import EXIT_FAILURE, run_command, write_out
+from .options import Json, NoMdns, Peer, check_addresses, check_model
+from .run import EXIT_FAILURE, one_line, run_command, write_out
 
 if TYPE_CHECKING:
     from shardnet.cluster.diagnosis_facts import Finding, KeyFacts
@@ -56,7 +55,7 @@ def doctor(
 
     One line per finding. Ends with 1 when something is wrong.
     """
-    model = name_model(model) if model else ""
+    model = check_model(model) if model else ""
     run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
 
 
@@ -114,14 +113,14 @@ def _print(findings: list[Finding]) -> None:
         lines[-n_more:] = [("ok", f"and {n_more} more findings are fine; --json has them all")]
     if not sys.stdout.isatty():
         for word, line in lines:
-            write_out(f"{word:7}  {line}")
+            write_out(f"{word:7}  {one_line(line)}")
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     for word, line in lines:
-        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(line), soft_wrap=True)
+        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(one_line(line)), soft_wrap=True)
 
 
 def _as_json(finding: Finding) -> dict[str, str]:

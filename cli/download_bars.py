@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .run import say
+from .run import one_line, say
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -28,7 +28,7 @@ class DownloadBars:
         console = Console(stderr=True)
         self._is_terminal = console.is_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
@@ -53,6 +53,7 @@ class DownloadBars:
 
     def update(self, file: str, done: int, total: int) -> None:
         """Show how far it is (hub.Report); a total of 0 is not known yet."""
+        file = one_line(file)
         if self._bar is None:
             self._progress.start()
             self._bar = self._progress.add_task(file, total=total or None, completed=done)

@@ -19,6 +19,7 @@ from shardnet.api.requests import (
 from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
 from shardnet.wire.plans import PlanReply
+from shardnet.wire.schema import MAX_TEXT
 
 from .access import Access
 from .chat import warn_of_base_model
@@ -181,8 +182,9 @@ def _prompts(
 
 
 def _read_standard_input() -> str:
+    """Read a prompt; of one that is too long, as much as shows it."""
     try:
-        return sys.stdin.read()
+        return sys.stdin.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 
@@ -223,8 +225,11 @@ async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> Non
             **job.options,
         )
         async with contextlib.aclosing(events):
-            async for event in events:
-                bars.stop()
-                output.take(event)
-                if event.result is not None:
-                    job.saved.take(event.result)
+            try:
+                async for event in events:
+                    bars.stop()
+                    output.take(event)
+                    if event.result is not None:
+                        job.saved.take(event.result)
+            finally:
+                output.break_off()

@@ -10,6 +10,7 @@ from shardnet.cluster.local_nodes import share_of_cores
 from shardnet.cluster.profile import available_cores
 
 from .access import Access
+from .cache_folder import warn_of_cache
 from .run import say
 
 
@@ -18,5 +19,6 @@ async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIt
     """Start node processes, say so, and give their addresses; see `start_nodes`."""
     threads = threads or share_of_cores(available_cores(), n_nodes)
     say(f"starting {n_nodes} nodes on this machine, threads each: {threads}")
+    warn_of_cache()
     async with start_nodes(n_nodes, threads, access.node_arguments()) as addresses:
         yield addresses

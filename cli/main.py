@@ -25,6 +25,7 @@ from .plan import plan
 from .pull import pull
 from .run import exit_codes, fail, open_missing_streams, write_out
 from .status import status
+from .terminal import restore_at_sigterm
 from .unload import unload
 from .wrong_values import CommandGroup
 
@@ -80,6 +81,7 @@ def configure(
 def main() -> None:
     """Run the command line."""
     open_missing_streams()
+    restore_at_sigterm()
     try:
         with exit_codes():
             app()

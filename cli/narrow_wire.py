@@ -52,7 +52,7 @@ class WireBar:
         if not console.is_terminal:
             say(f"{self._words}: the head reads the whole checkpoint, {total_bytes / 1e9:.2g} GB")
         progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             console=console,

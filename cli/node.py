@@ -25,6 +25,7 @@ from shardnet.cluster.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
 from .access import Access
+from .cache_folder import warn_of_cache
 from .mdns import told_interfaces
 from .option_groups import takes_groups
 from .options import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node import Node
 
 DEFAULT_PORT = 7433
+_MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ def node(
     Prints one line when it is ready. A node keeps its part of a model loaded between generations.
     """
     check_choice("--device", device, ("auto", "cpu", "cuda"))
+    _check_name(name)
     keep_offline(offline)
     flags = _Flags(
         host=host,
@@ -172,6 +175,15 @@ def node(
         until_stdin_closes=until_stdin_closes,
     )
     run_command(_run(flags))
+
+
+def _check_name(name: str) -> None:
+    """Raise typer.BadParameter for a name that others could not show, or would not take."""
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise typer.BadParameter(
+            f"{name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
+            param_hint="--name",
+        )
 
 
 @contextlib.contextmanager
@@ -218,13 +230,21 @@ async def _run(flags: _Flags) -> None:
             log=say,
         ),
     )
+    warn_of_cache()
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:
         entry = None
         if not flags.until_stdin_closes:
-            entry = local_nodes.add(
-                node=node.node, name=settings.name, address=node.address, pid=os.getpid()
-            )
+            try:
+                entry = local_nodes.add(
+                    node=node.node, name=settings.name, address=node.address, pid=os.getpid()
+                )
+            except OSError as error:
+                say(
+                    f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
+                    f"({error.strerror}): commands of this machine find it with --nodes "
+                    f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
+                )
         try:
             _say_ready(flags, node)
             await stopping.wait()

@@ -19,7 +19,7 @@ from .access import Access
 from .mdns import find_nearest
 from .option_groups import takes_groups
 from .options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
-from .run import run_command, say, write_out
+from .run import one_line, run_command, say, write_out
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.table import Table
@@ -122,6 +122,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
 
 def _table(infos: Sequence[NodeInfo]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("name", "address", "device", "memory free", "stage", "version", box=None)
     for info in infos:
@@ -130,5 +131,6 @@ def _table(infos: Sequence[NodeInfo]) -> Table:
             start, end = info.stage.layers
             stage = f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}"
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
-        table.add_row(info.name, info.address, info.device, free, stage, info.version)
+        cells = (info.name, info.address, info.device, free, stage, info.version)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table

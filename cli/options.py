@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
+from shardnet.api.requests import name_model
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 
@@ -103,6 +104,14 @@ def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
         raise typer.BadParameter(
             f"'{value}': choose {', '.join(others)} or {last}", param_hint=flag
         )
+
+
+def check_model(model: str, flag: str = "--model") -> str:
+    """Name a model as nodes take it. Raises typer.BadParameter, which names `flag`, for a URL."""
+    try:
+        return name_model(model)
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
 def split_nodes(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from shardnet.wire.measured import NodeMeasured, WayMeasured
 from shardnet.wire.plans import PlannedStage, PlanReply
 
 from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
+from .run import one_line
 
 NOT_MEASURED = "not measured"
 
@@ -81,7 +82,7 @@ def plan_text(plan: PlanReply) -> str:
         lines += ["measured:", *(f"  {_node_line(node)}" for node in plan.nodes)]
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def number_words(plan: PlanReply) -> str:
@@ -144,6 +145,7 @@ def run_text(run: LastRun) -> str:
     ended = f"{run.n_tokens} tokens, ended {_date(run.ended_at_s)}"
     lines = [f"{plan.model} in {number_words(plan)}, {ended}"]
     lines += [f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in rows]
+    lines = [*map(one_line, lines)]
     return "\n".join([*lines, HOPS_NOTE] if len(plan.stages) > 1 else lines)
 
 

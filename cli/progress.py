@@ -12,7 +12,7 @@ from shardnet.wire.plans import NodeProgress, PlanReply
 from shardnet.wire.schema import Phase
 
 from .plan_text import number_words
-from .run import say
+from .run import one_line, say, say_over
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID
@@ -31,7 +31,7 @@ class LoadBars:
 
         self._console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             console=self._console,
@@ -82,7 +82,9 @@ class LoadBars:
             self._end_planning()
             name = self._names.get(report.rank, "the head")
             self._progress.start()
-            self._bars[bar] = self._progress.add_task(f"{name} {report.phase}", total=None)
+            self._bars[bar] = self._progress.add_task(
+                f"{one_line(name)} {report.phase}", total=None
+            )
             if report.phase == "downloading":
                 say(f"{name}: downloading {report.total_bytes / 2**20:.1f} MiB from the Hub")
             if report.phase == "fetching":
@@ -140,10 +142,10 @@ class ProgressLine:
         if self._is_on and now >= self._next_s:
             self._next_s = now + 0.1
             self._shown = line
-            say(f"\r\x1b[K{line}", end="")
+            say_over(line)
 
     def clear(self) -> None:
         """Take the line away; something else is written."""
         if self._shown:
             self._shown = ""
-            say("\r\x1b[K", end="")
+            say_over("")

@@ -87,7 +87,7 @@ def pull(
         _refuse(offline, "--offline: a URL is on the network")
         _refuse(
             not model.startswith(("https://", "http://")),
-            f"{model} is not a URL that begins with https:// or http://",
+            "a URL begins with https:// or http://",
         )
         _refuse(
             bool(sha256) and not _SHA256.fullmatch(sha256),

@@ -11,7 +11,6 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
@@ -25,6 +24,7 @@ from .options import (
     Peer,
     check_addresses,
     check_choice,
+    check_model,
     keep_offline,
     split_nodes,
 )
@@ -173,7 +173,7 @@ class RingOptions:
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
         return ModelChoice(
-            model=name_model(self.model),
+            model=check_model(self.model, "--model"),
             nodes=split_nodes(self.nodes),
             layers=_ranges(self.layers),
             context=self.context,

@@ -10,13 +10,16 @@ import os
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 import typer
 
 from shardnet.errors import ShardnetError, first_error
 from shardnet.transport.loop import run
 
+_ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
+"""Control characters: in a node's or a file's name they would move a terminal's cursor and more."""
+_IN_TEXTS: Final = _ESCAPED | {ord("\n"): "\n", ord("\t"): "\t"}
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
@@ -64,12 +67,19 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
+def one_line(text: str) -> str:
+    """Put on one line what others have written, with control characters escaped as in JSON."""
+    return text.replace("\n", " ").translate(_ESCAPED)
+
+
 def write_out(text: object = "", *, end: str = "\n") -> None:
-    """Print on standard output at once.
+    """Print on standard output at once; control characters reach no terminal.
 
     Raises BrokenPipeError when nobody reads it any more, ShardnetError when it cannot be written
     for another reason, as on a full disk.
     """
+    if sys.stdout.isatty():
+        text = str(text).replace("\r", "").translate(_IN_TEXTS)
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -81,22 +91,49 @@ def write_out(text: object = "", *, end: str = "\n") -> None:
         ) from error
 
 
+class StreamedText:
+    """Text on standard output that comes piece by piece."""
+
+    def __init__(self) -> None:
+        self._line_is_open = False
+
+    def write(self, text: str, *, end: str = "") -> None:
+        """Print more of it; raises what `write_out` does."""
+        write_out(text, end=end)
+        if written := text + end:
+            self._line_is_open = not written.endswith("\n")
+
+    def break_off(self) -> None:
+        """End a line in the middle where standard output is a terminal: something else follows."""
+        if self._line_is_open and sys.stdout.isatty():
+            self.write("\n")
+
+
 def say(line: str, *, end: str = "\n") -> None:
-    """Print one line on standard error.
+    """Print one line on standard error, whatever stands in it.
 
     Where nobody reads that any more it is dropped: no node and no generation fails because whoever
     started it has gone.
     """
-    try:
-        print(line, end=end, file=sys.stderr, flush=True)
-    except OSError:
-        _silence(sys.stderr)
+    _print_error(one_line(line) + end)
+
+
+def say_over(line: str) -> None:
+    """Print one line over that on which a terminal at standard error stands."""
+    _print_error(f"\r\x1b[K{one_line(line)}")
 
 
 def fail(message: str) -> NoReturn:
     """End the command with a named failure."""
     say(f"error: {' '.join(message.split())}")
     raise typer.Exit(EXIT_FAILURE)
+
+
+def _print_error(text: str) -> None:
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
 
 
 def _nobody_reads() -> NoReturn:

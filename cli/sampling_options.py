@@ -11,9 +11,11 @@ from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import GenerationOptions, name_model
+from shardnet.api.requests import GenerationOptions
 from shardnet.errors import SamplingError
 from shardnet.types import SamplingParams
+
+from .options import check_model
 
 MaxTokens = Annotated[
     int,
@@ -165,7 +167,7 @@ class SamplingOptions:
             "ignore_eos": self.ignore_eos,
             "bos": self.bos,  # type: ignore[typeddict-item]  # checked above
             "keep_special_tokens": self.keep_special_tokens,
-            "speculate": name_model(self.speculate) if is_path else self.speculate,
+            "speculate": check_model(self.speculate, "--speculate") if is_path else self.speculate,
             "draft_tokens": self.draft_tokens,
             "deterministic": self.deterministic,
         }

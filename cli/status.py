@@ -16,7 +16,7 @@ from shardnet.types import BLOCK_POSITIONS
 from .access import Access
 from .option_groups import takes_groups
 from .options import Json, Nodes, split_nodes
-from .run import run_command, write_out
+from .run import one_line, run_command, write_out
 from .target import named_or_here
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
             if as_json:
                 write_out(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
             else:
-                write_out(_as_text(reply.info, reply.report))
+                for line in _as_lines(reply.info, reply.report):
+                    write_out(one_line(line))
 
 
 async def _ask(client: Client) -> ReportReply:
@@ -93,7 +94,7 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
     }
 
 
-def _as_text(info: NodeInfo, report: NodeReport) -> str:
+def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
     from shardnet.cluster.diagnosis_facts import age
     from shardnet.cluster.placement_words import size
 
@@ -109,7 +110,7 @@ def _as_text(info: NodeInfo, report: NodeReport) -> str:
     ]
     stage = report.stage
     if stage is None:
-        return "\n".join([*lines, "stage    none: nothing is loaded"])
+        return [*lines, "stage    none: nothing is loaded"]
     start, end = stage.layers
     lines.append(f"stage    layers {start}-{end} of {stage.model}")
     if stage.n_stages:
@@ -119,15 +120,13 @@ def _as_text(info: NodeInfo, report: NodeReport) -> str:
         )
     else:
         lines.append("ring     none: the weights wait for the next one")
-    return "\n".join(
-        [
-            *lines,
-            f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
-            f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
-            f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
-            f"running  {_running(report, stage)}",
-        ]
-    )
+    return [
+        *lines,
+        f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
+        f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
+        f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
+        f"running  {_running(report, stage)}",
+    ]
 
 
 def _running(report: NodeReport, stage: StageState) -> str:

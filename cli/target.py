@@ -22,6 +22,7 @@ from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError
 from shardnet.wire.plans import ModelChoice
 
 from .access import Access
+from .cache_folder import warn_of_cache
 from .local_processes import local_processes
 from .mdns import find_nearest
 from .run import say
@@ -80,6 +81,7 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
     here = await connect_here(stack, identity)
     if here is not None:
+        await _tell_of_unasked(here, wanted.peers)
         return here
     if wanted.peers:
         return await _nearest(stack, wanted.peers, identity)
@@ -87,7 +89,21 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none found: running in this process")
+    warn_of_cache()
     return await stack.enter_async_context(node_in_process(choice.threads, identity))
+
+
+async def _tell_of_unasked(here: Client, peers: Sequence[str]) -> None:
+    """Say which --peer the node of this machine, which is asked instead, may not know."""
+    if not peers:
+        return
+    status = await here.status(with_peers=True)
+    known = {status.node.address, *(peer.address for peer in status.peers)}
+    if unknown := [peer for peer in peers if peer not in known]:
+        say(
+            f"--peer {', '.join(unknown)} is not asked: the node of this machine is, and plans "
+            "over the nodes it knows; give --peer to `shardnet node`, or name the ring with --nodes"
+        )
 
 
 async def connect_here(

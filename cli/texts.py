@@ -24,7 +24,7 @@ from shardnet.errors import ShardnetError
 from shardnet.wire.plans import PlanReply
 
 from .progress import ProgressLine
-from .run import say, write_out
+from .run import StreamedText, say, write_out
 
 
 class OneText:
@@ -33,11 +33,12 @@ class OneText:
     def __init__(self, *, as_json: bool) -> None:
         self.plan: PlanReply | None = None
         self._as_json = as_json
+        self._shown = StreamedText()
 
     def take(self, event: GenerationEvent) -> None:
         """Show what is new, and at the end where the time went."""
         if not self._as_json:
-            write_out(event.text, end="\n" if event.result else "")
+            self._shown.write(event.text, end="\n" if event.result else "")
         elif event.result is not None:
             print_json(as_object(event.result, self.plan))
         if event.result is not None:
@@ -46,6 +47,10 @@ class OneText:
     def close(self) -> bool:
         """Say whether all went well."""
         return True
+
+    def break_off(self) -> None:
+        """Leave a text in the middle: an error follows."""
+        self._shown.break_off()
 
 
 @dataclass(slots=True)
@@ -87,6 +92,7 @@ class ListedTexts:
         self._next = 0
         self._counts = _Counts()
         self._said: Counter[str] = Counter()
+        self._shown = StreamedText()
         self._progress = ProgressLine(beside_text=not as_json)
 
     def take(self, event: GenerationEvent) -> None:
@@ -116,11 +122,16 @@ class ListedTexts:
         )
         return not counts.n_failed
 
+    def break_off(self) -> None:
+        """Leave a text in the middle: something else is said."""
+        self._progress.clear()
+        self._shown.break_off()
+
     def _say_failure(self, line: int, error: ShardnetError) -> None:
         said = " ".join(str(error).split())
         self._said[said] += 1
         if self._said[said] <= 10:
-            self._progress.clear()
+            self.break_off()
             say(f"error: {self._name} line {line}: {said}")
 
     def _show(self) -> None:
@@ -141,9 +152,9 @@ class ListedTexts:
     def _show_text(self, prompt: _Listed) -> None:
         if not prompt.is_open and (prompt.text or prompt.result is not None):
             self._progress.clear()
-            write_out(f"==> {prompt.line} <==")
+            self._shown.write(f"==> {prompt.line} <==\n")
             prompt.is_open = True
-        write_out(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
+        self._shown.write(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
         prompt.text = ""
 
     def _count(self, event: GenerationEvent) -> None:

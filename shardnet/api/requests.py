@@ -124,8 +124,14 @@ def make_requests(
 def name_model(model: str) -> str:
     """Make a relative path absolute here; the nodes open it there.
 
-    What is no folder here but can be the name of a model on the Hub stays as it is.
+    What is no folder here but can be the name of a model on the Hub stays as it is. Raises
+    UsageError for a URL, which may hold a password and is not repeated.
     """
+    if "://" in model:
+        raise UsageError(
+            "a model is a path or a name of the Hub, not a URL: download it with `shardnet pull` "
+            "and give the path that it prints"
+        )
     path = Path(model).expanduser()
     if model == DEFAULT_MODEL_NAME or (HubName.parse(model) and not path.exists()):
         return model

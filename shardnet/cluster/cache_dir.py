@@ -14,6 +14,8 @@ from pathlib import Path
 
 CACHE_DIR_VARIABLE = "SHARDNET_CACHE_DIR"
 
+_PROBE_BYTES = 1 << 16
+
 PACKS_FOLDER = "packed"
 """Where in the folder rounded weights are kept (model/pack_cache.py)."""
 
@@ -30,6 +32,17 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
         return Path(base) / "shardnet"
     home = environment.get("HOME", "")
     return (Path(home) if home else Path.home()) / ".cache" / "shardnet"
+
+
+def why_not_written(folder: Path) -> str:
+    """Say why nothing can be kept in `folder`, "" where it can. Makes the folder if need be."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        write_whole(probe, bytes(_PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def write_whole(path: Path, content: bytes) -> None:

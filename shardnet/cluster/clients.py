@@ -83,6 +83,8 @@ class Clients:
         self._wire_errors = wire_errors
         self._cache = cache
         self._log = log
+        self._has_told = False
+        """That the last run cannot be kept on disk."""
         self._last_run: LastRun | None = None
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
@@ -204,7 +206,9 @@ class Clients:
         try:
             await self._reader.run(lambda: write_last_run(self._cache, run))
         except OSError as error:
-            self._log(f"the last run is not kept in {self._cache}: {error}")
+            if not self._has_told:
+                self._log(f"the last run is not kept in {self._cache}: {error}")
+            self._has_told = True
 
 
 def _report(

@@ -104,7 +104,7 @@ class Figure:
 
 
 class FigureCache:
-    """Figures by key, in memory and in the cache `folder`. `log` hears why a disk fails.
+    """Figures by key, in memory and in the cache `folder`. `log` hears once why a disk fails.
 
     `now_s` gives the seconds since 1970.
     """
@@ -119,6 +119,7 @@ class FigureCache:
         self._log = log
         self._now_s = now_s
         self._known: dict[FigureKey, Figure] = {}
+        self._has_told = False
 
     def get(self, key: FigureKey) -> Figure | None:
         """Return what is known. A file that is damaged or speaks of something else is ignored, and
@@ -143,7 +144,9 @@ class FigureCache:
         try:
             write_whole(self._folder / key.file_name, content.encode())
         except OSError as error:
-            self._log(f"figures are not kept in {self._folder}: {error}")
+            if not self._has_told:
+                self._log(f"figures are not kept in {self._folder}: {error}")
+            self._has_told = True
 
 
 def _read(path: Path, key: FigureKey) -> Figure | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardnet import __version__
 from shardnet.cluster.disk_room import check_room
+from shardnet.cluster.web_address import check_proxies, what_to_look_at
 from shardnet.cluster.web_file import GO_ON, Report, sha256_of
 from shardnet.errors import HubError
 from shardnet.model.contents import TENSOR_SUFFIXES
@@ -205,6 +206,7 @@ def named_errors(name: HubName) -> Iterator[None]:
     from huggingface_hub import errors
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is said here
+    check_proxies()
     try:
         yield
     except errors.GatedRepoError as error:
@@ -230,7 +232,7 @@ def named_errors(name: HubName) -> Iterator[None]:
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
         raise HubError(
             f"{name} is no folder here, and the Hub cannot be reached ({_first_line(error)}): "
-            f"check the name and the network; {GO_ON}"
+            f"check the name and {what_to_look_at()}; {GO_ON}"
         ) from error
     except OSError as error:
         raise HubError(f"{name}: {_first_line(error)}; {GO_ON}") from error

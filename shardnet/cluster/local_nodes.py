@@ -55,14 +55,22 @@ class LocalNodes:
         self._folder = folder
 
     def add(self, *, node: str, name: str, address: str, pid: int) -> LocalNode:
-        """Register a node process. The folder is made for its owner alone."""
+        """Register a node process. The folder is made for its owner alone.
+
+        Raises OSError where it cannot be written; then nothing is left there.
+        """
         started = psutil.Process(pid).create_time()
         entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_ours()
         unfinished = self._path(entry).with_suffix(".new")
-        unfinished.write_text(json.dumps(asdict(entry)))
-        unfinished.replace(self._path(entry))
+        try:
+            unfinished.write_text(json.dumps(asdict(entry)))
+            unfinished.replace(self._path(entry))
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
         return entry
 
     def remove(self, entry: LocalNode) -> None:
@@ -86,7 +94,7 @@ class LocalNodes:
         """Raise ConfigurationError unless the folder, and the link to it if any, is this user's."""
         try:
             seen, meant = os.lstat(self._folder), os.stat(self._folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             raise ConfigurationError(

@@ -37,7 +37,10 @@ def unpack(tar: Path, folder: Path, report: Callable[[str], None]) -> None:
     which names the member, for a link, a device or a path that leads out, for a damaged file, and
     where the disk has no room; then nothing of it is left.
     """
-    staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    except OSError as error:
+        raise CheckpointError(f"{tar} cannot be unpacked to {folder}: {error}") from error
     try:
         with tarfile.open(tar) as opened:
             for number, member in enumerate(opened):

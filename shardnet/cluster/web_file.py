@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import httpx2
 
 from shardnet import __version__
 from shardnet.cluster.disk_room import check_room
+from shardnet.cluster.web_address import check_proxies, shown, split_url, what_to_look_at
 from shardnet.errors import HubError
 
 Report = Callable[[str, int, int], None]
@@ -48,14 +48,12 @@ class WebFile:
 def file_name(url: str) -> str:
     """Return the name of the file at a URL.
 
-    Raises HubError where the URL is not http or https, or ends in no name a file may have.
+    Raises HubError where the URL is not http or https, or ends in no name a file may have. No
+    message of this module shows a URL's password.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise HubError(f"{url} is not a URL that begins with https:// or http://")
-    name = unquote(parts.path.rpartition("/")[2])
+    name = unquote(split_url(url).path.rpartition("/")[2])
     if not _NAME.fullmatch(name) or not name.isprintable():
-        raise HubError(f"{url} ends in no file name: give the URL of a file")
+        raise HubError(f"{shown(url)} ends in no file name: give the URL of a file")
     return name
 
 
@@ -68,7 +66,8 @@ def download(url: str, folder: Path, report: Report, *, sha256: str = "") -> Web
     """
     name = file_name(url)
     path, part = folder / name, _Part(folder / f"{name}.part")
-    with _named_errors(url):
+    with _named_errors(shown(url), folder):
+        check_proxies()
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             digest = sha256_of(path)
@@ -80,7 +79,9 @@ def download(url: str, folder: Path, report: Report, *, sha256: str = "") -> Web
         digest = part.sha256()
         if sha256 and digest != sha256.lower():
             part.delete()
-            raise HubError(f"{url} came with SHA-256 {digest}, not {sha256}, and was deleted")
+            raise HubError(
+                f"{shown(url)} came with SHA-256 {digest}, not {sha256}, and was deleted"
+            )
         size_bytes = part.path.stat().st_size
         part.path.replace(path)
         part.delete()
@@ -91,6 +92,11 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest(url: str) -> str:
+    """Stand for a URL, which may hold a password, in a file."""
+    return hashlib.sha256(url.encode()).hexdigest()
 
 
 class _Part:
@@ -110,7 +116,7 @@ class _Part:
         """Return the version of which there is a part, "" where that is not known."""
         try:
             match json.loads(self._note.read_bytes()):
-                case {"url": str(noted), "version": str(version)} if noted == url:
+                case {"url": str(noted), "version": str(version)} if noted == _digest(url):
                     return version
         except (OSError, ValueError):
             pass
@@ -153,7 +159,9 @@ class _Part:
         """Begin anew, with nothing."""
         self.path.write_bytes(b"")
         self._sha256, self._n_hashed = hashlib.sha256(), 0
-        self._note.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
+        self._note.write_text(
+            json.dumps({"url": _digest(url), "version": version}), encoding="utf-8"
+        )
 
     def delete(self) -> None:
         self._sha256 = None
@@ -166,6 +174,7 @@ class _Download:
 
     def __init__(self, url: str, name: str, part: _Part, report: Report) -> None:
         self._url, self._name, self._part, self._report = url, name, part, report
+        self._shown = shown(url)
         self._total: int | None = None
         self._n_new_bytes = 0
 
@@ -188,7 +197,7 @@ class _Download:
                 left = TRIES if self._n_new_bytes > had else left - 1
                 if not left:
                     raise error or HubError(
-                        f"{self._url}: the server ends after {self._part.size_bytes} of "
+                        f"{self._shown}: the server ends after {self._part.size_bytes} of "
                         f"{self._total} bytes, again and again; {GO_ON}"
                     )
 
@@ -221,7 +230,9 @@ class _Download:
             for piece in response.iter_raw():
                 done += len(piece)
                 if self._total is not None and done > self._total:
-                    raise HubError(f"{self._url}: more than the {self._total} bytes promised came")
+                    raise HubError(
+                        f"{self._shown}: more than the {self._total} bytes promised came"
+                    )
                 if self._total is None:
                     self._check_room(len(piece))
                 append(piece)
@@ -232,7 +243,7 @@ class _Download:
     def _check_room(self, n_bytes: int) -> None:
         folder = self._part.path.parent
         check_room(
-            self._url, n_bytes, folder, else_do="choose another folder with --to", error=HubError
+            self._shown, n_bytes, folder, else_do="choose another folder with --to", error=HubError
         )
 
 
@@ -242,7 +253,8 @@ def _total_bytes(response: httpx2.Response, at: int) -> int | None:
         said = response.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said)
         if match is None or int(match[1]) != at or int(match[2]) + 1 != int(match[3]):
-            raise HubError(f"{response.url}: asked for the bytes from {at} on, it sends {said!r}")
+            url = shown(str(response.url))
+            raise HubError(f"{url}: asked for the bytes from {at} on, it sends {said!r}")
         return int(match[3])
     length = response.headers.get("Content-Length", "")
     return int(length) if length.isdecimal() else None
@@ -261,11 +273,12 @@ def _check_redirects(url: str, response: httpx2.Response) -> None:
     if urlsplit(url).scheme == "https":
         for step in [*response.history, response]:
             if step.url.scheme != "https":
-                raise HubError(f"{url} leads to {step.url}, which is not encrypted; refused")
+                to = shown(str(step.url))
+                raise HubError(f"{shown(url)} leads to {to}, which is not encrypted; refused")
 
 
 @contextlib.contextmanager
-def _named_errors(url: str) -> Iterator[None]:
+def _named_errors(url: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except httpx2.HTTPStatusError as error:
@@ -275,7 +288,9 @@ def _named_errors(url: str) -> Iterator[None]:
         raise HubError(f"{url} leads round in circles; check the URL") from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         what = str(error) or type(error).__name__
-        raise HubError(f"{url}: {what}; look at the network; {GO_ON}") from error
+        raise HubError(f"{url}: {what}; look at {what_to_look_at()}; {GO_ON}") from error
     except OSError as error:
-        where = error.filename or os.curdir
-        raise HubError(f"{url}: {where}: {error.strerror}; choose a folder with --to") from error
+        where = error.filename or folder
+        raise HubError(
+            f"{url}: {where}: {error.strerror}; make room there, or choose a folder with --to"
+        ) from error

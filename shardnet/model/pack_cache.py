@@ -179,7 +179,13 @@ class PackCache:
         if not self._has_begun and not (self._folder / _ABOUT).exists():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = {"model": self._model, "quant": self._kind.value}
-            (self._folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            unfinished = self._folder / f".new-{_ABOUT}-{os.getpid()}"
+            try:
+                unfinished.write_text(json.dumps(about), encoding="utf-8")
+                unfinished.replace(self._folder / _ABOUT)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
         self._has_begun = True
 
     def _path(self, names: Sequence[str], kind: Quantization) -> Path:
@@ -192,15 +198,17 @@ def packed_models(folder: Path) -> list[PackedModel]:
     return sorted(_found(folder), key=lambda model: -model.used_s)
 
 
-def remove(model: PackedModel) -> None:
-    """Delete packed weights. A node that uses them has read them, unless it streams its layers.
+def remove(model: PackedModel) -> bool:
+    """Delete packed weights, and say whether they are gone.
 
-    They are gone at once, and whoever is still writing them finds no folder to go on in.
+    A node that uses them has read them, unless it streams its layers. They are
+    gone at once, and whoever is still writing them finds no folder to go on in.
     """
     gone = model.folder.with_name(f"{_GONE}{os.getpid()}-{model.folder.name}")
     with contextlib.suppress(OSError):  # another process was faster
         os.rename(model.folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
+    return not model.folder.exists()
 
 
 def make_room(folder: Path, n_bytes: int, keep: Path) -> int:

@@ -43,7 +43,8 @@ Digest = Annotated[str, Meta(max_length=128)]
 Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
 """What a node does before its stage is ready: weights come from the Hub, from peers or from its own
 disk; it still works for another head; nodes and links are measured for a plan."""
-Text = Annotated[str, Meta(max_length=1 << 20)]
+MAX_TEXT: Final = 1 << 20
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_PING_BYTES: Final = 2 * 2**20
 PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]
 """Bytes whose way is timed. With them a CONTROL frame is still far below its cap."""

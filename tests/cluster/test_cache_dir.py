@@ -6,8 +6,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
-from shardnet.cluster.cache_dir import cache_dir, write_whole
+from shardnet.cluster.cache_dir import cache_dir, why_not_written, write_whole
 
 
 def test_the_folder_follows_the_environment() -> None:
@@ -34,3 +35,19 @@ def test_a_failure_leaves_no_half_file(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(path, b"x")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_can_be_written_is_made_and_left_empty(tmp_path: Path) -> None:
+    assert why_not_written(tmp_path / "new") == ""
+    assert [*(tmp_path / "new").iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert why_not_written(tmp_path / "file" / "cache") == "Not a directory"
+
+
+def test_a_full_disk_is_told_and_gets_nothing(tmp_path: Path) -> None:
+    with full_disk(1000):
+        assert why_not_written(tmp_path) == "File too large"
+    assert [*tmp_path.iterdir()] == []

@@ -118,6 +118,7 @@ def test_without_a_disk_figures_live_as_long_as_the_process(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     cache = FigureCache(tmp_path / "file", log)
     cache.put(key(), FIGURE)
+    cache.put(key(), FIGURE)
     assert cache.get(key()) == FIGURE
-    assert len(said) == 1
+    assert len(said) == 1, "it is said once"
     assert "figures are not kept in" in said[0]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from shardnet.cluster.local_nodes import LocalNodes, runtime_dir, share_of_cores
 from shardnet.errors import ConfigurationError
@@ -22,6 +23,12 @@ def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     nodes.remove(entry)
     nodes.remove(entry)
     assert nodes.list() == []
+
+
+def test_on_a_full_disk_nothing_is_left_of_a_node(tmp_path: Path) -> None:
+    with full_disk(10), pytest.raises(OSError, match="File too large"):
+        LocalNodes(tmp_path).add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_dead_process_is_dropped_and_its_file_deleted(tmp_path: Path) -> None:

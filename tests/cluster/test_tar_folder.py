@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from shardnet.cluster import tar_folder
 from shardnet.cluster.tar_folder import folder_name, unpack
@@ -102,6 +103,16 @@ def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "m.tar").write_bytes(huge.tobuf(tarfile.GNU_FORMAT))
     with pytest.raises(CheckpointError, match=r"'huge' needs .* GiB more in .* make room"):
         unpack(tar, tmp_path / "m", lambda _: None)
+
+
+def test_a_disk_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    tar = make_tar(tmp_path / "m.tar", {"a": WEIGHTS})
+    with full_disk(1000), pytest.raises(CheckpointError, match=r"cannot be unpacked .* too large"):
+        unpack(tar, tmp_path / "m", lambda _: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be unpacked to .* Not a directory"):
+        unpack(tar, tmp_path / "file" / "m", lambda _: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"m.tar", "file"}
 
 
 @pytest.mark.parametrize(

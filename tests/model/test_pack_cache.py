@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_decoder, make_llama
+from full_disk import full_disk
 from stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.model import pack_cache, weights
@@ -98,6 +99,14 @@ def test_a_folder_that_cannot_be_written_is_no_cache(tmp_path: Path) -> None:
     packs = cache(tmp_path / "file")
     packs.put(NAMES, INT4, some())
     assert packs.get(NAMES, INT4, (1000,)) is None
+
+
+def test_on_a_full_disk_nothing_is_begun_that_would_hide_what_comes_later(tmp_path: Path) -> None:
+    with full_disk(10):
+        cache(tmp_path).put(NAMES, INT4, some())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    cache(tmp_path).put(NAMES, INT4, some())
+    assert len(packed_models(tmp_path)) == 1
 
 
 def test_the_oldest_goes_when_there_is_no_room(

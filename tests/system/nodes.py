@@ -272,7 +272,7 @@ class Machine:
             (folder / "cache").mkdir()
             (folder / "cache" / FOLDER).symlink_to(figures)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDNET_")}
-        self._environment = inherited | {
+        self.environment = inherited | {
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),
             "SHARDNET_CACHE_DIR": str(folder / "cache"),
@@ -323,14 +323,14 @@ class Machine:
         is_copied = self._copies and arguments[0] in COPIED and "--local" not in arguments
         if not is_copied or stdin is not None:
             return self.begin(*arguments, environment=environment, stdin=stdin).wait(deadline_s)
-        its_environment = {**self._environment, **(environment or {})}
+        its_environment = {**self.environment, **(environment or {})}
         command = Command(WarmProcess(arguments, its_environment, self.folder, self._namespace))
         self._commands.append(command)
         return command.wait(deadline_s)
 
     def call(self, *arguments: str, stdin: str | None = None) -> Result:
         """Run a command inside this process, which is 0.3 s faster than `run`."""
-        outcome = CliRunner(env={**os.environ, **self._environment}).invoke(
+        outcome = CliRunner(env={**os.environ, **self.environment}).invoke(
             app, arguments, input=stdin, catch_exceptions=False
         )
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
@@ -397,7 +397,7 @@ class Machine:
         self, arguments: Sequence[str], cwd: Path
     ) -> subprocess.Popen[bytes] | WarmProcess:
         if self._copies:
-            return WarmProcess(arguments, self._environment, cwd, self._namespace)
+            return WarmProcess(arguments, self.environment, cwd, self._namespace)
         return self._start(arguments, cwd=cwd)
 
     def _start(
@@ -413,7 +413,7 @@ class Machine:
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**self._environment, **(environment or {})},
+            env={**self.environment, **(environment or {})},
             cwd=cwd or self.folder,
         )
         if process.stdin is not None and stdin is not None:

@@ -325,3 +325,20 @@ def test_the_register_forgets_a_node_that_was_killed(machine: Machine, tmp_path:
     (machine.runtime_dir / f"{'0' * 32}.json").write_text(json.dumps(entry))
     assert machine.run("nodes", "--json").json == []
     assert list(machine.runtime_dir.iterdir()) == []
+
+
+def test_a_peer_beside_a_node_of_this_machine_is_said_not_to_be_asked(
+    trio: Crew, parrots: Parrots
+) -> None:
+    asked = ["generate", "a", "--model", str(parrots.signs), "--peer"]
+    words = "is not asked: the node of this machine is"
+    stranger = trio.machine.call(*asked, "127.0.0.1:9")
+    assert stranger.code == 0
+    assert f"--peer 127.0.0.1:9 {words}" in stranger.stderr
+    assert words not in trio.machine.call(*asked, trio.nodes[0].address).stderr
+
+
+def test_of_an_endless_prompt_no_more_is_read_than_shows_it(machine: Machine) -> None:
+    result = machine.call("generate", "-", stdin="a" * (2**20 + 1000))
+    assert result.code == 2
+    assert f"text of {2**20 + 1} characters: give text of at most {2**20}" in result.stderr

@@ -1,0 +1,114 @@
+"""Commands at a terminal: Ctrl-C, Ctrl-D, windows that are closed, and what is left of them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nodes import Crew, Machine
+from parrot import LONG, Parrots
+from terminals import at_terminal
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+PROMPT = "\r\n> "
+SHOW_CURSOR = "\x1b[?25h"
+
+START = "import runpy, signal, sys; sys.argv = ['shardnet', 'cache', 'ls']\n"
+RUN = "\nrunpy.run_module('shardnet_cli', run_name='__main__', alter_sys=True)"
+EARLY = """
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "shardnet_cli.bench":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+"""
+LATE = "import atexit; atexit.register(signal.raise_signal, signal.SIGINT)"
+
+
+@pytest.fixture(scope="module")
+def talker(parrots: Parrots, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "talker"
+    shutil.copytree(parrots.alphabet, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    return folder
+
+
+def chat(talker: Path, addresses: str) -> list[str]:
+    """A conversation in which every answer goes on for minutes."""
+    options = ["--temperature", "0", "--context", str(LONG), "--max-tokens", str(LONG // 2)]
+    return ["chat", "--model", str(talker), "--nodes", addresses, *options]
+
+
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(trio: Crew, talker: Path) -> None:
+    with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
+        terminal.screen.wait_for(PROMPT)
+        terminal.type("abc\n", "defgh")
+        terminal.type(CTRL_C, f"(stopped){PROMPT}")
+        terminal.type("half a li", "li")
+        terminal.type(CTRL_C, f"an answer){PROMPT}")
+        terminal.type("m\n", "nopqr")
+        terminal.type(CTRL_C, f"(stopped){PROMPT}")
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+        assert terminal.has_its_settings()
+        assert "Traceback" not in terminal.screen.text
+    assert trio.says("z", talker) == "abc"
+
+
+def test_closing_the_window_frees_the_ring(trio: Crew, talker: Path, parrots: Parrots) -> None:
+    with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
+        terminal.screen.wait_for(PROMPT)
+        terminal.type("abc\n", "defgh")
+        terminal.close()
+        assert terminal.wait() == -signal.SIGHUP
+    assert trio.says("z", parrots.signs) == "."
+
+
+def test_sigterm_leaves_a_terminal_that_shows_what_is_typed(trio: Crew, talker: Path) -> None:
+    with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
+        terminal.screen.wait_for(PROMPT)
+        terminal.type("ab", "ab")
+        assert not terminal.has_its_settings()  # the line is being edited
+        terminal.process.terminate()
+        assert terminal.wait() == -signal.SIGTERM
+        assert terminal.has_its_settings()
+        terminal.screen.wait_for(SHOW_CURSOR)
+
+
+def test_an_error_does_not_stand_behind_the_text(
+    machine: Machine, talker: Path, parrots: Parrots
+) -> None:
+    [node] = machine.start_nodes("anna")
+    generate = ["generate", "a", *chat(talker, node.address)[1:]]
+    with (
+        at_terminal(machine, *chat(talker, node.address)) as chatting,
+        at_terminal(machine, *generate) as generating,
+    ):
+        chatting.screen.wait_for(PROMPT)
+        generating.screen.wait_for("bcdef")
+        chatting.type("abc\n", "defgh")
+        seen = len(chatting.screen.text)
+        node.kill()
+        said = chatting.screen.wait_for(PROMPT, after=seen)
+        assert "\nerror: anna" in said, said
+        assert generating.wait() == 1
+        generating.screen.wait_for("\nerror: anna")
+
+
+@pytest.mark.parametrize(("moment", "code"), [(EARLY, 130), (LATE, -signal.SIGINT)])
+def test_no_ctrl_c_shows_a_traceback(machine: Machine, moment: str, code: int) -> None:
+    """While the command is still being imported, and when it is done."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + moment + RUN],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=machine.environment,
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
