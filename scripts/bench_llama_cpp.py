@@ -24,7 +24,8 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import WeightForm, read_bytes_per_step
 from shardnet.model.kernels import probe
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     LayerRange,

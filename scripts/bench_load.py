@@ -32,7 +32,8 @@ from shardnet.model.kernels import KernelChoice, make_linear, probe
 from shardnet.model.layout import is_rounded, stage_tensors
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 
 CPU = torch.device("cpu")

@@ -25,7 +25,8 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import Kernel, KernelChoice, probe
 from shardnet.model.native import native_kernels
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import (
     DType,
     LayerRange,

@@ -28,7 +28,8 @@ from shardnet.cluster.node import NodeSettings, listening
 from shardnet.cluster.profile import MemoryBudget, find_device, make_node_id
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice, probe
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.runtime.engine import Engine
 from shardnet.runtime.requests import (
     GenerationFinished,

@@ -33,7 +33,8 @@ from shardnet.cluster.profile import available_cores
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.footprint import WeightForm, read_bytes_per_step
 from shardnet.model.kernels import KernelChoice, probe
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.runtime.executor import Executor
 from shardnet.transport.loop import run
 from shardnet.types import (

@@ -27,7 +27,8 @@ from shardnet.model.footprint import WeightForm, layer_stream_bytes, stage_weigh
 from shardnet.model.kernels import probe
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import Run, StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import Run, StageModel
 from shardnet.runtime.measuring import measure_disk
 from shardnet.types import (
     LayerRange,

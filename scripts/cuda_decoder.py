@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
+from shardnet.model.family_stages import make_family
 from shardnet.model.footprint import WeightForm, activation_peak_bytes, stage_weight_bytes
 from shardnet.model.kernels import KernelChoice, Linear, make_linear, make_quantized, probe
 from shardnet.model.kv_cache import KvCache
@@ -24,7 +25,7 @@ from shardnet.model.pack_writer import PackWriter
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import pack
 from shardnet.model.sampler import Sampler, SampleRow
-from shardnet.model.stage_model import StageModel, make_family
+from shardnet.model.stage_model import StageModel
 from shardnet.model.streaming import LayerStream
 from shardnet.types import (
     BLOCK_POSITIONS,

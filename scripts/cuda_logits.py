@@ -29,7 +29,8 @@ from shardnet.model.kernels import probe
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import pack, unpack
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import DType, KvDType, LayerRange
 
 T = TypeVar("T")

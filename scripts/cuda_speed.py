@@ -30,7 +30,8 @@ from shardnet.model.footprint import (
 from shardnet.model.kernels import make_quantized, probe
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import pack
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import LayerRange, SlotId
 
 Cells = tuple[str, ...]

@@ -15,7 +15,8 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import pack_rows, unpack_rows
 from shardnet.model.decode_graphs import Capture
 from shardnet.model.kernels import KernelChoice, probe
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,

@@ -1,7 +1,7 @@
 """The model families: the one place where each is named, and how config.json finds its own.
 
 Knows for every family its name in config.json, who reads its keys, and its tensors. Must not know
-torch: the forward passes are named in stage_model.py, in the same words.
+torch: the forward passes are named in family_stages.py, in the same words.
 """
 
 from __future__ import annotations

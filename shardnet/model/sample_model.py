@@ -19,6 +19,7 @@ from torch import Tensor
 from shardnet.model.attention import plan_step
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
+from shardnet.model.family_stages import make_family
 from shardnet.model.footprint import (
     WeightForm,
     activation_peak_bytes,
@@ -32,7 +33,6 @@ from shardnet.model.kv_cache import KvCache
 from shardnet.model.layers import Norm
 from shardnet.model.layout import Shape, stage_tensors
 from shardnet.model.sampler import Sampler, SampleRow
-from shardnet.model.stage_model import make_family
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,

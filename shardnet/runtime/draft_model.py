@@ -18,7 +18,8 @@ from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.in_place import weight_form
 from shardnet.model.kernels import probe
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.runtime.executor import Executor
 from shardnet.runtime.loading import kv_room_blocks, use_threads
 from shardnet.runtime.slot_book import common_prefix

@@ -252,7 +252,7 @@ def _load_model(
     import torch
 
     from shardnet.model.kernels import probe
-    from shardnet.model.stage_model import load_stage
+    from shardnet.model.stage_loading import load_stage
 
     config, device = checkpoint.config, torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)

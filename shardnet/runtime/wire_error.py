@@ -196,7 +196,7 @@ def _load_layer(
 ) -> StageModel:
     import torch
 
-    from shardnet.model.stage_model import load_stage
+    from shardnet.model.stage_loading import load_stage
 
     return load_stage(
         checkpoint,

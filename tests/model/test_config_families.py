@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config import Activation, Experts, Latent, ModelConfig, Rope, RopeKind
 from shardnet.model.families import FAMILIES, parse_config
+from shardnet.model.family_stages import STAGES
 from shardnet.model.layout import left_over
-from shardnet.model.stage_model import STAGES
 
 DECODERS = [family for family in FAMILIES if family != "gpt2"]
 SIZES = {

@@ -21,7 +21,8 @@ from shardnet.model.families import FAMILIES
 from shardnet.model.footprint import GRAPH_BUCKETS
 from shardnet.model.kernels import MAX_EXACT_ROWS, Kernel, KernelChoice, probe
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import Run, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import Run
 from shardnet.types import (
     DType,
     KvDType,

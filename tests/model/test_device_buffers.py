@@ -26,7 +26,8 @@ from shardnet.model.layout import stage_tensors
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
 from shardnet.model.quantized import QuantizedLinear
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.model.streamed_linear import StreamedLinear
 from shardnet.model.weights import StageWeights
 from shardnet.types import DType, LayerRange

@@ -108,7 +108,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.in_place import weight_form
 from shardnet.model.kernels import probe
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import load_stage
+from shardnet.model.stage_loading import load_stage
 from shardnet.types import DType, LayerRange
 
 def private_bytes():

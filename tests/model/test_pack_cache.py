@@ -17,7 +17,8 @@ from shardnet.model import pack_cache, weights
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 
 INT4 = Quantization.INT4

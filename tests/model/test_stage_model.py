@@ -17,7 +17,8 @@ from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import KernelChoice
 from shardnet.model.layout import canonical_name, stage_tensors
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import BLOCK_POSITIONS, DType, LayerRange, SlotId
 
 MAKERS: dict[str, Callable[..., Path]] = {

@@ -18,7 +18,8 @@ from shardnet.model.kernels import KernelChoice, probe
 from shardnet.model.native import NativeProduct, native_kernels
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 
 PIECE = 1000

@@ -26,7 +26,8 @@ from shardnet.model.native import native_kernels
 from shardnet.model.native_linear import NativeLinear, PanelPacking
 from shardnet.model.pack_cache import PackCache, packed_models, remove
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import Run, StageModel, load_stage
+from shardnet.model.stage_loading import load_stage
+from shardnet.model.stage_model import Run, StageModel
 from shardnet.model.streaming import FilePart, LayerStream
 from shardnet.types import (
     DType,
@@ -321,7 +322,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.kernels import probe
 from shardnet.model.pack_cache import PackCache
 from shardnet.model.quantization import Quantization
-from shardnet.model.stage_model import load_stage
+from shardnet.model.stage_loading import load_stage
 from shardnet.types import *
 
 def resident_bytes():

@@ -14,7 +14,7 @@ from checkpoints import make_llama
 from stage_chain import CPU, RoundingChain, StageChain, probed
 
 from shardnet.errors import CheckpointError, NumericalError
-from shardnet.model import stage_model
+from shardnet.model import stage_loading
 from shardnet.model.tokenizer import Tokenizer
 from shardnet.runtime.loading import identify
 from shardnet.runtime.wire_error import (
@@ -70,7 +70,7 @@ def test_a_model_without_tokenizer_or_of_few_positions_has_its_rows(tmp_path: Pa
 
 def test_one_layer_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[weakref.ref[Any]] = []
-    load = stage_model.load_stage
+    load = stage_loading.load_stage
 
     def load_and_note(*arguments: Any, **options: Any) -> Any:
         gc.collect()
@@ -79,7 +79,7 @@ def test_one_layer_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.Monk
         loaded.append(weakref.ref(stage))
         return stage
 
-    monkeypatch.setattr(stage_model, "load_stage", load_and_note)
+    monkeypatch.setattr(stage_loading, "load_stage", load_and_note)
     measure_logit_error(identify(folder), DType.FLOAT32, (1,), WireDType.INT8, no_report)
     assert len(loaded) == 4
 
