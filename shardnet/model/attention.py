@@ -80,6 +80,8 @@ class Places:
     spans: npt.NDArray[np.int64]  # [spans, 5]
     slots: tuple[SlotPlaces, ...]
     """What `spans` points to: see KvCache.places."""
+    address: int
+    """Of `spans`, as long as this lives."""
     has_chunks: bool
 
     @classmethod
@@ -90,9 +92,11 @@ class Places:
             (slot.ctypes.data, span.start, span.end, span.position, span.masks is not None)
             for span, slot in zip(spans, slots, strict=True)
         ]
+        numbers = np.array(table, np.int64)
         return cls(
-            spans=np.array(table, np.int64),
+            spans=numbers,
             slots=slots,
+            address=numbers.ctypes.data,
             has_chunks=any(span.masks is not None for span in spans),
         )
 

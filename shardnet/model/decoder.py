@@ -20,6 +20,7 @@ from shardnet.model.kernels import Linear
 from shardnet.model.layers import Norm
 from shardnet.model.native import native_kernels
 from shardnet.model.native_half import with_native_halves
+from shardnet.model.native_layers import NativeLayers
 from shardnet.model.rotary import rotary_tables
 from shardnet.model.weights import WeightSource
 from shardnet.types import LayerRange
@@ -59,6 +60,7 @@ class DecoderStage:
             )
             for layer, rope in zip(layers, ropes, strict=True)
         ]
+        self._joined = NativeLayers.of([layer for layer, _ in self._layers], native_kernels())
         self._graphs: DecodeGraphs | None = None
 
     def capture_by(self, capture: Capture) -> None:
@@ -77,6 +79,11 @@ class DecoderStage:
             replayed = self._graphs.begin(hidden, rotaries, step)
             if replayed is not None:
                 yield from replayed
+                return
+        if self._joined is not None:
+            whole = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
+            if whole is not None:
+                yield from [whole] * len(self._layers)
                 return
         for index, (layer, rope) in enumerate(self._layers):
             hidden = layer(hidden, index, rotaries[rope], step)

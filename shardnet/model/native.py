@@ -28,7 +28,7 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
 _LIBRARY: Final = "_quantized"
-_VERSION: Final = 6
+_VERSION: Final = 7
 """Counts up with what the library and this module tell each other."""
 _KEPT_BYTES: Final = 1 << 22
 """Room that each thread keeps: enough for a decode step."""

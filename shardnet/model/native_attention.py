@@ -96,35 +96,56 @@ class NativeAttention:
             scale=own.head_size**-0.5 if scale is None else scale,
         )
 
+    @property
+    def products(self) -> tuple[NativeLinearProduct, NativeLinearProduct]:
+        """What it multiplies with."""
+        return self._qkv, self._output
+
+    @property
+    def arguments(self) -> AttentionStruct:
+        """What the library is given, as long as this object lives."""
+        return self._arguments
+
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Run it, in the layer `index` within the stage: [T, E] in and out.
 
         Raises ValueError where rows, rotary tables and step do not belong together.
         """
         hidden, arguments = hidden.contiguous(), self._arguments
-        self._check_call(hidden, index, rotary, step)
         out = torch.empty_like(hidden)
         arguments.residual.enter(hidden, out)
-        arguments.cos = rotary.cos.data_ptr()
-        arguments.sin = rotary.sin.data_ptr()
-        arguments.n_rotated = rotary.cos.shape[-1]
-        arguments.layer = index
-        room = self._lay_out(hidden)
-        places = step.places
-        if places is None or not self._can_attend(step.kv):
+        can_attend = self.look(hidden, index, rotary, step)
+        room = self.lay_out(ROOM.of(self.room_bytes(*_extent(hidden))), hidden)
+        if not can_attend:
             self._call(arguments, BEFORE)
             room.attended().copy_(self._attend_in_torch(room.looking(), index, step))
             self._call(arguments, AFTER)
             return out
-        arguments.spans = places.spans.ctypes.data
-        arguments.n_spans = len(places.slots)
-        if not places.has_chunks:
+        if step.places is not None and not step.places.has_chunks:
             self._call(arguments, BEFORE | STORE | ATTEND | AFTER)
             return out
         self._call(arguments, BEFORE | STORE | ATTEND)
         self._attend_chunks(room.looking(), room.attended(), index, step)
         self._call(arguments, AFTER)
         return out
+
+    def look(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> bool:
+        """Say where rows [T, E] of a step stand and what they look at.
+
+        Returns whether the library can attend over all of it but prompt chunks. Raises ValueError
+        where rows, rotary tables and step do not belong together.
+        """
+        self._check_call(hidden, index, rotary, step)
+        arguments, places = self._arguments, step.places
+        arguments.cos = rotary.cos.data_ptr()
+        arguments.sin = rotary.sin.data_ptr()
+        arguments.n_rotated = rotary.cos.shape[-1]
+        arguments.layer = index
+        if places is None or not self._can_attend(step.kv):
+            return False
+        arguments.spans = places.address
+        arguments.n_spans = len(places.slots)
+        return True
 
     def _check_call(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> None:
         """Raise ValueError where the library would look beyond what belongs to the rows."""
@@ -152,30 +173,42 @@ class NativeAttention:
             arguments.kept_bytes = size + n_groups * torch.bfloat16.itemsize
         return self._own.kind.is_plain
 
-    def _lay_out(self, hidden: Tensor) -> _AttentionRoom:
-        """Give the call its products and memory."""
+    def room_bytes(self, n_rows: int, item: int) -> int:
+        """Return the memory that a call works in, with rows of `item` bytes a number."""
+        return self._parts(n_rows, item)[-1]
+
+    def lay_out(self, room: Tensor, hidden: Tensor) -> _AttentionRoom:
+        """Give a call with rows like `hidden` its products, and memory at the head of `room`."""
         own, arguments = self._own, self._arguments
-        qkv, output = self._qkv.native_product(), self._output.native_product()
-        arguments.qkv, arguments.output = qkv.address, output.address
-        n_rows, item = hidden.shape[0], hidden.element_size()
-        inner = aligned(hidden.numel() * item)
-        looking = aligned(n_rows * qkv.shape[0] * item)
-        attended = aligned(n_rows * output.shape[1] * item)
-        product = n_rows * max(qkv.row_bytes, output.row_bytes)
-        room = ROOM.of(inner + looking + attended + product)
+        arguments.qkv = self._qkv.native_product().address
+        arguments.output = self._output.native_product().address
+        n_rows, item = _extent(hidden)
+        looking, attended, product, _ = self._parts(n_rows, item)
         begin = room.data_ptr()
         arguments.residual.inner = begin
-        arguments.looking = begin + inner
-        arguments.attended = begin + inner + looking
-        arguments.room = begin + inner + looking + attended
+        arguments.looking = begin + looking
+        arguments.attended = begin + attended
+        arguments.room = begin + product
+        n_looking, n_attended = self._qkv.shape[0], self._output.shape[1]
         return _AttentionRoom(
             bytes=room,
             dtype=hidden.dtype,
             n_rows=n_rows,
             head_size=own.head_size,
-            looking_at=(inner, inner + n_rows * qkv.shape[0] * item),
-            attended_at=(inner + looking, inner + looking + n_rows * output.shape[1] * item),
+            looking_at=(looking, looking + n_rows * n_looking * item),
+            attended_at=(attended, attended + n_rows * n_attended * item),
         )
+
+    def _parts(self, n_rows: int, item: int) -> tuple[int, int, int, int]:
+        """Return where queries, results and the products' memory begin, and where all of it ends.
+
+        At the beginning are the rows between norm and product.
+        """
+        qkv, output = self._qkv.native_product(), self._output.native_product()
+        looking = aligned(n_rows * output.shape[0] * item)
+        attended = looking + aligned(n_rows * qkv.shape[0] * item)
+        product = attended + aligned(n_rows * output.shape[1] * item)
+        return looking, attended, product, product + n_rows * max(qkv.row_bytes, output.row_bytes)
 
     def _attend_in_torch(self, looking: Tensor, index: int, step: Step) -> Tensor:
         own = self._own
@@ -192,3 +225,7 @@ class NativeAttention:
                 queries = looking[span.start : span.end, : own.n_heads]
                 chunk = attend_chunk(queries, span, index, step, own.kind, widths)
                 attended[span.start : span.end] = chunk
+
+
+def _extent(hidden: Tensor) -> tuple[int, int]:
+    return hidden.shape[0], hidden.element_size()

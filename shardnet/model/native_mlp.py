@@ -49,26 +49,53 @@ class NativeMlp:
             activation=ACTIVATIONS[activation],
         )
 
+    @property
+    def products(self) -> tuple[NativeLinearProduct, NativeLinearProduct]:
+        """What it multiplies with."""
+        return self._gate_up, self._down
+
+    @property
+    def arguments(self) -> MlpStruct:
+        """What the library is given, as long as this object lives."""
+        return self._arguments
+
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Run it, in the layer `index` within the stage: [T, E] in and out."""
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         self._arguments.residual.enter(hidden, out)
-        self._lay_out(hidden)
+        self.lay_out(ROOM.of(self.room_bytes(hidden.shape[0], hidden.element_size())), hidden)
         self._call(self._arguments)
         return out
 
-    def _lay_out(self, hidden: Tensor) -> None:
-        """Give the call its products and memory."""
+    def room_bytes(self, n_rows: int, item: int) -> int:
+        """Return the memory that a call works in, with rows of `item` bytes a number."""
+        return self._parts(n_rows, item)[-1]
+
+    def lay_out(self, room: Tensor, hidden: Tensor) -> None:
+        """Give a call with rows like `hidden` its products, and memory at the head of `room`."""
         arguments = self._arguments
-        gate_up, down = self._gate_up.native_product(), self._down.native_product()
-        arguments.gate_up, arguments.down = gate_up.address, down.address
-        n_rows, item = hidden.shape[0], hidden.element_size()
-        inner = aligned(hidden.numel() * item)
-        active = aligned(n_rows * self._n_inner * item)
-        product = n_rows * max(gate_up.row_bytes, down.row_bytes)
-        begin = ROOM.of(inner + 3 * active + product).data_ptr()
+        arguments.gate_up = self._gate_up.native_product().address
+        arguments.down = self._down.native_product().address
+        active, gated, product, _ = self._parts(hidden.shape[0], hidden.element_size())
+        begin = room.data_ptr()
         arguments.residual.inner = begin
-        arguments.active = begin + inner
-        arguments.gated = begin + inner + active
-        arguments.room = begin + inner + 3 * active
+        arguments.active = begin + active
+        arguments.gated = begin + gated
+        arguments.room = begin + product
+
+    def _parts(self, n_rows: int, item: int) -> tuple[int, int, int, int]:
+        """Return where the parts of a call's memory begin, and where all of it ends.
+
+        They are the rows between norm and product, active and gated ones, and the products' own.
+        """
+        gate_up, down = self._gate_up.native_product(), self._down.native_product()
+        active = aligned(n_rows * down.shape[0] * item)
+        inner = aligned(n_rows * self._n_inner * item)
+        product = active + 3 * inner
+        return (
+            active,
+            active + inner,
+            product,
+            product + n_rows * max(gate_up.row_bytes, down.row_bytes),
+        )

@@ -98,7 +98,7 @@ class ResidualStruct(ctypes.Structure):
         """Say what is of this call. Raises ValueError for rows that cannot be read."""
         self.n_rows = check_rows(hidden, self.width)
         self.hidden = hidden.data_ptr()
-        self.out = out.data_ptr()
+        self.out = check_memory("what comes out", out, hidden.nbytes, hidden.dtype).data_ptr()
         self.is_bf16 = is_bf16(hidden)
         self.team.n_threads = torch.get_num_threads()
 
@@ -142,6 +142,15 @@ class MlpStruct(ctypes.Structure):
         ("active", ctypes.c_void_p),
         ("n_inner", ctypes.c_int64),
         ("activation", ctypes.c_int32),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """`struct layer` of csrc/halves.c."""
+
+    _fields_ = (
+        ("attention", ctypes.c_void_p),
+        ("mlp", ctypes.c_void_p),
     )
 
 

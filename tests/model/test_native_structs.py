@@ -36,6 +36,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "residual": native_structs.ResidualStruct,
     "attention_half": native_structs.AttentionStruct,
     "mlp_half": native_structs.MlpStruct,
+    "layer": native_structs.LayerStruct,
 }
 Fields = list[tuple[str, Any]]
 

@@ -1,6 +1,6 @@
-/* The halves of a decoder layer in one call each: attention and MLP, with what stands around them.
+/* The halves of a decoder layer in one call each, attention and MLP with what stands around them, and whole layers.
  *
- * native_half.py makes the structs and says which halves can be computed here. Products are those of products.c; the
+ * native_structs.py makes the structs, native_half.py says which halves can be computed here. Products are those of products.c; the
  * rest is written once, in halves_body.h, with vectors that the compiler has, and compiled for each instruction set.
  * Numbers are float32 between a row's being read and its being written, and rounded where torch rounds: behind each
  * product, norm, rotation, activation and sum. A row's bits do not depend on the rows beside it nor on the threads.
@@ -90,6 +90,11 @@ struct mlp_half {
     void *active; /* room for [n_rows, n_inner] */
     int64_t n_inner;
     int32_t activation;
+};
+
+struct layer {
+    struct attention_half *attention;
+    struct mlp_half *mlp;
 };
 
 INLINE const struct span *span_of(const struct attention_half *half, int64_t row) {
@@ -199,7 +204,7 @@ static int64_t most_seen(const struct attention_half *half) {
     return most;
 }
 
-/* --- what native_half.py calls. Everything in the structs has been checked by the caller. */
+/* --- what Python calls. Everything in the structs has been checked by the caller. */
 
 void shardnet_attention_half(struct attention_half *half, int32_t parts) {
     const struct residual *residual = &half->residual;
@@ -228,4 +233,11 @@ void shardnet_mlp_half(struct mlp_half *half) {
     shardnet_share_out(&residual->team, steps->activate, half, residual->n_rows, ROWS_AT_ONCE);
     multiply(half->down, residual, half->room, half->active, residual->inner);
     leave(steps, residual);
+}
+
+void shardnet_layers(const struct layer *layers, int64_t n_layers) {
+    for (int64_t i = 0; i < n_layers; i++) {
+        shardnet_attention_half(layers[i].attention, BEFORE | STORE | ATTEND | AFTER);
+        shardnet_mlp_half(layers[i].mlp);
+    }
 }
