@@ -8,6 +8,7 @@ between two calls of the library.
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -105,6 +106,12 @@ class NativeAttention:
     def arguments(self) -> AttentionStruct:
         """What the library is given, as long as this object lives."""
         return self._arguments
+
+    def apart(self) -> NativeAttention:
+        """Return the same half with arguments of its own, which calls of this one do not touch."""
+        other = copy(self)
+        other._arguments = AttentionStruct.from_buffer_copy(self._arguments)
+        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Run it, in the layer `index` within the stage: [T, E] in and out.

@@ -57,8 +57,8 @@ class NativeLayers:
         width: int,
         kernels: NativeKernels,
     ) -> None:
-        """Take both halves of each layer, whose rows are `width` wide."""
-        self._halves = halves
+        """Take both halves of each layer, whose rows are `width` wide, and which others call too."""
+        self._halves = [(attention.apart(), mlp.apart()) for attention, mlp in halves]
         self._width = width
         self._call = kernels.function(
             "shardnet_layers", ctypes.POINTER(LayerStruct), ctypes.c_int64
@@ -69,7 +69,7 @@ class NativeLayers:
                     attention=ctypes.addressof(attention.arguments),
                     mlp=ctypes.addressof(mlp.arguments),
                 )
-                for attention, mlp in halves
+                for attention, mlp in self._halves
             )
         )
         self._lay_out: _LayOut | None = None

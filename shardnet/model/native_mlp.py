@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ class NativeMlp:
     def arguments(self) -> MlpStruct:
         """What the library is given, as long as this object lives."""
         return self._arguments
+
+    def apart(self) -> NativeMlp:
+        """Return the same half with arguments of its own, which calls of this one do not touch."""
+        other = copy(self)
+        other._arguments = MlpStruct.from_buffer_copy(self._arguments)
+        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
         """Run it, in the layer `index` within the stage: [T, E] in and out."""

@@ -39,6 +39,8 @@ def batches() -> Iterator[tuple[bool, tuple[Rows, ...]]]:
     yield True, (rows(0, N_PROMPT + 1, 1), rows(1, 5, 1), rows(2, 1, 17))
     yield False, (rows(0, N_PROMPT + 2, 1), rows(3, 0, N_PROMPT))
     yield True, (rows(0, N_PROMPT + 3, 1),)
+    yield False, (rows(1, 6, N_PROMPT),)
+    yield True, (rows(0, N_PROMPT + 4, 1),)  # of the kind of those before the chunk
     many = [rows(slot, 0, 30) for slot in (4, 5, 6)]
     assert sum(len(one.ids) for one in many) > _MAX_ROWS
     yield False, tuple(many)
