@@ -57,7 +57,7 @@ class NativeLayers:
         width: int,
         kernels: NativeKernels,
     ) -> None:
-        """Take both halves of each layer, whose rows are `width` wide, and which others call too."""
+        """Take both halves of each layer, with rows of `width` columns. Others may call them too."""
         self._halves = [(attention.apart(), mlp.apart()) for attention, mlp in halves]
         self._width = width
         self._call = kernels.function(
