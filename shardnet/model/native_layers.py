@@ -57,7 +57,7 @@ class NativeLayers:
         width: int,
         kernels: NativeKernels,
     ) -> None:
-        """Take both halves of each layer, with rows of `width` columns. Others may call them too."""
+        """Take both halves of each layer, with `width` columns. Others may call them as well."""
         self._halves = [(attention.apart(), mlp.apart()) for attention, mlp in halves]
         self._width = width
         self._call = kernels.function(
