@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.device_memory import is_out_of_memory
+from shardnet.model.device_memory import memory_named
 
 log = logging.getLogger(__name__)
 
@@ -229,12 +229,8 @@ def _pageable(size_bytes: int) -> Tensor:
 
 
 def _taken(take: Callable[[int], Tensor], n_buffers: int, size_bytes: int) -> list[Tensor]:
-    try:
+    with memory_named(
+        f"there is no memory for {n_buffers} layers of {size_bytes} bytes to be streamed; "
+        "give the node fewer layers"
+    ):
         return [take(size_bytes) for _ in range(n_buffers)]
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"there is no memory for {n_buffers} layers of {size_bytes} bytes to be streamed; "
-            "give the node fewer layers"
-        ) from error

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.device_memory import is_out_of_memory
+from shardnet.model.device_memory import memory_named
 from shardnet.model.kv_rows import restore_rows, round_rows
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
@@ -244,7 +244,10 @@ class KvCache:
                 firsts=[0] * self._n_layers,
                 places=np.zeros((self._n_layers, 4), np.int64),
             )
-        try:
+        with memory_named(
+            f"slot {slot}: {self._device} has no memory for {blocks} KV blocks of "
+            f"{self.block_bytes} bytes; start the node with less --memory"
+        ):
             for layer, window in enumerate(self._windows):
                 old = held.firsts[layer]
                 first = old
@@ -256,13 +259,6 @@ class KvCache:
                 held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
                 place = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
                 held.places[layer] = place
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"slot {slot}: {self._device} has no memory for {blocks} KV blocks of "
-                f"{self.block_bytes} bytes; start the node with less --memory"
-            ) from error
         self._blocks_used += blocks - held.blocks
         held.blocks = blocks
         self._slots[slot] = held

@@ -17,7 +17,7 @@ from shardnet.model.checkpoint import Checkpoint
 from shardnet.model.codec import torch_dtype
 from shardnet.model.config import ModelConfig
 from shardnet.model.decode_graphs import Capture
-from shardnet.model.device_memory import is_out_of_memory
+from shardnet.model.device_memory import memory_named
 from shardnet.model.family_stages import make_family
 from shardnet.model.footprint import stage_weight_bytes, streamed_layers
 from shardnet.model.in_place import check_in_place, dtype_in_place, weight_form
@@ -66,7 +66,11 @@ def load_stage(
     if streamed:
         _check_streamed(checkpoint, choice, device, packs)
     dtype = torch_dtype(choice.dtype)
-    with _reads_told(checkpoint), _memory_named(device, layers, choice):
+    too_much = (
+        f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
+        "give the node fewer layers"
+    )
+    with _reads_told(checkpoint), memory_named(too_much):
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
         with weights.writer:
@@ -110,20 +114,6 @@ def _reads_told(checkpoint: Checkpoint) -> Iterator[None]:
     for file, size_bytes in checkpoint.bytes_read.items():
         if size_bytes > before[file]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
-
-
-@contextmanager
-def _memory_named(device: torch.device, layers: LayerRange, choice: KernelChoice) -> Iterator[None]:
-    """Raise CapacityError where the device has no memory for what is done inside."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
-            "give the node fewer layers"
-        ) from error
 
 
 def _kv_cache(

@@ -97,6 +97,7 @@ def measure_stage(
     """
     import torch
 
+    from shardnet.model.device_memory import memory_named
     from shardnet.model.footprint import WeightForm, graph_bytes
     from shardnet.model.kernels import probe
     from shardnet.model.sample_model import SampleModel, sample_config
@@ -112,7 +113,7 @@ def measure_stage(
                 f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "
                 "free here"
             )
-        with _memory_named(device):
+        with memory_named(f"{device} has no memory left to measure in"):
             model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
             single = windows(lambda: model.step(1), at_least=3, tick=tick)
@@ -138,19 +139,6 @@ def _figures(
         kernel=kernel,
         is_steady=_is_steady([t.layers_s for t in single]),
     )
-
-
-@contextlib.contextmanager
-def _memory_named(device: str) -> Iterator[None]:
-    """Raise CapacityError where the device has no memory for what is done inside."""
-    from shardnet.model.device_memory import is_out_of_memory
-
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(f"{device} has no memory left to measure in") from error
 
 
 def measure_disk(path: Path) -> float | None:
