@@ -171,7 +171,7 @@ def make_linear(
         n_out = sum(weight.shape[0] for weight in weights)
         shape = (n_out, weights[0].shape[1])
         return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
-    bias = torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
+    bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
     if native is not None and all(weight.dtype is torch.bfloat16 for weight in weights):
         return NativeLinear.pack(weights, bias, native)
@@ -182,6 +182,13 @@ def make_linear(
     return PlainLinear(owned, bias, choice.min_rows)
 
 
+def join_biases(
+    biases: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """Join [N_i] biases into one on `device`, which shares no memory with them; None of none."""
+    return torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
+
+
 def make_quantized(
     packed: Tensor,
     shape: tuple[int, int],
@@ -190,7 +197,7 @@ def make_quantized(
     quantization: Quantization,
 ) -> Linear:
     """Make a product of packed [N, K] weights on `device`."""
-    bias = torch.cat(list(biases)).to(device, torch.float32, copy=True) if biases else None
+    bias = join_biases(biases, device, torch.float32)
     return QuantizedLinear(packed.to(device), shape, quantization, bias)
 
 

@@ -122,7 +122,7 @@ class NativeAttention:
         out = torch.empty_like(hidden)
         arguments.residual.enter(hidden, out)
         can_attend = self.look(hidden, index, rotary, step)
-        room = self.lay_out(ROOM.of(self.room_bytes(*_extent(hidden))), hidden)
+        room = self.lay_out(ROOM.of(self.room_bytes(hidden)), hidden)
         if not can_attend:
             self._call(arguments, BEFORE)
             room.attended().copy_(self._attend_in_torch(room.looking(), index, step))
@@ -180,17 +180,17 @@ class NativeAttention:
             arguments.kept_bytes = size + n_groups * torch.bfloat16.itemsize
         return self._own.kind.is_plain
 
-    def room_bytes(self, n_rows: int, item: int) -> int:
-        """Return the memory that a call works in, with rows of `item` bytes a number."""
-        return self._parts(n_rows, item)[-1]
+    def room_bytes(self, hidden: Tensor) -> int:
+        """Return the memory that a call with rows like `hidden` works in."""
+        return self._parts(hidden)[-1]
 
     def lay_out(self, room: Tensor, hidden: Tensor) -> _AttentionRoom:
         """Give a call with rows like `hidden` its products, and memory at the head of `room`."""
         own, arguments = self._own, self._arguments
         arguments.qkv = self._qkv.native_product().address
         arguments.output = self._output.native_product().address
-        n_rows, item = _extent(hidden)
-        looking, attended, product, _ = self._parts(n_rows, item)
+        n_rows, item = hidden.shape[0], hidden.element_size()
+        looking, attended, product, _ = self._parts(hidden)
         begin = room.data_ptr()
         arguments.residual.inner = begin
         arguments.looking = begin + looking
@@ -206,11 +206,12 @@ class NativeAttention:
             attended_at=(attended, attended + n_rows * n_attended * item),
         )
 
-    def _parts(self, n_rows: int, item: int) -> tuple[int, int, int, int]:
+    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int]:
         """Return where queries, results and the products' memory begin, and where all of it ends.
 
         At the beginning are the rows between norm and product.
         """
+        n_rows, item = hidden.shape[0], hidden.element_size()
         qkv, output = self._qkv.native_product(), self._output.native_product()
         looking = aligned(n_rows * output.shape[0] * item)
         attended = looking + aligned(n_rows * qkv.shape[0] * item)
@@ -232,7 +233,3 @@ class NativeAttention:
                 queries = looking[span.start : span.end, : own.n_heads]
                 chunk = attend_chunk(queries, span, index, step, own.kind, widths)
                 attended[span.start : span.end] = chunk
-
-
-def _extent(hidden: Tensor) -> tuple[int, int]:
-    return hidden.shape[0], hidden.element_size()

@@ -115,13 +115,13 @@ class NativeLayers:
         return place
 
     def _new_place(self, hidden: Tensor) -> _LayOut:
-        n_rows, item = check_rows(hidden, self._width), hidden.element_size()
+        check_rows(hidden, self._width)
         halves = [half for layer in self._halves for half in layer]
-        row_bytes = aligned(hidden.numel() * item)
-        room_bytes = max(half.room_bytes(n_rows, item) for half in halves)
+        row_bytes = aligned(hidden.nbytes)
+        room_bytes = max(half.room_bytes(hidden) for half in halves)
         memory = torch.empty(2 * row_bytes + room_bytes, dtype=torch.uint8)
         between, after = (
-            memory[begin : begin + hidden.numel() * item].view(hidden.dtype).view(hidden.shape)
+            memory[begin : begin + hidden.nbytes].view(hidden.dtype).view(hidden.shape)
             for begin in (0, row_bytes)
         )
         room = memory[2 * row_bytes :]

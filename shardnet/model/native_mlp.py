@@ -71,31 +71,32 @@ class NativeMlp:
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         self._arguments.residual.enter(hidden, out)
-        self.lay_out(ROOM.of(self.room_bytes(hidden.shape[0], hidden.element_size())), hidden)
+        self.lay_out(ROOM.of(self.room_bytes(hidden)), hidden)
         self._call(self._arguments)
         return out
 
-    def room_bytes(self, n_rows: int, item: int) -> int:
-        """Return the memory that a call works in, with rows of `item` bytes a number."""
-        return self._parts(n_rows, item)[-1]
+    def room_bytes(self, hidden: Tensor) -> int:
+        """Return the memory that a call with rows like `hidden` works in."""
+        return self._parts(hidden)[-1]
 
     def lay_out(self, room: Tensor, hidden: Tensor) -> None:
         """Give a call with rows like `hidden` its products, and memory at the head of `room`."""
         arguments = self._arguments
         arguments.gate_up = self._gate_up.native_product().address
         arguments.down = self._down.native_product().address
-        active, gated, product, _ = self._parts(hidden.shape[0], hidden.element_size())
+        active, gated, product, _ = self._parts(hidden)
         begin = room.data_ptr()
         arguments.residual.inner = begin
         arguments.active = begin + active
         arguments.gated = begin + gated
         arguments.room = begin + product
 
-    def _parts(self, n_rows: int, item: int) -> tuple[int, int, int, int]:
+    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int]:
         """Return where the parts of a call's memory begin, and where all of it ends.
 
         They are the rows between norm and product, active and gated ones, and the products' own.
         """
+        n_rows, item = hidden.shape[0], hidden.element_size()
         gate_up, down = self._gate_up.native_product(), self._down.native_product()
         active = aligned(n_rows * down.shape[0] * item)
         inner = aligned(n_rows * self._n_inner * item)

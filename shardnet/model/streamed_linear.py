@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from shardnet.model.codec import torch_dtype
-from shardnet.model.kernels import Kernel, KernelChoice, Linear, PlainLinear, make_linear
+from shardnet.model.kernels import (
+    Kernel,
+    KernelChoice,
+    Linear,
+    PlainLinear,
+    join_biases,
+    make_linear,
+)
 from shardnet.model.layout import Shape
 from shardnet.model.native import NativeKernels, NativeProduct, NativeSource, native_kernels
 from shardnet.model.native_linear import NativeLinear, PanelPacking, fills_panels
@@ -60,7 +67,7 @@ class StoredProduct:
             stored=(sum(shape[0] for shape in shapes), n_in),
             transposed=transposed,
             biases=own,
-            bias=torch.cat(own).to(device, torch_dtype(choice.dtype)) if own else None,
+            bias=join_biases(own, device, torch_dtype(choice.dtype)),
             native=native,
             packing=packing,
         )

@@ -23,6 +23,7 @@ from shardnet.model.codec import torch_dtype
 from shardnet.model.kernels import (
     KernelChoice,
     Linear,
+    join_biases,
     make_linear,
     probe,
     rows_are_exact,
@@ -182,9 +183,7 @@ class StageWeights:
         packed = self._packed(
             names, kind, shape, transposed=transposed, is_streamed=layer is not None
         )
-        bias = (
-            torch.cat(list(biases)).to(self._device, torch.float32, copy=True) if biases else None
-        )
+        bias = join_biases(biases, self._device, torch.float32)
         made = QuantizedLinear(packed.to(self._device), shape, kind, bias)
         self._company.test(names[0], made, self._choice)
         if layer is None:
