@@ -234,7 +234,7 @@ class Head:
         if standing is not None:
             on_plan(standing.plan)
             return standing
-        elsewhere = self._has_ring_elsewhere(choice)
+        elsewhere = self._ring_elsewhere(choice)
         if elsewhere is not None:
             return elsewhere
         self.check_idle()
@@ -248,12 +248,12 @@ class Head:
         try:
             return await self._build(plan, on_progress)
         except BusyError:
-            elsewhere = self._has_ring_elsewhere(choice)
+            elsewhere = self._ring_elsewhere(choice)
             if elsewhere is None:
                 raise
             return elsewhere
 
-    def _has_ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
+    def _ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
         """Return another head whose ring with this node, standing or being built, would do."""
         elsewhere = self._neighbourhood.head_elsewhere()
         is_same = elsewhere is not None and elsewhere.model == choice.model
@@ -302,7 +302,7 @@ class Head:
             self._lead = None
         self._epoch += 1
         epoch = Epoch(self._epoch)
-        turn = Turn(lambda: self._has_ring_elsewhere(plan.choice) is not None)
+        turn = Turn(lambda: self._ring_elsewhere(plan.choice) is not None)
         ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s, turn.wait)
         try:
             load_s = await ring.build(on_progress)

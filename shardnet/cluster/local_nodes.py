@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from shardnet.cluster.cache_dir import write_whole
 from shardnet.errors import ConfigurationError
 
 RUNTIME_DIR_VARIABLE = "SHARDNET_RUNTIME_DIR"
@@ -63,14 +64,7 @@ class LocalNodes:
         entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_ours()
-        unfinished = self._path(entry).with_suffix(".new")
-        try:
-            unfinished.write_text(json.dumps(asdict(entry)))
-            unfinished.replace(self._path(entry))
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
+        write_whole(self._path(entry), json.dumps(asdict(entry)).encode())
         return entry
 
     def remove(self, entry: LocalNode) -> None:

@@ -165,22 +165,28 @@ async def load(host: StageHost) -> None:
     )
 
 
+def loading_never_ends(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Have loading go on until it is told to end. Returns what says that it has begun."""
+    began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def load_for_ever(
+        order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
+    ) -> None:
+        loop.call_soon_threadsafe(began.set)
+        while True:
+            report(0, 1)
+
+    monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+    return began
+
+
 def test_a_node_that_leaves_does_not_wait_until_it_has_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The head that gave the order learns why nothing comes of it."""
 
     async def main(host: StageHost) -> None:
-        began, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def load_for_ever(
-            order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
-        ) -> None:
-            loop.call_soon_threadsafe(began.set)
-            while True:
-                report(0, 1)
-
-        monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+        began = loading_never_ends(monkeypatch)
         first, second = asyncio.create_task(load(host)), asyncio.create_task(load(host))
         await began.wait()
         async with asyncio.timeout(60):
@@ -209,16 +215,7 @@ def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main(host: StageHost) -> None:
-        began, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def load_for_ever(
-            order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
-        ) -> None:
-            loop.call_soon_threadsafe(began.set)
-            while True:
-                report(0, 1)
-
-        monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+        began = loading_never_ends(monkeypatch)
         loading = asyncio.create_task(load(host))
         await began.wait()
         async with asyncio.timeout(60):
