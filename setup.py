@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 
@@ -21,13 +21,16 @@ class BuildKernels(build_ext):
         return list(ext.export_symbols)
 
 
-FOLDER = "shardnet/model/csrc"
+FOLDER = "shardnet/model/kernels/csrc"
 
 flags = ["-O3", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
+packages = find_packages(include=["shardnet", "shardnet.*"])
+commands = find_packages(include=["cli", "cli.*"])
 setup(
+    packages=[*packages, *(f"shardnet_{package}" for package in commands)],
     ext_modules=[
         Extension(
-            "shardnet.model._quantized",
+            "shardnet.model.kernels._quantized",
             sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack", "checksum")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,

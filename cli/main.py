@@ -12,22 +12,22 @@ from typer.core import TyperGroup
 from shardnet import __version__
 from shardnet.errors import ConfigurationError
 
-from .bench import bench
-from .cache import cache_app
-from .chat import chat
-from .config import config_path, read_config
-from .doctor import doctor
-from .generate import generate
-from .key import key_app
-from .node import node
-from .nodes import nodes
-from .plan import plan
-from .pull import pull
-from .run import exit_codes, fail, open_missing_streams, write_out
-from .status import status
-from .terminal import restore_at_sigterm
-from .unload import unload
-from .wrong_values import CommandGroup
+from .commands.bench import bench
+from .commands.cache import cache_app
+from .commands.chat import chat
+from .commands.doctor import doctor
+from .commands.generate import generate
+from .commands.key import key_app
+from .commands.node import node
+from .commands.nodes import nodes
+from .commands.plan import plan
+from .commands.pull import pull
+from .commands.status import status
+from .commands.unload import unload
+from .flags.config import config_path, read_config
+from .flags.wrong_values import CommandGroup
+from .output.exit_codes import exit_codes, fail, open_missing_streams, write_out
+from .output.terminal import restore_at_sigterm
 
 app = typer.Typer(
     name="shardnet",

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shardnet.model.families import parse_config
-from shardnet.model.layout import Shape, stage_tensors
+from shardnet.model.families.registry import parse_config
+from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.types import LayerRange
 
 NOISE_VALUES = 1 << 22

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(SCRIPTS.glob("*.py"))}
+FOLDERS = (SCRIPTS, SCRIPTS / "benchmarks", SCRIPTS / "cuda")
+PLACES = {path.name: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
+SOURCES = {name: path.read_text(encoding="utf-8") for name, path in PLACES.items()}
 PROGRAMS = [name for name, source in SOURCES.items() if '__name__ == "__main__"' in source]
 
 
@@ -22,9 +24,9 @@ def test_a_program_explains_its_options(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.syspath_prepend(SCRIPTS)  # where Python looks when it runs a script
+    monkeypatch.syspath_prepend(PLACES[name].parent)  # where Python looks when it runs a script
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        runpy.run_path(str(PLACES[name]), run_name="__main__")
     assert ended.value.code == 0
     told = capsys.readouterr()
     assert told.err == ""
@@ -46,6 +48,8 @@ def test_each_other_source_is_part_of_a_program() -> None:
 
 
 def test_what_scripts_bench_starts_is_there() -> None:
-    started = re.findall(r"scripts/(\w+\.py)", (SCRIPTS / "bench").read_text(encoding="utf-8"))
+    started = re.findall(
+        r"scripts/benchmarks/(\w+\.py)", (SCRIPTS / "bench").read_text(encoding="utf-8")
+    )
     assert len(started) > 3
     assert set(started) <= set(PROGRAMS)

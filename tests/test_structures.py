@@ -14,9 +14,9 @@ def listed() -> Counter[str]:
     found: Counter[str] = Counter()
     folder = ""
     for line in (ROOT / "docs" / "structures.md").read_text(encoding="utf-8").splitlines():
-        room = re.match(r"\| \*\*(\w+)/\*\*", line)
+        room = re.match(r"\| \*\*([\w/]+)/\*\*", line)
         if room:
-            folder = "cli" if room[1] == "cli" else f"shardnet/{room[1]}"
+            folder = room[1] if room[1].startswith("cli") else f"shardnet/{room[1]}"
         elif folder and line.startswith("|"):
             found.update(
                 f"{folder}/{name}" for name in re.findall(r"`(\w+\.py)`", line.split("|")[1])
@@ -27,7 +27,7 @@ def listed() -> Counter[str]:
 def test_every_module_has_its_line() -> None:
     modules = {
         str(path.relative_to(ROOT))
-        for path in [*ROOT.glob("shardnet/*/*.py"), *ROOT.glob("cli/*.py")]
+        for path in [*ROOT.glob("shardnet/*/**/*.py"), *ROOT.glob("cli/**/*.py")]
         if not path.name.startswith("__")
     }
     found = listed()

@@ -4,6 +4,7 @@ Imports no torch: the work is done where the nodes are.
 """
 
 from shardnet.api.client import Client
+from shardnet.api.connections import connect, in_process, local_ring
 from shardnet.api.events import (
     Generation,
     GenerationEvent,
@@ -17,10 +18,9 @@ from shardnet.api.events import (
     TokenLogprob,
     Usage,
 )
-from shardnet.api.opening import connect, in_process, local_ring
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
-from shardnet.wire.plans import ModelChoice
+from shardnet.wire.messages.plans import ModelChoice
 
 __all__ = [
     "ALL_ROWS",

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from typing import Any, TypeVar, Unpack
 
-from shardnet.api import opening
+from shardnet.api import connections
 from shardnet.api.client import GREEDY
 from shardnet.api.client import Client as AsyncClient
 from shardnet.api.events import GenerationEvent, GenerationResult
@@ -23,8 +23,8 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import LinkClosedError
 from shardnet.transport.loop import run
 from shardnet.types import SamplingParams
-from shardnet.wire.neighbours import StatusReply
-from shardnet.wire.plans import ModelChoice, PlanReply
+from shardnet.wire.messages.membership import StatusReply
+from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 T = TypeVar("T")
 
@@ -114,21 +114,21 @@ def connect(
     insecure: bool = False,
 ) -> AbstractContextManager[Client]:
     """Connect to the node at `address`; see `shardnet.api.connect`."""
-    return opened(opening.connect(address, model=model, key_file=key_file, insecure=insecure))
+    return opened(connections.connect(address, model=model, key_file=key_file, insecure=insecure))
 
 
 def in_process(
     *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Run a node inside this process; see `shardnet.api.in_process`."""
-    return opened(opening.in_process(model=model, threads=threads))
+    return opened(connections.in_process(model=model, threads=threads))
 
 
 def local_ring(
     n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AbstractContextManager[Client]:
     """Start node processes on this machine; see `shardnet.api.local_ring`."""
-    return opened(opening.local_ring(n_nodes, model=model, threads=threads))
+    return opened(connections.local_ring(n_nodes, model=model, threads=threads))
 
 
 @contextmanager

@@ -35,17 +35,17 @@ from shardnet.api.requests import (
     name_model,
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.cluster.control import ControlLink, Incoming
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import LinkClosedError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
-from shardnet.wire.control import Done, Redirect
-from shardnet.wire.generation import LastRun, LastRunRequest, Unload
-from shardnet.wire.messages import Hello, Purpose, Role
-from shardnet.wire.neighbours import ReportReply, ReportRequest, Status, StatusReply
-from shardnet.wire.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
+from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
+from shardnet.wire.messages.membership import ReportReply, ReportRequest, Status, StatusReply
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity

@@ -30,7 +30,7 @@ from shardnet.api.events import (
     Usage,
 )
 from shardnet.api.requests import Request
-from shardnet.cluster.control import ControlLink
+from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import (
     CapacityError,
     DeadlineError,
@@ -41,9 +41,9 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
-from shardnet.wire import generation as wire
-from shardnet.wire.control import ControlMessage, Failed, Redirect, reported_error
-from shardnet.wire.plans import NodeProgress, PlanReply
+from shardnet.wire.messages import generation as wire
+from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
+from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 MAX_REDIRECTS = 3
 

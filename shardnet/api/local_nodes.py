@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from shardnet.cluster.local_nodes import share_of_cores
-from shardnet.cluster.profile import available_cores
+from shardnet.cluster.machine.local_nodes import share_of_cores
+from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import PeerFailedError
 
 START_S = 60.0

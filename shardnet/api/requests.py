@@ -12,15 +12,15 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import msgspec
 
-from shardnet.api.value_words import nearest, refused_words, unwritable_words
+from shardnet.api.validation import nearest, refused_words, unwritable_words
 from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.checkpoint.hub_cache import HubName
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
-from shardnet.model.hub_cache import HubName
 from shardnet.types import OutputParams, SamplingParams
-from shardnet.wire.control import control_frame, read_control
-from shardnet.wire.generation import ChatMessage, Generate, LastRunRequest, Unload
-from shardnet.wire.messages import Outputs, Sampling
-from shardnet.wire.plans import ModelChoice, PlanRequest
+from shardnet.wire.messages.control import control_frame, read_control
+from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.metas import Outputs, Sampling
+from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 
 
 class GenerationOptions(TypedDict, total=False):

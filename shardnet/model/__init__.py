@@ -1,1 +1,1 @@
-"""Tensors, without network: checkpoints, layers, families, KV cache, sampler, tokenizer."""
+"""What is computed: no files, no sockets."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from shardnet.wire.frames import Frame, Limits
-from shardnet.wire.messages import Hello
+from shardnet.wire.framing.frames import Frame, Limits
+from shardnet.wire.messages.metas import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
     from shardnet.transport.identity import Identity

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
+from shardnet.transport.asyncio_link import MachineLink
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.transport.machine_link import MachineLink
-from shardnet.wire.frames import KIB, Buffer
-from shardnet.wire.machine import HelloAnswer
-from shardnet.wire.messages import Hello
+from shardnet.wire.connection.connection import HelloAnswer
+from shardnet.wire.framing.frames import KIB, Buffer
+from shardnet.wire.messages.metas import Hello
 
 _DEFAULT_BUFFER_BYTES: Final = 64 * KIB
 

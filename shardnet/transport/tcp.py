@@ -25,12 +25,12 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import Admission
+from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.deadline import patience
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.transport.machine_link import MachineLink
-from shardnet.transport.patience import patience
 from shardnet.transport.tls import TlsTransport
-from shardnet.wire.machine import HelloAnswer
-from shardnet.wire.messages import Hello
+from shardnet.wire.connection.connection import HelloAnswer
+from shardnet.wire.messages.metas import Hello
 
 _log = logging.getLogger(__name__)
 

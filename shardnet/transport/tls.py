@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from shardnet.errors import ShardnetError
 from shardnet.transport.tls_errors import cut_short, handshake_error, stream_error
-from shardnet.wire.frames import KIB, PREAMBLE_MAGIC, Buffer
+from shardnet.wire.framing.frames import KIB, PREAMBLE_MAGIC, Buffer
 
 _RECEIVE_BYTES: Final = 64 * KIB
 _PIECE_BYTES: Final = 64 * KIB

@@ -14,7 +14,7 @@ from shardnet.errors import (
     LinkError,
     RemoteProtocolError,
 )
-from shardnet.wire.frames import PREAMBLE_MAGIC, TLS_RECORDS
+from shardnet.wire.framing.frames import PREAMBLE_MAGIC, TLS_RECORDS
 
 _OTHER_KEY: Final = (
     "it holds another cluster key; run `shardnet key show` on one of the two machines and "

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from scripted_node import ScriptedNode, client_of
+from support.cluster.scripted_node import ScriptedNode, client_of
 
 from shardnet.api import Client, RequestState, blocking
 from shardnet.errors import CapacityError, LinkClosedError, PeerUnreachableError

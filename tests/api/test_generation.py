@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 import pytest
-from scripted_node import ScriptedNode, client_of, serving
+from support.cluster.scripted_node import ScriptedNode, client_of, serving
 
 from shardnet.api import Generation, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
 from shardnet.api.generation import WINDOW
 from shardnet.errors import CapacityError, LinkError, PeerFailedError, PeerUnreachableError
 from shardnet.transport.link import Link
-from shardnet.wire.plans import PlanReply
+from shardnet.wire.messages.plans import PlanReply
 
 DEADLINE_S = 60.0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardnet.api import GenerationOptions, ModelChoice, Prompt, SamplingParams
 from shardnet.api.requests import is_single, make_requests, name_model
 from shardnet.errors import SamplingError, UsageError
-from shardnet.wire.generation import Generate
+from shardnet.wire.messages.generation import Generate
 
 CHOICE = ModelChoice(model="m")
 GREEDY = SamplingParams()

@@ -8,14 +8,14 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from scripted_node import NO_TIME, ScriptedNode, client_of
+from support.cluster.scripted_node import NO_TIME, ScriptedNode, client_of
 
 from shardnet.api import ALL_ROWS, GenerationEvent, OutputParams, RequestState
-from shardnet.cluster.control import ControlLink
+from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import RemoteProtocolError, SamplingError
-from shardnet.wire.control import ControlMessage
-from shardnet.wire.generation import Finished, Generate, RowsPiece, TextPiece
-from shardnet.wire.generation import TokenDetail as Detail
+from shardnet.wire.messages.control import ControlMessage
+from shardnet.wire.messages.generation import Finished, Generate, RowsPiece, TextPiece
+from shardnet.wire.messages.generation import TokenDetail as Detail
 
 EVERYTHING = OutputParams(n_prompt_logprobs=0, logit_rows=ALL_ROWS, hidden_rows=1)
 

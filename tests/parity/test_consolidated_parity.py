@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_decoder, make_llama
-from consolidated_checkpoints import to_meta, to_mistral
-from oracle import check_generation
 from safetensors.torch import load_file
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_llama
+from support.models.consolidated_checkpoints import to_meta, to_mistral
+from support.oracles.oracle import check_generation
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
 SCALED = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_decoder, make_gpt2, make_llama
-from stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
+from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 
-from shardnet.model.kernels import KernelChoice
+from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import DType, LayerRange
 
 N_LAYERS = 4

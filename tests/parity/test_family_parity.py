@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder, make_gpt2
-from oracle import check_generation, load_reference, reference_logits
-from stage_chain import CPU, StageChain, even_split, probed, random_prompt
+from support.models.checkpoints import make_decoder, make_gpt2
+from support.oracles.oracle import check_generation, load_reference, reference_logits
+from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.families import FAMILIES
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.families.registry import FAMILIES
 from shardnet.types import DType, LayerRange
 
 LONGROPE = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder
-from plain_decoder import PlainDecoder
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import make_decoder
+from support.oracles.plain_decoder import PlainDecoder
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 
 N_ROWS = 50
 WINDOW = {"sliding_window": 12, "num_hidden_layers": 3}

@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
-from gguf_files import write_gguf
-from oracle import check_generation
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
+from support.models.gguf_files import write_gguf
+from support.oracles.oracle import check_generation
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
-from shardnet.model.checkpoint import Checkpoint
+from shardnet.checkpoint.checkpoint import Checkpoint
 
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 20}

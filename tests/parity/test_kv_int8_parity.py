@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder, make_gpt2
-from oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
-from plain_kv import plain_groups, plain_restored, plain_scale
-from stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
+from support.models.checkpoints import make_decoder, make_gpt2
+from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
+from support.oracles.plain_kv import plain_groups, plain_restored, plain_scale
+from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 from torch import Tensor
 from transformers import DynamicCache
 
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.config import ModelConfig
-from shardnet.model.families import FAMILIES
-from shardnet.model.kernels import KernelChoice
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import DType, KvDType, SlotId
 
 WINDOWS = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}

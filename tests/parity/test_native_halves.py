@@ -8,29 +8,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_chain import CPU, Rows, StageChain, random_prompt
+from support.models.checkpoints import make_decoder
+from support.rings.stage_chain import CPU, Rows, StageChain, random_prompt
 from test_family_parity import CASES, ODD
 from torch import Tensor
 
-from shardnet.model import decoder
-from shardnet.model.attention import AttentionKind, Step, plan_step
-from shardnet.model.blocks import GatedMlp, SelfAttention
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.config import Activation
-from shardnet.model.halves import AttentionHalf, Layer, MlpHalf, Residual
-from shardnet.model.kernels import Kernel, KernelChoice
-from shardnet.model.kv_cache import KvCache
-from shardnet.model.kv_rows import round_rows
-from shardnet.model.layers import HeadNorm, Norm
-from shardnet.model.native import NativeKernels, find_kernels, native_kernels
-from shardnet.model.native_attention import NativeAttention
-from shardnet.model.native_half import with_native_halves
-from shardnet.model.native_linear import NativeLinear
-from shardnet.model.native_mlp import NativeMlp
-from shardnet.model.rotary import Rotary
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.model_config import Activation
+from shardnet.model.fused import decoder
+from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.mlp import NativeMlp
+from shardnet.model.fused.sublayers import with_native_halves
+from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
+from shardnet.model.kernels.linear import Kernel, KernelChoice
+from shardnet.model.layers.attention import AttentionKind, Step, plan_step
+from shardnet.model.layers.decoder_layer import AttentionHalf, Layer, MlpHalf, Residual
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.model.layers.kv_quantization import round_rows
+from shardnet.model.layers.modules import GatedMlp, SelfAttention
+from shardnet.model.layers.norms import HeadNorm, Norm
+from shardnet.model.layers.rotary import Rotary
 from shardnet.types import (
     DType,
     Epoch,

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_decoder
-from stage_chain import CPU, Rows, StageChain, batch_of, random_prompt
+from support.models.checkpoints import make_decoder
+from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, random_prompt
 from test_family_parity import CASES
 from torch import Tensor
 
-from shardnet.model.attention import Step, plan_step
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.decoder import DecoderStage
-from shardnet.model.kernels import Kernel, KernelChoice
-from shardnet.model.native import native_kernels
-from shardnet.model.native_layers import _MAX_ROWS, NativeLayers
-from shardnet.model.rotary import Rotary
-from shardnet.model.stage_loading import load_stage
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.fused.decoder import DecoderStage
+from shardnet.model.fused.layers import _MAX_ROWS, NativeLayers
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import Kernel, KernelChoice
+from shardnet.model.layers.attention import Step, plan_step
+from shardnet.model.layers.rotary import Rotary
+from shardnet.stage.load import load_stage
 from shardnet.types import DType, KvDType, LayerRange
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_gpt2, make_llama
 from numpy.typing import NDArray
-from stage_chain import even_split, random_prompt
-from torch_rings import TorchStages, request, run, tokens_of
+from support.models.checkpoints import make_gpt2, make_llama
+from support.rings.stage_chain import even_split, random_prompt
+from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
-from shardnet.runtime.drafting import NgramGuesser
-from shardnet.runtime.outputs import PromptScored, RowsGiven
-from shardnet.runtime.requests import GenerationEvent, GenerationRequest, Speculation
+from shardnet.runtime.engine.outputs import PromptScored, RowsGiven
+from shardnet.runtime.engine.requests import GenerationEvent, GenerationRequest, Speculation
+from shardnet.runtime.scheduling.drafting import NgramGuesser
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
 
 N_LAYERS = 4

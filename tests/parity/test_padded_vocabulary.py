@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import N_TOKENS, VOCAB_SIZE, make_llama
 from safetensors.torch import load_file, save_file
-from stage_chain import even_split, random_prompt
-from torch_rings import request, run, tokens_of
+from support.models.checkpoints import N_TOKENS, VOCAB_SIZE, make_llama
+from support.rings.stage_chain import even_split, random_prompt
+from support.rings.torch_rings import request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.runtime.compute import StageCompute
-from shardnet.runtime.loading import StageOrder, load
-from shardnet.runtime.outputs import PromptScored
-from shardnet.runtime.requests import TokenGenerated
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.runtime.engine.outputs import PromptScored
+from shardnet.runtime.engine.requests import TokenGenerated
+from shardnet.runtime.stage.compute import StageCompute
+from shardnet.runtime.stage.loading import StageOrder, load
 from shardnet.types import DType, OutputParams, RoutingShape, SamplingParams
 
 ADDED_ID = 310

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_llama
-from stage_chain import even_split, random_prompt
-from torch_rings import TorchStages, request, run, tokens_of
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import even_split, random_prompt
+from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.types import SamplingParams

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder, make_gpt2
-from oracle import check_generation, load_reference, reference_logits
-from stage_chain import CPU, StageChain, even_split, probed, random_prompt
+from support.models.checkpoints import make_decoder, make_gpt2
+from support.oracles.oracle import check_generation, load_reference, reference_logits
+from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardnet.model import quantized
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.kernels import KernelChoice
-from shardnet.model.native import native_kernels
-from shardnet.model.quantization import Quantization
-from shardnet.model.quantized import pack, unpack
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels import quantized_linear
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.kernels.quantized_linear import pack, unpack
 from shardnet.types import DType, LayerRange
 
 CASES: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def choice_of(kind: Quantization) -> KernelChoice:
 def test_logits_are_those_of_transformers_with_these_weights(
     family: str, kind: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "native_kernels", lambda: None)
+    monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
     folder = make(tmp_path, family)
     reference = rounded(folder, kind)
     n_layers = Checkpoint.open(folder).config.n_layers

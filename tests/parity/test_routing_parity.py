@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_decoder
 from numpy.typing import NDArray
-from oracle import load_reference
-from stage_chain import even_split, random_prompt
-from torch_rings import TorchStages, request, run, tokens_of
+from support.models.checkpoints import make_decoder
+from support.oracles.oracle import load_reference
+from support.rings.stage_chain import even_split, random_prompt
+from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
-from shardnet.runtime.compute import SequenceOpened
-from shardnet.runtime.drafting import NgramGuesser
-from shardnet.runtime.outputs import RowsGiven
-from shardnet.runtime.requests import GenerationEvent, RequestMoved, Speculation
+from shardnet.runtime.engine.outputs import RowsGiven
+from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
+from shardnet.runtime.scheduling.drafting import NgramGuesser
+from shardnet.runtime.stage.compute import SequenceOpened
 from shardnet.types import OutputKind, OutputParams
 
 N_LAYERS = 4

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_decoder
-from oracle import check_generation, load_reference
 from safetensors.torch import load_file, save_file
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import VOCAB_SIZE, make_decoder
+from support.oracles.oracle import check_generation, load_reference
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError
-from shardnet.model.checkpoint import Checkpoint
 
 
 def save_stacked(source: Path, family: str, folder: Path) -> Path:

@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_decoder, make_llama
-from oracle import FLOAT32_TOLERANCE, check_generation, load_reference, reference_logits
-from quantized_checkpoints import GROUP, Made, awq, fp8, gptq, mxfp4, quantized
 from safetensors.torch import load_file, save_file
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_llama
+from support.models.quantized_checkpoints import GROUP, Made, awq, fp8, gptq, mxfp4, quantized
+from support.oracles.oracle import (
+    FLOAT32_TOLERANCE,
+    check_generation,
+    load_reference,
+    reference_logits,
+)
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.formats import dequantize
 from shardnet.errors import CheckpointError
-from shardnet.model import dequantize
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.model.footprint import WeightForm, stage_weight_bytes
+from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes
 from shardnet.types import DType, LayerRange
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_gpt2, make_llama
-from oracle import check_generation
 from safetensors.torch import load_file, save_file
-from stage_chain import StageChain, even_split, random_prompt
+from support.models.checkpoints import make_gpt2, make_llama
+from support.oracles.oracle import check_generation
+from support.rings.stage_chain import StageChain, even_split, random_prompt
 from transformers import AutoModelForCausalLM
 
-from shardnet.model.checkpoint import Checkpoint
+from shardnet.checkpoint.checkpoint import Checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",

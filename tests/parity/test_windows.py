@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_decoder
-from stage_chain import CPU, even_split, probed, random_prompt
-from torch_rings import TorchStages, request, run, tokens_of
+from support.models.checkpoints import make_decoder
+from support.rings.stage_chain import CPU, even_split, probed, random_prompt
+from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
-from shardnet.model.checkpoint import Checkpoint
-from shardnet.runtime.requests import GenerationEvent, RequestMoved, Speculation
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.types import DType, KvDType
 
 CONTEXT = 1280

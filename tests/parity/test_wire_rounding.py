@@ -6,15 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from checkpoints import make_gpt2, make_llama
-from stage_chain import CPU, RoundingChain, StageChain, even_split, probed, random_prompt
+from support.models.checkpoints import make_gpt2, make_llama
+from support.rings.stage_chain import (
+    CPU,
+    RoundingChain,
+    StageChain,
+    even_split,
+    probed,
+    random_prompt,
+)
 from torch import Tensor
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.model.kernels import KernelChoice
-from shardnet.model.sampler import Sampler, SampleRow
-from shardnet.runtime.compute import Activations, Samples, SequenceOpened
-from shardnet.runtime.torch_compute import TorchCompute
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.runtime.stage.compute import Activations, Samples, SequenceOpened
+from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
@@ -28,7 +35,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.data import Step, data_frame, read_data
+from shardnet.wire.payloads.data import Step, data_frame, read_data
 
 N_LAYERS = 4
 VOCAB = 320

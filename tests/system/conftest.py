@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import FIGURES_VARIABLE, Crew, Machine, open_machine
-from parrot import Parrots, make_parrots
-from warm_start import is_possible, server
+from support.system.nodes import FIGURES_VARIABLE, Crew, Machine, open_machine
+from support.system.parrot import Parrots, make_parrots
+from support.system.warm_start import is_possible, server
 
 from shardnet.transport.loop import run
 

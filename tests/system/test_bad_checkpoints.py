@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Crew, open_machine
-from parrot import HIDDEN, N_TOKENS, Parrots, make_parrot
+from support.system.nodes import Crew, open_machine
+from support.system.parrot import HIDDEN, N_TOKENS, Parrots, make_parrot
 
 
 def remove(name: str) -> Callable[[Path], None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from nodes import Crew
-from parrot import Parrots
-from strangers import (
+from support.system.nodes import Crew
+from support.system.parrot import Parrots
+from support.system.strangers import (
     HELLO,
     OTHER_VERSION,
     answering,
@@ -17,8 +17,8 @@ from strangers import (
     unused_address,
 )
 
-from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
-from shardnet.wire.messages import Purpose
+from shardnet.wire.framing.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.messages.metas import Purpose
 
 NONSENSE = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 4, 0, 0, 0) + b"\xc1\xc1\xc1\xc1"
 FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)

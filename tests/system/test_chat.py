@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from nodes import Machine, NodeProcess
-from parrot import LONG, Parrots
+from support.system.nodes import Machine, NodeProcess
+from support.system.parrot import LONG, Parrots
 
 from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError

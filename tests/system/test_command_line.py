@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import Crew, Machine, Result
-from parrot import Parrots
+from support.system.nodes import Crew, Machine, Result
+from support.system.parrot import Parrots
 
 from shardnet import __version__
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from nodes import NodeProcess
-from sites import Site, address, gone, here, meet, open_site
+from support.system.nodes import NodeProcess
+from support.system.sites import Site, address, gone, here, meet, open_site
 
 
 @pytest.fixture(params=["namespaces", "loopback"])
@@ -112,7 +112,7 @@ def test_misleading_bridges_and_a_pulled_cable(tmp_path: Path) -> None:
     """Every host has the same address on a bridge that is known by its name, and on one that only
     shows when it is dialled. Then one host is unplugged and plugged in again.
 
-    Twins in tests/cluster/test_peers.py: test_of_several_addresses_the_fastest_is_used,
+    Twins in tests/cluster/peers/test_peers.py: test_of_several_addresses_the_fastest_is_used,
     test_a_partition_heals_by_itself.
     """
     with open_site("namespaces", 3, tmp_path) as site:

@@ -2,7 +2,7 @@
 
 Each is broken on hosts of its own, in network namespaces, where these are permitted, and has its
 twin on loopback, which always runs. What loopback cannot show has its twin where it is named. The
-words themselves are in tests/cluster/test_diagnosis.py.
+words themselves are in tests/cluster/diagnosis/test_diagnosis.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from nodes import Machine, NodeProcess, Result, open_machine
-from sites import Site, open_site
-from strangers import (
+from support.system.nodes import Machine, NodeProcess, Result, open_machine
+from support.system.sites import Site, open_site
+from support.system.strangers import (
     OTHER_VERSION,
     PREAMBLE,
     answering,
@@ -29,7 +29,7 @@ from strangers import (
 )
 
 from shardnet import __version__
-from shardnet.wire.messages import Role
+from shardnet.wire.messages.metas import Role
 
 Answer = TypeVar("Answer")
 

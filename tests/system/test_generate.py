@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Crew, Machine, open_machine
-from parrot import EOS_ID, LONG, Parrots, make_parrot
+from support.system.nodes import Crew, Machine, open_machine
+from support.system.parrot import EOS_ID, LONG, Parrots, make_parrot
 
 from shardnet.api.client import connect
-from shardnet.wire.plans import ModelChoice
+from shardnet.wire.messages.plans import ModelChoice
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SIGNS = "é€😀 Жz."

@@ -7,10 +7,10 @@ import signal
 
 import psutil
 import pytest
-from nodes import Command, Machine
-from parrot import LONG, Parrots
+from support.system.nodes import Command, Machine
+from support.system.parrot import LONG, Parrots
 
-from shardnet.cluster.local_nodes import LocalNodes
+from shardnet.cluster.machine.local_nodes import LocalNodes
 
 LEAVE_S = 60.0
 """How long the node processes may outlive their parent. Those that are loading torch need it."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_llama
-from nodes import Crew, open_machine
+from support.models.checkpoints import make_llama
+from support.system.nodes import Crew, open_machine
 
 from shardnet.api import (
     Client,
@@ -32,7 +32,7 @@ from shardnet.api import (
 )
 from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
-from shardnet.wire.neighbours import RingLoad
+from shardnet.wire.messages.membership import RingLoad
 
 SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "7.5"))
 N_CLIENTS = 16

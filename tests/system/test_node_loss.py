@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from nodes import Crew, Machine
-from parrot import LONG, Parrots
-from proxy import Proxy
+from support.servers.proxy import Proxy
+from support.system.nodes import Crew, Machine
+from support.system.parrot import LONG, Parrots
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2], ids=["head", "middle", "tail"])

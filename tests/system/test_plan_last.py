@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Machine, open_machine
-from parrot import Parrots
+from support.system.nodes import Machine, open_machine
+from support.system.parrot import Parrots
 
 
 def generate(machine: Machine, parrots: Parrots, *arguments: str) -> None:

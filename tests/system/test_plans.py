@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from netns import Host, NotPermittedError, open_network
-from nodes import Crew, Machine, NodeProcess
-from parrot import Parrots, make_parrot
-from proxy import Proxy
+from support.servers.proxy import Proxy
+from support.system.netns import Host, NotPermittedError, open_network
+from support.system.nodes import Crew, Machine, NodeProcess
+from support.system.parrot import Parrots, make_parrot
 
-from shardnet.cluster.figure_cache import FOLDER, Figure, FigureCache, FigureKey
-from shardnet.runtime.measuring import StageFigures
+from shardnet.cluster.measuring.figure_cache import FOLDER, Figure, FigureCache, FigureKey
+from shardnet.runtime.stage.measuring import StageFigures
 
 DELAY_S = 0.1
 """One way to the node that is far: much longer than a busy machine needs for a way on loopback."""
@@ -70,7 +70,7 @@ class Lab:
 
     def host_id(self, name: str) -> str:
         """What a node takes its machine to be."""
-        code = "from shardnet.cluster.profile import make_host_id as i; print(i(), end='')"
+        code = "from shardnet.cluster.machine.profile import make_host_id as i; print(i(), end='')"
         prefix = self.hosts[name].prefix if self.hosts else ()
         command = [*prefix, sys.executable, "-c", code]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

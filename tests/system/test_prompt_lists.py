@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import Crew, Result
-from parrot import Parrots
+from support.system.nodes import Crew, Result
+from support.system.parrot import Parrots
 
 
 def write(folder: Path, *lines: object) -> Path:

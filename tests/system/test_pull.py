@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import make_llama
-from gguf_files import write_gguf
-from hub_server import COMMIT, Hub, open_hub
-from nodes import Machine
-from parrot import Parrots, make_parrot
 from safetensors.torch import load_file, save_file
-from torch_checkpoints import to_torch_files
-from web_server import open_web
+from support.models.checkpoints import make_llama
+from support.models.gguf_files import write_gguf
+from support.models.torch_checkpoints import to_torch_files
+from support.servers.hub_server import COMMIT, Hub, open_hub
+from support.servers.web_server import open_web
+from support.system.nodes import Machine
+from support.system.parrot import Parrots, make_parrot
 
 REPO = "lab/parrot"
 INDEX = "model.safetensors.index.json"

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nodes import COMMAND_S, Crew, Machine, Result
-from parrot import Parrots, make_parrot
+from support.system.nodes import COMMAND_S, Crew, Machine, Result
+from support.system.parrot import Parrots, make_parrot
 
 
 def test_a_ring_with_rounded_weights_says_what_one_stage_says(trio: Crew, parrots: Parrots) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nodes import Crew, Machine
-from parrot import make_parrot
+from support.system.nodes import Crew, Machine
+from support.system.parrot import make_parrot
 
 PROMPT = "She had been so long in the habit of thinking well of him, that"
 

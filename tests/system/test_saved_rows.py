@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_decoder, make_llama
-from nodes import Crew, Machine
-from oracle import load_reference
-from parrot import Parrots
+from support.models.checkpoints import make_decoder, make_llama
+from support.oracles.oracle import load_reference
+from support.system.nodes import Crew, Machine
+from support.system.parrot import Parrots
 from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-4

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nodes import Crew, Machine, NodeProcess, open_machine
-from parrot import LONG, Parrots
+from support.system.nodes import Crew, Machine, NodeProcess, open_machine
+from support.system.parrot import LONG, Parrots
 
-from shardnet.wire.frames import PREAMBLE
+from shardnet.wire.framing.frames import PREAMBLE
 
 TLS_ALERT = 0x15
 

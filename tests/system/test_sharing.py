@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from nodes import Machine, NodeProcess, Result
-from parrot import Parrots, make_parrot
+from support.system.nodes import Machine, NodeProcess, Result
+from support.system.parrot import Parrots, make_parrot
 from test_discovery_namespaces import Site, address, meet, open_site
 
 from shardnet.errors import UsageError
 from shardnet.transport import tcp
-from shardnet.wire.messages import Hello, Purpose, Role
+from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 MODEL = "/proc/self/cwd/model"
 OWN_HOST = "127.0.0.9"

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from nodes import Crew, Result, open_machine
-from parrot import Parrots
-from proxy import Proxy
-from strangers import HELLO, answering, connected, read_to_the_end
+from support.servers.proxy import Proxy
+from support.system.nodes import Crew, Result, open_machine
+from support.system.parrot import Parrots
+from support.system.strangers import HELLO, answering, connected, read_to_the_end
 
 from shardnet.api.client import connect
-from shardnet.wire.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
-from shardnet.wire.plans import ModelChoice, NodeProgress
+from shardnet.wire.framing.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 NO_HELLO = "no hello came within 5 s"
 HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10

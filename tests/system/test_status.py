@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nodes import Crew, Machine
-from parrot import Parrots
-from strangers import unused_address
+from support.system.nodes import Crew, Machine
+from support.system.parrot import Parrots
+from support.system.strangers import unused_address
 
 from shardnet import __version__
 

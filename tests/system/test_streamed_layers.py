@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import Machine
-from parrot import make_parrot
+from support.system.nodes import Machine
+from support.system.parrot import make_parrot
 
-from shardnet.model.kernels import probe
+from shardnet.model.kernels.linear import probe
 from shardnet.types import DType
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from nodes import Crew, Machine
-from parrot import LONG, Parrots
-from terminals import at_terminal
+from support.system.nodes import Crew, Machine
+from support.system.parrot import LONG, Parrots
+from support.system.terminals import at_terminal
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 PROMPT = "\r\n> "
@@ -22,7 +22,7 @@ RUN = "\nrunpy.run_module('shardnet_cli', run_name='__main__', alter_sys=True)"
 EARLY = """
 class Interrupts:
     def find_spec(self, name, *_):
-        if name == "shardnet_cli.bench":
+        if name == "shardnet_cli.commands.bench":
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupts())

@@ -10,18 +10,18 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-import trained_tokenizers as trained
-from checkpoints import make_llama
-from gguf_files import write_gguf
-from nodes import Crew
-from parrot import Parrots
+from support.models import trained_tokenizers as trained
+from support.models.checkpoints import make_llama
+from support.models.gguf_files import write_gguf
+from support.system.nodes import Crew
+from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import UsageError
-from shardnet.model.gguf_tokenizer import read_gguf_tokenizer
-from shardnet.model.tokenizer import Tokenizer
-from shardnet.wire.plans import ModelChoice
+from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.wire.messages.plans import ModelChoice
 
 BEYOND_ID = 258
 """One more than the parrots' last row."""

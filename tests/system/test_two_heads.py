@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from nodes import Crew
-from parrot import Parrots
+from support.system.nodes import Crew
+from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
-from shardnet.cluster.control import ControlLink, Incoming
-from shardnet.cluster.dialling import Dialling
-from shardnet.cluster.turn import OTHERS_S
+from shardnet.cluster.head.busy_backoff import OTHERS_S
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.ring.dialer import Dialling
 from shardnet.errors import BusyError
 from shardnet.types import NodeId
-from shardnet.wire.plans import ModelChoice, NodeProgress
-from shardnet.wire.stages import LoadStage, StageReady
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+from shardnet.wire.messages.stages import LoadStage, StageReady
 
 N_TIMES = 2
 """Who comes first differs."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nodes import Machine
-from parrot import Parrots
+from support.system.nodes import Machine
+from support.system.parrot import Parrots
 
-from shardnet.cluster.local_nodes import RUNTIME_DIR_VARIABLE
+from shardnet.cluster.machine.local_nodes import RUNTIME_DIR_VARIABLE
 
 WARNING = "warning: the cache folder"
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from netns import Host, NotPermittedError, open_network
-from nodes import Command, Machine
-from parrot import make_parrot
+from support.system.netns import Host, NotPermittedError, open_network
+from support.system.nodes import Command, Machine
+from support.system.parrot import make_parrot
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "/srv/models/TinyLlama-1.1B"

@@ -68,7 +68,7 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(
     output = run(
         "-c",
         "import shardnet, shardnet_cli.main as m, sys; "
-        "from shardnet.model.native import native_kernels; "
+        "from shardnet.model.kernels.library import native_kernels; "
         f"assert shardnet.__file__.startswith({str(target)!r}), shardnet.__file__; "
         f"assert (native_kernels() is not None) is {has_compiler}; "
         "sys.argv = ['shardnet', 'generate', 'It was', '--max-tokens', '4', '--json']; m.main()",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from nodes import Crew, Machine
-from stage_chain import CPU, RoundingChain, StageChain, probed
+from support.rings.stage_chain import CPU, RoundingChain, StageChain, probed
+from support.system.nodes import Crew, Machine
 
 from shardnet.assets import DEFAULT_MODEL_PATH
-from shardnet.model.sampler import Sampler, SampleRow
+from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.types import DType, LayerRange, SamplingParams, WireDType
 
 PROMPT = ["It is a truth universally acknowledged", "--threads", "1", "--json"]

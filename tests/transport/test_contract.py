@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 from msgspec import structs
-from transport_harness import HARNESSES, OPTIONS, SMALL_BUFFERS, Harness, hello, raw
+from support.transport_harness import HARNESSES, OPTIONS, SMALL_BUFFERS, Harness, hello, raw
 
 from shardnet.errors import (
     LinkClosedError,
@@ -22,8 +22,8 @@ from shardnet.errors import (
     VersionMismatchError,
 )
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.wire.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
-from shardnet.wire.messages import error_frame, hello_frame, read_error
+from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
+from shardnet.wire.messages.metas import error_frame, hello_frame, read_error
 
 
 @pytest.fixture(params=HARNESSES.values(), ids=HARNESSES.keys())

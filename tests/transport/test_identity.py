@@ -11,8 +11,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from proxy import Proxy
-from transport_harness import HARNESSES, OPTIONS, Harness, hello
+from support.servers.proxy import Proxy
+from support.transport_harness import HARNESSES, OPTIONS, Harness, hello
 
 from shardnet.errors import (
     AuthenticationError,
@@ -31,7 +31,7 @@ from shardnet.transport.identity import (
 )
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp import Listener, connect, listen
-from shardnet.wire.frames import PREAMBLE, Frame, FrameKind
+from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind
 
 LOCAL = "127.0.0.1"
 OTHER = make_identity(b"another cluster!")

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from proxy import Proxy
-from transport_harness import HARNESSES, OPTIONS, Harness, hello
+from support.servers.proxy import Proxy
+from support.transport_harness import HARNESSES, OPTIONS, Harness, hello
 
 from shardnet.errors import LinkClosedError, PeerSilentError, RemoteProtocolError
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp import connect
-from shardnet.wire.frames import Frame, FrameKind
+from shardnet.wire.framing.frames import Frame, FrameKind
 
 HARNESS = HARNESSES["tcp-uvloop"]
 

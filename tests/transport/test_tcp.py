@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from transport_harness import HARNESSES, OPTIONS, Harness, hello
+from support.transport_harness import HARNESSES, OPTIONS, Harness, hello
 
 from shardnet.errors import (
     BusyError,
@@ -29,8 +29,8 @@ from shardnet.errors import (
 from shardnet.transport import loop as loop_module
 from shardnet.transport.link import Link
 from shardnet.transport.tcp import connect, listen
-from shardnet.wire.frames import Frame, FrameKind
-from shardnet.wire.messages import Hello
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.metas import Hello
 
 LOCAL = "127.0.0.1"
 

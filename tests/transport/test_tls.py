@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from transport_harness import IDENTITY, RawPeer
+from support.transport_harness import IDENTITY, RawPeer
 
 from shardnet.errors import AuthenticationError, LinkClosedError
 from shardnet.transport.memory import join
 from shardnet.transport.tls import TlsTransport
-from shardnet.wire.frames import KIB
+from shardnet.wire.framing.frames import KIB
 
 LARGE = bytes(range(256)) * 4 * KIB
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from wire_strategies import feed, hello, joined, pair
+from support.strategies.wire_strategies import feed, hello, joined, pair
 
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
 from shardnet.types import (
@@ -21,8 +21,11 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire import machine as machine_module
-from shardnet.wire.bulk import (
+from shardnet.wire.connection import connection as machine_module
+from shardnet.wire.connection.connection import FrameReceived, LinkFailed, LinkMachine, LinkState
+from shardnet.wire.connection.receive_buffer import Part
+from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.messages.bulk import (
     FetchDigests,
     FetchPart,
     PartName,
@@ -30,13 +33,9 @@ from shardnet.wire.bulk import (
     bulk_frame,
     read_bulk,
 )
-from shardnet.wire.control import control_frame, read_control
-from shardnet.wire.data import Step, data_frame, read_data, read_tokens, tokens_frame
-from shardnet.wire.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
-from shardnet.wire.generation import Cancel
-from shardnet.wire.inbox import Part
-from shardnet.wire.machine import FrameReceived, LinkFailed, LinkMachine, LinkState
-from shardnet.wire.messages import (
+from shardnet.wire.messages.control import control_frame, read_control
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.metas import (
     Extras,
     OpenSequence,
     Purpose,
@@ -52,6 +51,7 @@ from shardnet.wire.messages import (
     read_sequence,
     sequence_frame,
 )
+from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
 
 ROUNDS = 5000
 SMALL = Limits(

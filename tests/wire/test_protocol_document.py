@@ -8,31 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
-from protocol_notation import fields_of
-from wire_strategies import feed, hello, pair
+from support.protocol.protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
+from support.protocol.protocol_notation import fields_of
+from support.strategies.wire_strategies import feed, hello, pair
 
 from shardnet import errors
-from shardnet.cluster.cluster_key import ClusterKey
-from shardnet.model.contents import ID_FILES, INDEX_FILES
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES
+from shardnet.cluster.machine.cluster_key import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
-from shardnet.wire import (
-    bulk,
-    control,
-    generation,
-    measured,
-    messages,
-    narrow,
-    neighbours,
-    plans,
-    reports,
-    schema,
-    stages,
-)
-from shardnet.wire.data import read_data
-from shardnet.wire.frames import PREAMBLE, FrameKind, Limits, pack_frame
-from shardnet.wire.machine import (
+from shardnet.wire.connection.connection import (
     FrameReceived,
     HelloReceived,
     LinkFailed,
@@ -40,7 +25,22 @@ from shardnet.wire.machine import (
     PeerLeft,
     ProgressReported,
 )
-from shardnet.wire.messages import Purpose
+from shardnet.wire.framing import schema
+from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
+from shardnet.wire.messages import (
+    bulk,
+    control,
+    diagnostics,
+    generation,
+    measurements,
+    membership,
+    metas,
+    narrow,
+    plans,
+    stages,
+)
+from shardnet.wire.messages.metas import Purpose
+from shardnet.wire.payloads.data import read_data
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 HEX = {
@@ -48,10 +48,19 @@ HEX = {
     for name, body in re.findall(r"```hex (\S+)\n(.*?)```", DOCUMENT, re.DOTALL)
 }
 STEPS = {"data": STEP, "data-int8": INT8_STEP}
-CONTROL_MESSAGES = (control, neighbours, measured, reports, stages, plans, narrow, generation)
+CONTROL_MESSAGES = (
+    control,
+    membership,
+    measurements,
+    diagnostics,
+    stages,
+    plans,
+    narrow,
+    generation,
+)
 STRUCTS = {
     name: kind
-    for module in (messages, *CONTROL_MESSAGES, bulk)
+    for module in (metas, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }

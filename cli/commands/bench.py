@@ -1,0 +1,271 @@
+"""`shardnet bench`: how fast a ring is, and how well its model predicts a text."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from shardnet.api.client import GREEDY
+from shardnet.types import NO_OUTPUTS, OutputParams
+from shardnet.wire.messages.plans import PlanReply
+
+from ..finding.target import Target, open_target
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json
+from ..flags.ring_options import OnlineRingOptions, Wanted
+from ..output.exit_codes import run_command, say, write_out
+from ..output.generation_output import print_json
+from ..output.progress import LoadBars
+
+if TYPE_CHECKING:
+    from shardnet.api.events import GenerationResult
+
+AT_ONCE: Final = 16
+"""Pieces of a text that are scored at one time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What so many sequences at once gave: tokens per second of all of them together.
+
+    `ttft_s` is the mean time to the first token; by `prefill_tok_s` all prompts were read.
+    """
+
+    sequences: int
+    n_prompt: int
+    n_tokens: int
+    ttft_s: float
+    prefill_tok_s: float
+    decode_tok_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """How well a text was predicted: perplexity per token, and bits per byte of the text."""
+
+    perplexity: float
+    bits_per_byte: float
+    n_tokens: int
+    n_bytes: int
+    took_s: float
+
+
+@takes_groups
+def bench(
+    *,
+    ring: OnlineRingOptions,
+    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to generate.")] = 64,
+    parallel: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--parallel",
+            metavar="N",
+            min=1,
+            help="Sequences at once; may be given several times. Default: 1 and 4.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The best round counts.")] = 2,
+    perplexity: Annotated[
+        str,
+        typer.Option(
+            "--perplexity",
+            metavar="FILE",
+            help="Score this text instead: perplexity and bits per byte.",
+            show_default=False,
+        ),
+    ] = "",
+    piece: Annotated[
+        int,
+        typer.Option(
+            "--piece", min=100, help="Characters of the text that are scored with each other."
+        ),
+    ] = 2000,
+    access: Access,
+    as_json: Json = False,
+) -> None:
+    """Measure the ring: time to the first token and tokens per second, or --perplexity of a text.
+
+    The text is cut into pieces, each of which is predicted from its own beginning on: compare the
+    figures of one file and one --piece with each other, not with those of other programs.
+    """
+    job = _Job(
+        wanted=ring.wanted(access),
+        n_prompt=prompt,
+        n_tokens=tokens,
+        parallel=parallel or [1, 4],
+        rounds=rounds,
+        pieces=_pieces(perplexity, piece) if perplexity else [],
+        as_json=as_json,
+    )
+    run_command(_run(job))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    wanted: Wanted
+    n_prompt: int
+    n_tokens: int
+    parallel: Sequence[int]
+    rounds: int
+    pieces: Sequence[str]
+    as_json: bool
+
+
+def _pieces(file: str, n_characters: int) -> list[str]:
+    """Cut a text into pieces of at most so many characters, between words where there are any."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--perplexity") from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{file} is not UTF-8 text: {error}", param_hint="--perplexity"
+        ) from error
+    pieces = []
+    while text.strip():
+        end = len(text)
+        if end > n_characters:
+            end = text.rfind(" ", 1, n_characters) + 1 or n_characters
+        pieces.append(text[:end])
+        text = text[end:]
+    if not pieces:
+        raise typer.BadParameter(f"{file} holds no text", param_hint="--perplexity")
+    return pieces
+
+
+async def _run(job: _Job) -> None:
+    async with open_target(job.wanted) as target:
+        bench = _Bench(job, target)
+        if job.pieces:
+            quality = await bench.score()
+            bench.show({"perplexity": asdict(quality)})
+            if not job.as_json:
+                write_out(
+                    f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per "
+                    f"byte ({quality.n_tokens} tokens, {quality.took_s:.1f} s)"
+                )
+            return
+        speeds = [await bench.measure(n_sequences) for n_sequences in job.parallel]
+        bench.show({"speeds": [asdict(speed) for speed in speeds]})
+
+
+class _Bench:
+    """Asks the ring, and remembers what was said of it."""
+
+    def __init__(self, job: _Job, target: Target) -> None:
+        self._job = job
+        self._target = target
+        self._plan: PlanReply | None = None
+        self._numbers = itertools.count()
+
+    async def measure(self, n_sequences: int) -> Speed:
+        """Run so many sequences at once, some rounds; return the round that decoded fastest."""
+        if self._plan is None:
+            await self._generate([self._prompt()], 2)  # loads the model
+        speeds = [await self._round(n_sequences) for _ in range(self._job.rounds)]
+        best = max(speeds, key=lambda speed: speed.decode_tok_s)
+        if not self._job.as_json:
+            write_out(
+                f"{n_sequences:3} sequences: first token after {best.ttft_s * 1e3:.0f} ms "
+                f"({best.prefill_tok_s:.0f} prompt tokens/s), "
+                f"{best.decode_tok_s:.1f} tokens/s"
+            )
+        return best
+
+    async def _round(self, n_sequences: int) -> Speed:
+        prompts = [self._prompt() for _ in range(n_sequences)]
+        results = await self._generate(prompts, self._job.n_tokens)
+        decode_s = max((self._job.n_tokens - 1) / r.timing.decode_tok_s for r in results)
+        return Speed(
+            sequences=n_sequences,
+            n_prompt=self._job.n_prompt,
+            n_tokens=self._job.n_tokens,
+            ttft_s=sum(result.timing.ttft_s for result in results) / n_sequences,
+            prefill_tok_s=n_sequences
+            * self._job.n_prompt
+            / max(result.timing.ttft_s for result in results),
+            decode_tok_s=n_sequences * (self._job.n_tokens - 1) / decode_s,
+        )
+
+    async def score(self) -> Quality:
+        """Have every piece of the text scored."""
+        began = time.perf_counter()
+        total, n_tokens = 0.0, 0
+        for start in range(0, len(self._job.pieces), AT_ONCE):
+            some = self._job.pieces[start : start + AT_ONCE]
+            for result in await self._generate(some, 0, OutputParams(n_prompt_logprobs=0)):
+                scored = [entry.logprob for entry in result.prompt_logprobs or () if entry]
+                total += math.fsum(scored)
+                n_tokens += len(scored)
+            if not self._job.as_json:
+                say(f"{start + len(some)} of {len(self._job.pieces)} pieces")
+        n_bytes = sum(len(piece.encode()) for piece in self._job.pieces)
+        return Quality(
+            perplexity=math.exp(-total / max(1, n_tokens)),
+            bits_per_byte=-total / math.log(2) / n_bytes,
+            n_tokens=n_tokens,
+            n_bytes=n_bytes,
+            took_s=time.perf_counter() - began,
+        )
+
+    def show(self, figures: dict[str, object]) -> None:
+        """Print everything as one object, with --json."""
+        if self._job.as_json and self._plan is not None:
+            plan = self._plan
+            print_json(
+                {
+                    "model": plan.model,
+                    "dtype": plan.dtype,
+                    "quant": plan.quant or "none",
+                    "kv_dtype": plan.kv_dtype,
+                    "stages": [{"name": s.name, "layers": list(s.layers)} for s in plan.stages],
+                    **figures,
+                }
+            )
+
+    def _prompt(self) -> list[int]:
+        """Make a prompt that no earlier one begins like: nothing of it is there already."""
+        number = next(self._numbers)
+        return [3 + (number + 7 * place * (1 + number)) % 97 for place in range(self._job.n_prompt)]
+
+    async def _generate(
+        self,
+        prompts: Sequence[list[int] | str],
+        n_tokens: int,
+        outputs: OutputParams = NO_OUTPUTS,
+    ) -> list[GenerationResult]:
+        with LoadBars() as bars:
+
+            def on_plan(plan: PlanReply) -> None:
+                if self._plan is None:
+                    bars.expect(plan)
+                self._plan = plan
+
+            results = []
+            events = self._target.client.generate(
+                list(prompts),
+                GREEDY,
+                model=self._target.choice,
+                on_plan=on_plan,
+                on_loading=bars.update,
+                max_tokens=n_tokens,
+                ignore_eos=True,
+                outputs=outputs,
+            )
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if event.error is not None:
+                        raise event.error
+                    if event.result is not None:
+                        results.append(event.result)
+        return results

@@ -1,0 +1,121 @@
+"""`shardnet cache`: weights on this machine's disk that came from other nodes, or were rounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Annotated
+
+import typer
+
+from shardnet.cluster.machine.cache_dir import PACKS_FOLDER, cache_dir
+from shardnet.cluster.store.model_cache import CachedModel, ModelCache
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.stage.pack_cache import packed_models
+from shardnet.stage.pack_cache import remove as remove_packed
+
+from ..flags.options import Json
+from ..output.exit_codes import fail, one_line, say, write_out
+
+MIB = 2**20
+
+cache_app = typer.Typer(
+    name="cache", help="Weights on this machine's disk: from other nodes, or rounded.",
+    no_args_is_help=True,
+)  # fmt: skip
+
+
+@cache_app.command("ls")
+def list_models(as_json: Json = False) -> None:
+    """List the models in the cache, the one used last first."""
+    cache = ModelCache(cache_dir(os.environ))
+    try:
+        models = cache.models()
+    except ShardnetError as error:
+        fail(str(error))
+    if as_json:
+        write_out(json.dumps([_as_json(model) for model in models]))
+        return
+    for model in models:
+        state = "in use" if model.in_use else f"used {_age(time.time() - model.used_s)} ago"
+        write_out(
+            f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
+            f"MiB  {state}  {one_line(model.name)}"
+        )
+    packs = packed_models(cache.folder / PACKS_FOLDER)
+    for packed in packs:
+        age = _age(time.time() - packed.used_s)
+        write_out(
+            f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
+            f"{age} ago  {one_line(packed.model)}"
+        )
+    rounded = f" and {len(packs)} rounded ones" if packs else ""
+    say(f"{len(models)} models{rounded} in {cache.folder}")
+
+
+@cache_app.command("rm")
+def remove(
+    model_id: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_ID", help="The first digits of the model's id do."),
+    ] = "",
+    everything: Annotated[bool, typer.Option("--all", help="All that no node uses.")] = False,
+) -> None:
+    """Delete models from the cache. Those that a node uses stay."""
+    if everything == bool(model_id):
+        raise typer.BadParameter("name one model by the first digits of its id, or give --all")
+    cache = ModelCache(cache_dir(os.environ))
+    packs = [
+        packed
+        for packed in packed_models(cache.folder / PACKS_FOLDER)
+        if packed.folder.name.startswith(model_id)
+    ]
+    for packed in packs:
+        if not remove_packed(packed):
+            fail(f"{packed.folder} cannot be deleted: do it as the user whose it is")
+        say(f"deleted rounded weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
+    if packs and not everything:
+        return
+    try:
+        for model in _chosen(cache, model_id):
+            freed = cache.remove(model.model_id)
+            say(f"deleted {model.model_id[:12]} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
+    except ShardnetError as error:
+        fail(str(error))
+
+
+def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
+    """Return the models to delete: with this prefix, of which there must be one, or all unused."""
+    models = cache.models()
+    if not prefix:
+        for model in models:
+            if model.in_use:
+                say(f"{model.model_id[:12]} is in use and stays: `shardnet unload` frees it")
+        return [model for model in models if not model.in_use]
+    found = [model for model in models if model.model_id.startswith(prefix)]
+    if len(found) != 1:
+        ids = ", ".join(model.model_id[:12] for model in found) or "none"
+        raise UsageError(
+            f"{prefix} should begin the id of one model in {cache.folder}, and begins: {ids}; "
+            "`shardnet cache ls` lists them"
+        )
+    return found
+
+
+def _as_json(model: CachedModel) -> dict[str, object]:
+    return {
+        "model_id": model.model_id,
+        "name": model.name,
+        "bytes": model.size_bytes,
+        "whole_bytes": model.whole_bytes,
+        "used": model.used_s,
+        "in_use": model.in_use,
+    }
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"

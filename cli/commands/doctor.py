@@ -1,0 +1,133 @@
+"""`shardnet doctor`: what is wrong here, where, and what to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from shardnet.api.connections import key_path
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import ConfigurationError
+
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json, NoMdns, Peer, check_addresses, check_model
+from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
+
+if TYPE_CHECKING:
+    from shardnet.cluster.diagnosis.facts import Finding, KeyFacts
+    from shardnet.transport.identity import Identity
+
+MOST_FINE = 40
+"""Lines about what is fine; many nodes have many."""
+
+_STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
+
+
+@takes_groups
+def doctor(
+    *,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Say also whether the nodes have this checkpoint, and memory and disk for it.",
+            show_default=False,
+        ),
+    ] = "",
+    peer: Peer = None,
+    no_mdns: NoMdns = False,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", metavar="S", min=0.1, help="Seconds to wait for the nodes' reports."
+        ),
+    ] = 10.0,
+    access: Access,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with this machine's node and those it knows, and what to do.
+
+    One line per finding. Ends with 1 when something is wrong.
+    """
+    model = check_model(model) if model else ""
+    run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
+
+
+async def _run(
+    model: str, named: list[str], access: Access, mdns: bool, timeout_s: float, as_json: bool
+) -> None:
+    from shardnet.api.diagnostics import Checkup, gather
+    from shardnet.cluster.diagnosis.diagnosis import diagnose
+    from shardnet.cluster.diagnosis.facts import Severity
+
+    from ..finding.mdns import browse_all
+
+    key, identity = _key(access)
+    facts = await gather(
+        Checkup(
+            key=key,
+            identity=identity,
+            here=LocalNodes(runtime_dir(os.environ)).list(),
+            named=named,
+            browse=browse_all if mdns else None,
+            model=model,
+            timeout_s=timeout_s,
+        )
+    )
+    findings = diagnose(facts)
+    if as_json:
+        write_out(msgspec.json.encode([_as_json(finding) for finding in findings]).decode())
+    else:
+        _print(findings)
+    if any(finding.severity is Severity.PROBLEM for finding in findings):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _key(access: Access) -> tuple[KeyFacts, Identity | None]:
+    """Look at the key file; one that cannot be used is a finding and not the end."""
+    from shardnet.cluster.diagnosis.facts import KeyFacts
+
+    path = str(key_path(access.key_file))
+    try:
+        identity = access.identity()
+    except ConfigurationError as error:
+        return KeyFacts(path=path, failure=str(error)), None
+    fingerprint = identity.fingerprint if identity else ""
+    return KeyFacts(path=path, fingerprint=fingerprint, is_set_aside=access.insecure), identity
+
+
+def _print(findings: list[Finding]) -> None:
+    """Print a line each: with colours on a terminal, plain elsewhere."""
+    from shardnet.cluster.diagnosis.facts import Severity
+
+    fine = [finding for finding in findings if finding.severity is Severity.OK]
+    lines = [(finding.severity.value, finding.line) for finding in findings]
+    if len(fine) > MOST_FINE:
+        n_more = len(fine) - MOST_FINE
+        lines[-n_more:] = [("ok", f"and {n_more} more findings are fine; --json has them all")]
+    if not sys.stdout.isatty():
+        for word, line in lines:
+            write_out(f"{word:7}  {one_line(line)}")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for word, line in lines:
+        console.print(Text(f"{word:7}", style=_STYLES[word]), Text(one_line(line)), soft_wrap=True)
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {
+        "severity": finding.severity.value,
+        "topic": finding.topic,
+        "where": finding.where,
+        "what": finding.what,
+        "remedy": finding.remedy,
+    }

@@ -1,0 +1,235 @@
+"""`shardnet generate`: prompts to the ring, their text to the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from shardnet.api.requests import (
+    GenerationOptions,
+    Message,
+    Prompt,
+    make_requests,
+)
+from shardnet.errors import UsageError
+from shardnet.types import SamplingParams
+from shardnet.wire.framing.schema import MAX_TEXT
+from shardnet.wire.messages.plans import PlanReply
+
+from ..finding.target import Target, open_target
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json
+from ..flags.prompts_file import read_prompts
+from ..flags.ring_options import RingOptions, Wanted
+from ..flags.sampling_options import SamplingOptions
+from ..output.exit_codes import EXIT_FAILURE, run_command
+from ..output.generation_output import ListedTexts, OneText
+from ..output.progress import LoadBars
+from ..output.saved_rows import SavedRows, SaveFlags
+from .chat import warn_of_base_model
+
+
+@takes_groups
+def generate(
+    *,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input."),
+    ] = None,
+    ring: RingOptions,
+    access: Access,
+    token_ids: Annotated[
+        str,
+        typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
+    ] = "",
+    prompts_file: Annotated[
+        str,
+        typer.Option(
+            "--prompts-file",
+            metavar="F",
+            help="Many prompts: one a line, as text or JSON; - reads standard input.",
+        ),
+    ] = "",
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
+    ] = False,
+    sampling: SamplingOptions,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs", metavar="K", help="With --json: each token's logprob and the K likeliest."
+        ),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-logprobs",
+            metavar="K",
+            help="With --json: the same for the prompt's tokens.",
+        ),
+    ] = None,
+    save: SaveFlags,
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority", min=-100, max=100, help="Go before requests with a smaller one."
+        ),
+    ] = 0,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            min=0,
+            help="Fail when not done so long after the ring had the prompt.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate on the ring and stream the text.
+
+    The node of this machine is asked, or the nodes named with --nodes or started with --local;
+    without any, the model runs in this process.
+    """
+    params = sampling.params(logprobs)
+    options = sampling.generation()
+    wanted = ring.wanted(access)
+    outputs = save.outputs(prompt_logprobs)
+    if sampling.system and not chat:
+        raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
+    lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
+    if chat:
+        prompts = [
+            replace(asked, content=_conversation(asked, sampling.system)) for asked in prompts
+        ]
+    job = _Job(
+        prompts=prompts,
+        lines=lines,
+        file=prompts_file,
+        wanted=wanted,
+        sampling=params,
+        options={
+            **options,
+            "priority": priority,
+            "deadline_s": deadline,
+            "outputs": outputs,
+        },
+        saved=SavedRows(save.files(), len(prompts)),
+        as_json=as_json,
+    )
+    job.check()
+    if chat:
+        warn_of_base_model(wanted.choice.model)
+    run_command(_run(job))
+
+
+def _conversation(asked: Prompt, system: str) -> list[Message]:
+    """Make messages of a prompt, for --chat."""
+    if not isinstance(asked.content, str):
+        what = "text, no token ids; messages need no --chat"
+        raise typer.BadParameter(f"a chat template takes {what}", param_hint="--chat")
+    told: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*told, {"role": "user", "content": asked.content}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What to generate, and how to show it. `lines` are those of `file`, "" where there is none."""
+
+    prompts: Sequence[Prompt]
+    lines: Sequence[int]
+    file: str
+    wanted: Wanted
+    sampling: SamplingParams
+    options: GenerationOptions
+    saved: SavedRows
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise typer.BadParameter for what cannot be asked, before anybody is asked."""
+        for number, prompt in enumerate(self.prompts):
+            where = f"{self.file} line {self.lines[number]}: " if self.file else ""
+            try:
+                make_requests(prompt, self.sampling, self.wanted.choice, **self.options)
+            except UsageError as error:
+                raise typer.BadParameter(f"{where}{error}") from error
+
+    def output(self) -> OneText | ListedTexts:
+        """Make what shows the texts."""
+        if not self.file:
+            return OneText(as_json=self.as_json)
+        return ListedTexts(self.file, self.lines, as_json=self.as_json)
+
+
+def _prompts(
+    prompt: str | None, token_ids: str, prompts_file: str, sampling: SamplingParams
+) -> tuple[list[int], list[Prompt]]:
+    if sum((prompt is not None, bool(token_ids), bool(prompts_file))) != 1:
+        raise typer.BadParameter("give one of PROMPT, --token-ids and --prompts-file")
+    if prompts_file:
+        return read_prompts(prompts_file, sampling)
+    if token_ids:
+        return [], [Prompt(_parse_ids(token_ids))]
+    return [], [Prompt(_read_standard_input() if prompt == "-" else prompt or "")]
+
+
+def _read_standard_input() -> str:
+    """Read a prompt; of one that is too long, as much as shows it."""
+    try:
+        return sys.stdin.read(MAX_TEXT + 1)
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"'{text}' is not a list such as 1,2,3", param_hint="--token-ids"
+        ) from error
+
+
+async def _run(job: _Job) -> None:
+    output = job.output()
+    with job.saved:
+        async with open_target(job.wanted) as target:
+            await _show(job, target, output)
+        job.saved.write()
+    if not output.close():
+        raise typer.Exit(EXIT_FAILURE)
+
+
+async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> None:
+    """Ask for everything, and hand on what comes."""
+    with LoadBars() as bars:
+
+        def on_plan(plan: PlanReply) -> None:
+            bars.expect(plan)
+            output.plan = plan
+
+        events = target.client.generate(
+            job.prompts if job.file else job.prompts[0],
+            job.sampling,
+            model=target.choice,
+            on_plan=on_plan,
+            on_loading=bars.update,
+            **job.options,
+        )
+        async with contextlib.aclosing(events):
+            try:
+                async for event in events:
+                    bars.stop()
+                    output.take(event)
+                    if event.result is not None:
+                        job.saved.take(event.result)
+            finally:
+                output.break_off()

@@ -1,0 +1,329 @@
+"""`shardnet node`: run a node in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardnet import __version__
+from shardnet.cluster.machine.addresses import LOOPBACK_HOST
+from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.store.model_cache import ModelCache
+from shardnet.errors import ConfigurationError
+
+from ..finding.mdns import told_interfaces
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import (
+    Json,
+    NoMdns,
+    Offline,
+    Peer,
+    check_addresses,
+    check_choice,
+    keep_offline,
+    parse_size,
+)
+from ..output.cache_folder import warn_of_cache
+from ..output.exit_codes import run_command, say, write_out
+
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.cluster.node.node import Node
+
+DEFAULT_PORT = 7433
+_MAX_NAME = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    host: str
+    port: int
+    name: str
+    device: str
+    memory_bytes: int | None
+    threads: int
+    cache_limit_bytes: int | None
+    share_rate: int | None
+    peers: tuple[str, ...]
+    no_mdns: bool
+    access: Access
+    as_json: bool
+    until_stdin_closes: bool
+
+
+@takes_groups
+def node(
+    *,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            help="Address to listen on. Default: all with a cluster key, else loopback.",
+            envvar="SHARDNET_HOST",
+            show_default=False,
+        ),
+    ] = "",
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one.",
+            envvar="SHARDNET_PORT",
+        ),
+    ] = DEFAULT_PORT,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            help="How people call this node. Default: the host's name.",
+            envvar="SHARDNET_NAME",
+            show_default=False,
+        ),
+    ] = "",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|cuda",
+            help="What computes; auto takes a GPU where there is one.",
+            envvar="SHARDNET_DEVICE",
+        ),
+    ] = "auto",
+    memory: Annotated[
+        str,
+        typer.Option(
+            "--memory",
+            metavar="8GiB",
+            help="Memory for weights and KV cache. Default: most of what is available.",
+            envvar="SHARDNET_MEMORY",
+            show_default=False,
+        ),
+    ] = "",
+    threads: Annotated[
+        int,
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="Compute threads. Default: a share of the cores among the nodes of this machine.",
+            envvar="SHARDNET_THREADS",
+            show_default=False,
+        ),
+    ] = 0,
+    cache_limit: Annotated[
+        str,
+        typer.Option(
+            "--cache-limit",
+            metavar="50GiB",
+            help="Disk for weights that come from other nodes. Default: half of what is free.",
+            envvar="SHARDNET_CACHE_LIMIT",
+            show_default=False,
+        ),
+    ] = "",
+    share_rate: Annotated[
+        str,
+        typer.Option(
+            "--share-rate",
+            metavar="50MiB",
+            help="Bytes of weights per second given to other nodes at most. Default: no limit.",
+            envvar="SHARDNET_SHARE_RATE",
+            show_default=False,
+        ),
+    ] = "",
+    peer: Peer = None,
+    no_mdns: NoMdns = False,
+    offline: Offline = False,
+    access: Access,
+    as_json: Json = False,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+) -> None:
+    """Run a node in the foreground; Ctrl-C ends it.
+
+    Prints one line when it is ready. A node keeps its part of a model loaded between generations.
+    """
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    _check_name(name)
+    keep_offline(offline)
+    flags = _Flags(
+        host=host,
+        port=port,
+        name=name,
+        device=device,
+        memory_bytes=parse_size(memory, "--memory") if memory else None,
+        threads=threads,
+        cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
+        share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
+        peers=tuple(check_addresses(peer)),
+        no_mdns=no_mdns,
+        access=access,
+        as_json=as_json,
+        until_stdin_closes=until_stdin_closes,
+    )
+    run_command(_run(flags))
+
+
+def _check_name(name: str) -> None:
+    """Raise typer.BadParameter for a name that others could not show, or would not take."""
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise typer.BadParameter(
+            f"{name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
+            param_hint="--name",
+        )
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Have no garbage looked for among all that torch and the node define, which stays.
+
+    That takes a tenth of a node's start, and would hold up its loop later.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+async def _run(flags: _Flags) -> None:
+    identity = flags.access.identity()
+    host = _host(flags, identity is not None)
+    with _importing():
+        from shardnet.cluster.discovery.discovery import Discovery
+        from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+        from shardnet.cluster.node.node import NodeSettings, listening
+
+        device = find_device(flags.device)
+    local_nodes = LocalNodes(runtime_dir(os.environ))
+    settings = NodeSettings(
+        node=make_node_id(),
+        name=flags.name or socket.gethostname(),
+        budget=MemoryBudget(device=device, asked_bytes=flags.memory_bytes),
+        threads=flags.threads,
+        peers=flags.peers,
+        local_nodes=local_nodes,
+        cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
+        share_rate=flags.share_rate,
+        log=say,
+        identity=identity,
+        discovery=None
+        if flags.no_mdns
+        else Discovery(
+            fingerprint=identity.fingerprint if identity else "",
+            interfaces=told_interfaces(os.environ),
+            log=say,
+        ),
+    )
+    warn_of_cache()
+    stopping = _stop_signal(flags.until_stdin_closes)
+    async with listening(settings, host, flags.port) as node:
+        entry = None
+        if not flags.until_stdin_closes:
+            try:
+                entry = local_nodes.add(
+                    node=node.node, name=settings.name, address=node.address, pid=os.getpid()
+                )
+            except OSError as error:
+                say(
+                    f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
+                    f"({error.strerror}): commands of this machine find it with --nodes "
+                    f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
+                )
+        try:
+            _say_ready(flags, node)
+            await stopping.wait()
+        finally:
+            if entry is not None:
+                local_nodes.remove(entry)
+    if not flags.as_json:
+        say("node stopped")
+
+
+def _host(flags: _Flags, has_key: bool) -> str:
+    """Say where to listen, "" for all interfaces.
+
+    Raises ConfigurationError for an address beyond loopback without a key, unless told to.
+    """
+    if has_key:
+        return flags.host
+    host = flags.host or LOOPBACK_HOST
+    if flags.access.insecure:
+        say(
+            f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "
+            f"reaches {host} can use this node and read what it computes"
+        )
+    elif not _is_loopback(host):
+        raise ConfigurationError(
+            f"--host {host} is not loopback, and this machine holds no cluster key: run `shardnet "
+            "key new` or `shardnet key join`, or add --insecure if everyone on that network may "
+            "use this node"
+        )
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _say_ready(flags: _Flags, node: Node) -> None:
+    info = node.info()
+    host, _, port = info.address.rpartition(":")
+    if flags.as_json:
+        ready = {
+            "event": "ready",
+            "node": info.node,
+            "name": info.name,
+            "host": host,
+            "port": int(port),
+            "pid": os.getpid(),
+            "version": __version__,
+            "cluster": node.cluster,
+        }
+        write_out(json.dumps(ready))
+    else:
+        where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
+        share = "as told" if flags.threads else "this machine's cores shared among its nodes"
+        line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
+        write_out(f"{line} ({share})")
+
+
+def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
+    """Return an event that a signal to end or, if wanted, the end of standard input sets.
+
+    SIGHUP, which comes when the terminal is closed, is such a signal except under nohup.
+    """
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    for number in signals:
+        loop.add_signal_handler(number, stopping.set)
+    if until_stdin_closes:
+        stdin = sys.stdin.fileno()
+
+        def read() -> None:
+            if not os.read(stdin, 4096):
+                loop.remove_reader(stdin)
+                stopping.set()
+
+        loop.add_reader(stdin, read)
+    return stopping

@@ -1,0 +1,136 @@
+"""`shardnet nodes`: who is here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from shardnet.api.client import connect
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.membership import NodeInfo
+
+from ..finding.mdns import find_nearest
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
+from ..output.exit_codes import one_line, run_command, say, write_out
+
+if TYPE_CHECKING:  # rich takes longer to import than most commands to run
+    from rich.table import Table
+
+    from shardnet.transport.identity import Identity
+
+REFRESH_S = 1.0
+ANSWER_S = 1.2
+"""How long a node may take to tell who it is, and whom it knows."""
+FOUND_S = 0.5
+"""How long one that was found may take before others are asked."""
+
+
+@takes_groups
+def nodes(
+    *,
+    nodes: Nodes = "",
+    peer: Peer = None,
+    no_mdns: NoMdns = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
+    access: Access,
+    as_json: Json = False,
+) -> None:
+    """Show the nodes of this machine, those they know, and those that are named.
+
+    Without any of these, nodes are looked for on the network.
+    """
+    named = [*split_nodes(nodes), *check_addresses(peer)]
+    run_command(_run(named, access, not no_mdns, watch, as_json))
+
+
+async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    if not watch:
+        infos = await _gather(named, access, mdns)
+        if as_json:
+            write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
+        elif infos:
+            Console().print(_table(infos))
+        else:
+            write_out("no nodes found: start one with `shardnet node`, or name one with --peer")
+        return
+    with Live(_table(await _gather(named, access, mdns)), auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            live.update(_table(await _gather(named, access, mdns)), refresh=True)
+
+
+async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
+    """Ask the nodes of this machine and the named ones, and take in whom they know.
+
+    Where there are none, with `mdns`, those that are found.
+    """
+    identity = access.identity()
+    here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
+    addresses = list(dict.fromkeys([*named, *here]))
+    if not addresses and mdns:
+        found = await find_nearest(identity, insecure=access.insecure, answer_s=FOUND_S)
+        addresses = [sounding.address for sounding in found]
+    answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
+    known = {info.node: info for infos in answers for info in infos}
+    known |= {infos[0].node: infos[0] for infos in answers if infos}  # each knows itself best
+    return sorted(known.values(), key=lambda info: (info.name, info.address))
+
+
+async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
+    """Ask one node; one that does not answer is named and left out."""
+    try:
+        async with asyncio.timeout(ANSWER_S), connect(address, identity) as client:
+            status = await client.status(with_peers=True)
+            return [status.node, *status.peers]
+    except ShardnetError as error:
+        say(f"warning: {error}")
+    except TimeoutError:
+        say(f"warning: {address} did not answer within {ANSWER_S:g} s; it may be frozen")
+    return []
+
+
+def _as_json(info: NodeInfo) -> dict[str, Any]:
+    return {
+        "node": info.node,
+        "name": info.name,
+        "address": info.address,
+        "version": info.version,
+        "device": info.device,
+        "memory_bytes": info.memory_bytes,
+        "memory_free_bytes": info.memory_free_bytes,
+        "threads": info.threads,
+        "stage": None
+        if info.stage is None
+        else {
+            "model": info.stage.model,
+            "layers": list(info.stage.layers),
+            "rank": info.stage.rank,
+        },
+    }
+
+
+def _table(infos: Sequence[NodeInfo]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name", "address", "device", "memory free", "stage", "version", box=None)
+    for info in infos:
+        stage = "-"
+        if info.stage is not None:
+            start, end = info.stage.layers
+            stage = f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}"
+        free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
+        cells = (info.name, info.address, info.device, free, stage, info.version)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
+    return table

@@ -1,0 +1,96 @@
+"""`shardnet plan`: the plan that would be used and why, or what became of the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Annotated
+
+import msgspec
+import typer
+
+from shardnet.api.client import connect
+from shardnet.api.requests import check_request
+from shardnet.cluster.head.last_run import read_last_run
+from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.errors import UsageError
+from shardnet.wire.messages.generation import LastRun
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
+
+from ..finding.target import connect_here, open_target
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json
+from ..flags.ring_options import OnlineRingOptions, Wanted
+from ..output.exit_codes import run_command, write_out
+from ..output.narrow_wire import WireBar
+from ..output.plan_text import plan_json, plan_text, run_json, run_text
+from ..output.progress import LoadBars
+
+
+@takes_groups
+def plan(
+    *,
+    ring: OnlineRingOptions,
+    access: Access,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure nodes and links anew, whatever they remember.")
+    ] = False,
+    last: Annotated[
+        bool,
+        typer.Option("--last", help="Show what was predicted of the last run beside what it was."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the plan that would be used, why, what was measured, and which nodes were left out."""
+    wanted = ring.wanted(access)
+    _check(wanted.choice)
+    run_command(_show_last(wanted, as_json) if last else _show(wanted, again, as_json))
+
+
+def _check(choice: ModelChoice) -> None:
+    """Raise typer.BadParameter for values that the protocol has no room for."""
+    try:
+        check_request(PlanRequest(request=0, choice=choice))
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
+    async with open_target(wanted) as target:
+        with LoadBars() as planning, WireBar(wanted.choice.wire_dtype) as bar:
+
+            def update(report: NodeProgress) -> None:
+                if report.phase == "measuring":
+                    planning.update(report)
+                else:
+                    planning.stop()
+                    bar.update(report)
+
+            reply = await target.client.plan(target.choice, update, again=again)
+    write_out(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
+
+
+async def _show_last(wanted: Wanted, as_json: bool) -> None:
+    run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], wanted.access)
+    write_out(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
+
+
+async def _last_run(addresses: list[str], access: Access) -> LastRun:
+    """Ask the node that is named; else take the later run of this machine's node and its file.
+
+    Raises UsageError when there was none.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        if addresses:
+            client = await stack.enter_async_context(connect(addresses[0], access.identity()))
+            return await client.last_run()
+        runs = [read_last_run(cache_dir(os.environ))]
+        here = await connect_here(stack, access.identity())
+        if here is not None:
+            with contextlib.suppress(UsageError):  # it has led none
+                runs.append(await here.last_run())
+    found = [run for run in runs if run is not None]
+    if not found:
+        raise UsageError("no run is known on this machine: run `shardnet generate` first")
+    return max(found, key=lambda run: run.ended_at_s)

@@ -1,0 +1,144 @@
+"""`shardnet status`: what the node of this machine holds, and for which ring."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardnet.api.client import Client
+from shardnet.errors import PeerSilentError
+from shardnet.types import BLOCK_POSITIONS
+
+from ..finding.target import named_or_here
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json, Nodes, split_nodes
+from ..output.exit_codes import one_line, run_command, write_out
+
+if TYPE_CHECKING:
+    from shardnet.wire.messages.diagnostics import NodeReport, StageState
+    from shardnet.wire.messages.membership import NodeInfo, ReportReply
+
+ANSWER_S = 3.0
+"""How long the node may take to tell."""
+
+
+@takes_groups
+def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
+    """Show what the node of this machine, or each that is named, holds and does."""
+    run_command(_run(split_nodes(nodes), access, as_json))
+
+
+async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = await named_or_here(stack, addresses, access)
+        for reply in await asyncio.gather(*(_ask(client) for client in clients)):
+            assert reply.info is not None
+            assert reply.report is not None
+            if as_json:
+                write_out(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
+            else:
+                for line in _as_lines(reply.info, reply.report):
+                    write_out(one_line(line))
+
+
+async def _ask(client: Client) -> ReportReply:
+    """Ask a node for its own report. Raises PeerSilentError when it takes too long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ANSWER_S), aclosing(client.report()) as answers:
+            async for reply in answers:
+                return reply
+    raise PeerSilentError(
+        f"{client.address} did not tell its state within {ANSWER_S:.0f} s; look at its output"
+    )
+
+
+def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
+    stage = report.stage
+    return {
+        "node": info.node,
+        "name": info.name,
+        "address": info.address,
+        "version": info.version,
+        "cluster": report.cluster or None,
+        "uptime_s": report.uptime_s,
+        "device": info.device,
+        "memory_bytes": info.memory_bytes,
+        "memory_free_bytes": info.memory_free_bytes,
+        "threads": info.threads,
+        "requests": report.n_requests,
+        "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
+        "stage": None if stage is None else _stage_as_json(info, report, stage),
+    }
+
+
+def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dict[str, Any]:
+    in_ring = stage.n_stages > 0
+    return {
+        "model": stage.model,
+        "layers": list(stage.layers),
+        "rank": stage.rank if in_ring else None,
+        "stages": stage.n_stages if in_ring else None,
+        "head": _head_name(info, report, stage) if in_ring else None,
+        "epoch": stage.epoch if in_ring else None,
+        "dtype": stage.dtype,
+        "kernel": stage.kernel,
+        "weight_bytes": stage.weight_bytes,
+        "kv_positions": stage.room_blocks * BLOCK_POSITIONS,
+        "kv_used_positions": stage.used_blocks * BLOCK_POSITIONS,
+        "sequences": stage.n_open,
+    }
+
+
+def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
+    from shardnet.cluster.diagnosis.facts import age
+    from shardnet.cluster.placement.words import size
+
+    peers = [_peer_name(report, view.node) for view in report.peers if view.is_linked]
+    used = info.memory_bytes - info.memory_free_bytes
+    lines = [
+        f"node     {info.name} ({info.node})",
+        f"address  {info.address or '-'}, shardnet {info.version}, up {age(report.uptime_s)}",
+        f"cluster  {report.cluster or 'none: no cluster key'}",
+        f"device   {info.device}, {info.threads} threads, memory {size(used)} used, "
+        f"{size(info.memory_free_bytes)} free",
+        f"peers    {', '.join(peers) or 'none'}",
+    ]
+    stage = report.stage
+    if stage is None:
+        return [*lines, "stage    none: nothing is loaded"]
+    start, end = stage.layers
+    lines.append(f"stage    layers {start}-{end} of {stage.model}")
+    if stage.n_stages:
+        lines.append(
+            f"ring     rank {stage.rank} of {stage.n_stages}, "
+            f"head {_head_name(info, report, stage)}, epoch {stage.epoch}"
+        )
+    else:
+        lines.append("ring     none: the weights wait for the next one")
+    return [
+        *lines,
+        f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
+        f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
+        f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
+        f"running  {_running(report, stage)}",
+    ]
+
+
+def _running(report: NodeReport, stage: StageState) -> str:
+    sequences = f"{stage.n_open} sequence{'' if stage.n_open == 1 else 's'}"
+    if stage.rank or not stage.n_stages:
+        return sequences
+    return f"{report.n_requests} request{'' if report.n_requests == 1 else 's'}, {sequences} open"
+
+
+def _head_name(info: NodeInfo, report: NodeReport, stage: StageState) -> str:
+    return info.name if stage.head == info.node else _peer_name(report, stage.head)
+
+
+def _peer_name(report: NodeReport, node: str) -> str:
+    return next((view.name for view in report.peers if view.node == node), node)

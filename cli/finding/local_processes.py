@@ -1,0 +1,24 @@
+"""`--local N`: node processes on loopback for one run, with the command's own access."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardnet.api.local_nodes import start_nodes
+from shardnet.cluster.machine.local_nodes import share_of_cores
+from shardnet.cluster.machine.profile import available_cores
+
+from ..flags.cluster_access import Access
+from ..output.cache_folder import warn_of_cache
+from ..output.exit_codes import say
+
+
+@asynccontextmanager
+async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIterator[list[str]]:
+    """Start node processes, say so, and give their addresses; see `start_nodes`."""
+    threads = threads or share_of_cores(available_cores(), n_nodes)
+    say(f"starting {n_nodes} nodes on this machine, threads each: {threads}")
+    warn_of_cache()
+    async with start_nodes(n_nodes, threads, access.node_arguments()) as addresses:
+        yield addresses

@@ -1,0 +1,97 @@
+"""What the command line knows of mDNS: on which interfaces, and how a command looks for nodes.
+
+Imports python-zeroconf only when it looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from shardnet.cluster.machine.addresses import (
+    LOOPBACK_HOST,
+    dial_order,
+    format_addresses,
+    multicast_hosts,
+    rank,
+    read_interfaces,
+    usable,
+)
+
+if TYPE_CHECKING:
+    from shardnet.cluster.discovery.node_record import Candidate
+    from shardnet.cluster.peers.rtt_probe import Sounding
+    from shardnet.transport.identity import Identity
+
+INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
+"""Addresses of the interfaces to use, with commas between; for machines that need to be told."""
+
+LONGEST_S: Final = 1.5
+QUIET_S: Final = 0.4
+"""How long a command looks for nodes, and after which silence it has seen them all."""
+
+ANSWER_S: Final = 2.0
+"""How long a node that was found may take to answer."""
+
+
+def told_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the interfaces that the environment names, none where it names none."""
+    told = environment.get(INTERFACES_VARIABLE, "")
+    return tuple(part.strip() for part in told.split(",") if part.strip())
+
+
+async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[Candidate]:
+    """Return the nodes with the same key, or none, that show themselves within a second or so.
+
+    Without a key only this machine is looked at, unless `insecure`: a prompt must not go to
+    whoever answers first.
+    """
+    found = await _browse(beyond=identity is not None or insecure)
+    fingerprint = identity.fingerprint if identity else ""
+    return [candidate for candidate in found if candidate.fingerprint == fingerprint]
+
+
+async def browse_all() -> list[Candidate]:
+    """Return every node that shows itself within a second or so, of whatever cluster."""
+    return await _browse(beyond=True)
+
+
+async def _browse(*, beyond: bool) -> list[Candidate]:
+    """Look on this machine, and `beyond` it where it has a network."""
+    from shardnet.cluster.discovery.discovery import browse
+    from shardnet.cluster.machine.profile import make_host_id
+
+    local = rank(read_interfaces())
+    hosts = (*(address.host for address in usable(local) if beyond), LOOPBACK_HOST)
+    return await browse(
+        told_interfaces(os.environ) or multicast_hosts(hosts, local),
+        own_host_id=make_host_id(),
+        longest_s=LONGEST_S,
+        quiet_s=QUIET_S,
+    )
+
+
+async def find_nearest(
+    identity: Identity | None, *, insecure: bool, answer_s: float = ANSWER_S
+) -> list[Sounding]:
+    """Look for nodes and return those that answer within `answer_s`, the nearest first."""
+    from shardnet.api.client import dial
+    from shardnet.cluster.peers.rtt_probe import compare
+
+    local = rank(read_interfaces())
+    knock = partial(dial, identity=identity)
+
+    async def ask(candidate: Candidate) -> Sounding | None:
+        addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(answer_s):
+                return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
+        return None
+
+    candidates = await look_for_nodes(identity, insecure=insecure)
+    answers = await asyncio.gather(*(ask(candidate) for candidate in candidates))
+    return sorted((a for a in answers if a is not None), key=lambda answer: answer.rtt_s)

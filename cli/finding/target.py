@@ -1,0 +1,154 @@
+"""Which node a command talks to: named, started for this run, found here, or in this process.
+
+Knows the order of choice in the command-line contract, and says on standard error what it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from shardnet.api.client import Client, connect
+from shardnet.api.connections import check_local, node_in_process
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
+from shardnet.wire.messages.plans import ModelChoice
+
+from ..flags.cluster_access import Access
+from ..flags.ring_options import Wanted
+from ..output.cache_folder import warn_of_cache
+from ..output.exit_codes import say
+from .local_processes import local_processes
+from .mdns import find_nearest
+
+if TYPE_CHECKING:
+    from shardnet.transport.identity import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A client of the node to ask, and the choice to send: its nodes may have been filled in."""
+
+    client: Client
+    choice: ModelChoice
+
+
+@asynccontextmanager
+async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
+    """Find the node to ask.
+
+    Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
+    answer, ConfigurationError when the cluster key cannot be used.
+    """
+    choice = wanted.choice
+    async with contextlib.AsyncExitStack() as stack:
+        if choice.nodes and wanted.local:
+            raise UsageError("--nodes and --local exclude each other: give one of them")
+        if wanted.local:
+            check_local(wanted.local, choice)
+            addresses = await stack.enter_async_context(
+                local_processes(wanted.local, choice.threads, wanted.access)
+            )
+            choice = replace(choice, nodes=addresses)
+        client = await _client(stack, choice, wanted)
+        yield Target(client=client, choice=choice)
+
+
+async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted: Wanted) -> Client:
+    access = wanted.access
+    identity = access.identity()
+    if choice.nodes:
+        return await stack.enter_async_context(connect(choice.nodes[0], identity))
+    here = await connect_here(stack, identity)
+    if here is not None:
+        await _tell_of_unasked(here, wanted.peers)
+        return here
+    if wanted.peers:
+        return await _nearest(stack, wanted.peers, identity)
+    if wanted.mdns and (found := await find_nearest(identity, insecure=access.insecure)):
+        say(f"asking the nearest node, {found[0].name} ({found[0].address})")
+        return await stack.enter_async_context(connect(found[0].address, identity))
+    say("no node runs here, none was named and none found: running in this process")
+    warn_of_cache()
+    return await stack.enter_async_context(node_in_process(choice.threads, identity))
+
+
+async def _tell_of_unasked(here: Client, peers: Sequence[str]) -> None:
+    """Say which --peer the node of this machine, which is asked instead, may not know."""
+    if not peers:
+        return
+    status = await here.status(with_peers=True)
+    known = {status.node.address, *(peer.address for peer in status.peers)}
+    if unknown := [peer for peer in peers if peer not in known]:
+        say(
+            f"--peer {', '.join(unknown)} is not asked: the node of this machine is, and plans "
+            "over the nodes it knows; give --peer to `shardnet node`, or name the ring with --nodes"
+        )
+
+
+async def connect_here(
+    stack: contextlib.AsyncExitStack, identity: Identity | None
+) -> Client | None:
+    """Connect to the oldest node of this machine that answers, None when there is none.
+
+    One that has another key than this command is passed over, which is said.
+    """
+    for node in LocalNodes(runtime_dir(os.environ)).list():
+        with contextlib.suppress(LinkError):
+            try:
+                client = await stack.enter_async_context(connect(node.address, identity))
+            except AuthenticationError as error:
+                say(f"node {node.name} of this machine is not asked: {error}")
+                continue
+            say(f"asking the node of this machine, {node.name} ({node.address})")
+            return client
+    return None
+
+
+async def named_or_here(
+    stack: contextlib.AsyncExitStack, addresses: Sequence[str], access: Access
+) -> list[Client]:
+    """Connect to the nodes at these addresses, where there are none to that of this machine.
+
+    Raises PeerUnreachableError when none runs here, LinkError when a named one does not answer.
+    """
+    identity = access.identity()
+    if addresses:
+        return [await stack.enter_async_context(connect(a, identity)) for a in addresses]
+    here = await connect_here(stack, identity)
+    if here is None:
+        none = "no node runs on this machine"
+        if LocalNodes(runtime_dir(os.environ)).list():
+            none = "no node of this machine can be asked"
+        raise PeerUnreachableError(
+            f"{none}: start one with `shardnet node`, or name one with --nodes HOST:PORT"
+        )
+    return [here]
+
+
+async def _nearest(
+    stack: contextlib.AsyncExitStack, peers: Sequence[str], identity: Identity | None
+) -> Client:
+    """Connect to all peers and take the one that answers a question soonest."""
+    failures = []
+    best: tuple[float, Client] | None = None
+    for peer in peers:
+        try:
+            client = await stack.enter_async_context(connect(peer, identity))
+            asked = time.monotonic()
+            await client.status(with_peers=False)
+            if best is None or time.monotonic() - asked < best[0]:
+                best = (time.monotonic() - asked, client)
+        except LinkError as error:
+            failures.append(str(error))
+    if best is None:
+        raise PeerUnreachableError("no --peer answers: " + "; ".join(failures))
+    say(f"asking the nearest peer, {best[1].address}")
+    return best[1]

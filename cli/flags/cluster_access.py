@@ -1,0 +1,37 @@
+"""With which key a command speaks to nodes: the stored one, one that is named, or none.
+
+Knows --key-file and --insecure. Must not know what is said to the nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardnet.api.connections import key_path, load_identity
+
+from .options import Insecure, KeyFile
+
+if TYPE_CHECKING:  # not every command needs the library behind it
+    from shardnet.transport.identity import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The flags of a command: `key_file` is "" for the default place."""
+
+    key_file: KeyFile = ""
+    insecure: Insecure = False
+
+    def identity(self) -> Identity | None:
+        """Load the key and make an identity of it, None without a key or with --insecure.
+
+        Raises ConfigurationError for a key file that is named and not there, or is unusable.
+        """
+        return load_identity(self.key_file, insecure=self.insecure)
+
+    def node_arguments(self) -> list[str]:
+        """Return the flags that give a node process on this machine the same access."""
+        if self.insecure:
+            return ["--insecure"]
+        return ["--key-file", str(key_path(self.key_file).absolute())] if self.key_file else []

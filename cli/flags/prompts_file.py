@@ -1,0 +1,133 @@
+"""The file of `--prompts-file`: one prompt a line, as text or JSON.
+
+Knows what a line may say. Must not know how prompts are asked for.
+
+A line that begins with `{` or `[` is JSON: an object with the keys of `PromptLine`, or a list of
+token ids. One that is a JSON string is its text; any other line is the prompt as it stands. Lines
+without anything are passed over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from msgspec import UNSET, UnsetType
+
+from shardnet.api.requests import Prompt
+from shardnet.api.validation import nearest, refused_words
+from shardnet.types import SamplingParams
+
+FLAG = "--prompts-file"
+
+
+class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt with options of its own; those that are left out are the command's."""
+
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None
+    max_tokens: int | UnsetType = UNSET
+    temperature: float | UnsetType = UNSET
+    top_k: int | UnsetType = UNSET
+    top_p: float | UnsetType = UNSET
+    min_p: float | UnsetType = UNSET
+    repetition_penalty: float | UnsetType = UNSET
+    presence_penalty: float | UnsetType = UNSET
+    frequency_penalty: float | UnsetType = UNSET
+    min_tokens: int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    sample_index: int | None = None
+    stop: list[str] | UnsetType = UNSET
+    stop_token_ids: list[int] | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
+    priority: int | UnsetType = UNSET
+    deadline_s: float | UnsetType = UNSET
+
+
+SAMPLING_KEYS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+OPTION_KEYS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "deadline_s")
+
+_ids = msgspec.json.Decoder(list[int])
+_text = msgspec.json.Decoder(str)
+_object = msgspec.json.Decoder(PromptLine)
+
+
+def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[Prompt]]:
+    """Read the file, `-` for standard input: the prompts' line numbers, and the prompts.
+
+    Raises typer.BadParameter, which names the line, for one that cannot be a prompt.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        lines = raw.decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=FLAG) from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{name} is not UTF-8 text: {error}", param_hint=FLAG) from error
+    numbered = list(_prompts(name, lines, sampling))
+    if not numbered:
+        raise typer.BadParameter(f"{name} has no prompts", param_hint=FLAG)
+    return [number for number, _ in numbered], [prompt for _, prompt in numbered]
+
+
+def _prompts(
+    name: str, lines: Iterable[str], sampling: SamplingParams
+) -> Iterator[tuple[int, Prompt]]:
+    for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
+        if not line.strip():
+            continue
+        try:
+            prompt = read_prompt(line, sampling)
+        except msgspec.ValidationError as error:
+            words = refused_words(error, msgspec.json.decode(line))
+            near = nearest(words.split()[0], PromptLine.__struct_fields__)
+            why = f"{words}{near if 'not known' in words else ''}"
+            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
+        except msgspec.DecodeError as error:
+            why = f"it begins as JSON does and cannot be read as such ({error})"
+            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
+        except ValueError as error:
+            raise typer.BadParameter(f"{name} line {number}: {error}", param_hint=FLAG) from error
+        yield number, prompt
+
+
+def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
+    """Read one line. Raises msgspec.DecodeError or ValueError for one that cannot be a prompt."""
+    start = line.lstrip()[:1]
+    if start == "[":
+        return Prompt(_ids.decode(line))
+    if start == "{":
+        return _read_object(_object.decode(line), sampling)
+    if start == '"':
+        try:
+            return Prompt(_text.decode(line))
+        except msgspec.DecodeError:  # text in quotation marks, and more behind them
+            return Prompt(line)
+    return Prompt(line)
+
+
+def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
+    given = [c for c in (said.prompt, said.token_ids, said.messages) if c is not None]
+    if len(given) != 1:
+        raise ValueError("give one of prompt, token_ids and messages")
+    changes = _given(said, SAMPLING_KEYS)
+    return Prompt(
+        given[0],  # type: ignore[arg-type]  # messages are checked when they are asked
+        sampling=replace(sampling, **changes) if changes else None,
+        sample_index=said.sample_index,
+        options=_given(said, OPTION_KEYS),  # type: ignore[arg-type]  # these are its keys
+    )
+
+
+def _given(said: PromptLine, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: getattr(said, key) for key in keys if getattr(said, key) is not UNSET}

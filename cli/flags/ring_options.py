@@ -1,0 +1,223 @@
+"""Which model, on which nodes, how, and whom to ask: the flags of every command that uses a ring.
+
+Knows each of them once, and what it becomes in a message. Must not know what is asked of the ring.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import typer
+
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import UsageError
+from shardnet.types import parse_layers
+from shardnet.wire.messages.plans import ModelChoice
+
+from .cluster_access import Access
+from .options import (
+    Nodes,
+    NoMdns,
+    Offline,
+    Peer,
+    check_addresses,
+    check_choice,
+    check_model,
+    keep_offline,
+    split_nodes,
+)
+
+_STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a command wants of a ring, and where it looks for one: with `mdns` on the network too.
+
+    With `local` so many processes are started for this run.
+    """
+
+    choice: ModelChoice
+    local: int
+    peers: Sequence[str]
+    mdns: bool
+    access: Access
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingOptions:
+    """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="PATH|ORG/NAME[:GGUF]",
+            help="Checkpoint folder, or a model of the Hugging Face Hub. Nodes that lack it fetch "
+            "from one that has it; the head downloads what nobody has. Default: the bundled model.",
+            envvar="SHARDNET_MODEL",
+            show_default=False,
+        ),
+    ] = DEFAULT_MODEL_NAME
+    nodes: Nodes = ""
+    local: Annotated[
+        int,
+        typer.Option(
+            "--local",
+            metavar="N",
+            min=0,
+            help="Start N node processes on this machine for this run.",
+            envvar="SHARDNET_LOCAL",
+            show_default=False,
+        ),
+    ] = 0
+    peer: Peer = None
+    no_mdns: NoMdns = False
+    offline: Offline = False
+    layers: Annotated[
+        str,
+        typer.Option(
+            "--layers",
+            metavar="0-8,8-12",
+            help="Layer ranges of the stages, half-open, in ring order.",
+            envvar="SHARDNET_LAYERS",
+            show_default=False,
+        ),
+    ] = ""
+    context: Annotated[
+        int,
+        typer.Option(
+            "--context",
+            metavar="N",
+            min=0,
+            help="Positions of one sequence. Default: the smaller of the model's and 8192.",
+            envvar="SHARDNET_CONTEXT",
+            show_default=False,
+        ),
+    ] = 0
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="auto|bfloat16|float16|float32",
+            help="What the ring computes in.",
+            envvar="SHARDNET_DTYPE",
+        ),
+    ] = "auto"
+    wire_dtype: Annotated[
+        str,
+        typer.Option(
+            "--wire-dtype",
+            metavar="bfloat16|float16|int8",
+            help="Round activations for slow links; `plan` shows the error. Default: round "
+            "nothing.",
+            envvar="SHARDNET_WIRE_DTYPE",
+            show_default=False,
+        ),
+    ] = ""
+    quant: Annotated[
+        str,
+        typer.Option(
+            "--quant",
+            metavar="none|int8|int4",
+            help="Round weights at load: about a half or a quarter of the memory, and faster.",
+            envvar="SHARDNET_QUANT",
+        ),
+    ] = "none"
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            metavar="auto|int8",
+            help="Round keys and values: about half the memory of a long context.",
+            envvar="SHARDNET_KV_DTYPE",
+        ),
+    ] = "auto"
+    stream_layers: Annotated[
+        str,
+        typer.Option(
+            "--stream-layers",
+            metavar="auto|N",
+            help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
+            envvar="SHARDNET_STREAM_LAYERS",
+            show_default=False,
+        ),
+    ] = ""
+    threads: Annotated[
+        int,
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="Compute threads per node. Default: its share of the machine's cores.",
+            envvar="SHARDNET_THREADS",
+            show_default=False,
+        ),
+    ] = 0
+    optimise: Annotated[
+        str,
+        typer.Option(
+            "--optimise",
+            metavar="latency|throughput",
+            help="Plan for the speed of one sequence (default), or of many at once.",
+            envvar="SHARDNET_OPTIMISE",
+            show_default=False,
+        ),
+    ] = ""
+
+    def wanted(self, access: Access) -> Wanted:
+        """Put them together. Raises typer.BadParameter, which names the flag, for a wrong value."""
+        keep_offline(self.offline)
+        return Wanted(
+            choice=self.choice(),
+            local=self.local,
+            peers=check_addresses(self.peer),
+            mdns=not self.no_mdns,
+            access=access,
+        )
+
+    def choice(self) -> ModelChoice:
+        """Say which model is wanted, and how. Raises typer.BadParameter for a wrong value."""
+        check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
+        check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        check_choice("--wire-dtype", self.wire_dtype, ("", "bfloat16", "float16", "int8"))
+        check_choice("--quant", self.quant, ("none", "int8", "int4"))
+        check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
+        return ModelChoice(
+            model=check_model(self.model, "--model"),
+            nodes=split_nodes(self.nodes),
+            layers=_ranges(self.layers),
+            context=self.context,
+            dtype=self.dtype,
+            wire_dtype=self.wire_dtype,
+            threads=self.threads,
+            optimise=self.optimise,  # type: ignore[arg-type]  # checked above
+            quant="" if self.quant == "none" else self.quant,  # type: ignore[arg-type]  # checked
+            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # checked above
+            stream_layers=_n_streamed(self.stream_layers),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineRingOptions(RingOptions):
+    """Those of a command that has no --offline."""
+
+    offline: bool = False
+
+
+def _ranges(layers: str) -> list[tuple[int, int]]:
+    try:
+        return [(part.start, part.end) for part in parse_layers(layers)] if layers else []
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint="--layers") from error
+
+
+def _n_streamed(text: str) -> int | Literal["auto"]:
+    if not _STREAM_LAYERS.fullmatch(text):
+        raise typer.BadParameter(
+            f"'{text}': choose auto or a number of layers", param_hint="--stream-layers"
+        )
+    return "auto" if text == "auto" else int(text) if text.isdecimal() else 0

@@ -1,0 +1,24 @@
+"""The cache folder, looked at before nodes start: said once where nothing can be kept in it.
+
+Knows the folder and what to do. Must not know what is kept there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shardnet.cluster.machine.cache_dir import CACHE_DIR_VARIABLE, cache_dir, why_not_written
+
+from .exit_codes import say
+
+
+def warn_of_cache() -> None:
+    """Say so where the folder cannot be written; everything goes on, and is made anew each time."""
+    folder = cache_dir(os.environ)
+    why = why_not_written(folder)
+    if why:
+        say(
+            f"warning: the cache folder {folder} cannot be written ({why}): measured figures and "
+            f"rounded weights are not kept; make it writable or make room, or name another with "
+            f"{CACHE_DIR_VARIABLE}"
+        )

@@ -1,0 +1,231 @@
+"""What `generate` shows of its requests: text as it comes, or JSON, in order of the prompts.
+
+Knows events and results, standard output and standard error. Must not know how they are asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shardnet.api.events import (
+    GenerationEvent,
+    GenerationResult,
+    RequestState,
+    Timing,
+    TokenLogprob,
+)
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.plans import PlanReply
+
+from .exit_codes import StreamedText, say, write_out
+from .progress import ProgressLine
+
+
+class OneText:
+    """The text or, `as_json`, the result of one prompt, whose errors end the command."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.plan: PlanReply | None = None
+        self._as_json = as_json
+        self._shown = StreamedText()
+
+    def take(self, event: GenerationEvent) -> None:
+        """Show what is new, and at the end where the time went."""
+        if not self._as_json:
+            self._shown.write(event.text, end="\n" if event.result else "")
+        elif event.result is not None:
+            print_json(as_object(event.result, self.plan))
+        if event.result is not None:
+            say(_closing_line(event.result))
+
+    def close(self) -> bool:
+        """Say whether all went well."""
+        return True
+
+    def break_off(self) -> None:
+        """Leave a text in the middle: an error follows."""
+        self._shown.break_off()
+
+
+@dataclass(slots=True)
+class _Listed:
+    """A prompt of the list: what of its text has not been shown, and whether it has ended."""
+
+    line: int
+    is_open: bool = False
+    text: str = ""
+    has_ended: bool = False
+    result: GenerationResult | None = None
+
+
+@dataclass(slots=True)
+class _Counts:
+    started_s: float = 0.0
+    n_tokens: int = 0
+    n_done: int = 0
+    n_failed: int = 0
+    running: set[int] = field(default_factory=set)
+
+    @property
+    def tok_s(self) -> float:
+        return self.n_tokens / max(time.monotonic() - self.started_s, 1e-9)
+
+
+class ListedTexts:
+    """Texts or results of many prompts in order of the file, each as soon as its turn has come.
+
+    `lines` are the prompts' lines in the file called `name`. A failure is one line on standard
+    error, when it happens; of those that say the same only the first ten.
+    """
+
+    def __init__(self, name: str, lines: Sequence[int], *, as_json: bool) -> None:
+        self.plan: PlanReply | None = None
+        self._name = name
+        self._as_json = as_json
+        self._prompts = [_Listed(line) for line in lines]
+        self._next = 0
+        self._counts = _Counts()
+        self._said: Counter[str] = Counter()
+        self._shown = StreamedText()
+        self._progress = ProgressLine(beside_text=not as_json)
+
+    def take(self, event: GenerationEvent) -> None:
+        """Show what can be shown now."""
+        prompt = self._prompts[event.index]
+        self._count(event)
+        prompt.text += event.text
+        prompt.result = event.result
+        prompt.has_ended = event.state.is_end
+        if event.error is not None:
+            self._say_failure(prompt.line, event.error)
+        if event.index == self._next:
+            self._show()
+        self._progress.show(self._standing())
+
+    def close(self) -> bool:
+        """Sum up, and say whether all went well."""
+        self._progress.clear()
+        counts = self._counts
+        for said, n in self._said.items():
+            if n > 10:
+                say(f"error: {self._name}: {n - 10} more prompts: {said}")
+        failed = f", {counts.n_failed} failed" if counts.n_failed else ""
+        say(
+            f"{counts.n_done} of {len(self._prompts)} prompts done{failed}: {counts.n_tokens} "
+            f"tokens, {counts.tok_s:.1f} tokens/s"
+        )
+        return not counts.n_failed
+
+    def break_off(self) -> None:
+        """Leave a text in the middle: something else is said."""
+        self._progress.clear()
+        self._shown.break_off()
+
+    def _say_failure(self, line: int, error: ShardnetError) -> None:
+        said = " ".join(str(error).split())
+        self._said[said] += 1
+        if self._said[said] <= 10:
+            self.break_off()
+            say(f"error: {self._name} line {line}: {said}")
+
+    def _show(self) -> None:
+        """Show prompts from the next one on, up to the first that has not ended."""
+        while self._next < len(self._prompts):
+            prompt = self._prompts[self._next]
+            if self._as_json:
+                if prompt.result is not None:
+                    self._progress.clear()
+                    print_json({"index": self._next, **as_object(prompt.result, self.plan)})
+            else:
+                self._show_text(prompt)
+            if not prompt.has_ended:
+                return
+            prompt.result, prompt.text = None, ""
+            self._next += 1
+
+    def _show_text(self, prompt: _Listed) -> None:
+        if not prompt.is_open and (prompt.text or prompt.result is not None):
+            self._progress.clear()
+            self._shown.write(f"==> {prompt.line} <==\n")
+            prompt.is_open = True
+        self._shown.write(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
+        prompt.text = ""
+
+    def _count(self, event: GenerationEvent) -> None:
+        counts = self._counts
+        counts.started_s = counts.started_s or time.monotonic()
+        counts.n_tokens += len(event.token_ids)
+        counts.n_done += event.state is RequestState.FINISHED
+        counts.n_failed += event.state is RequestState.FAILED
+        if event.state in (RequestState.RUNNING, RequestState.RESUMED):
+            counts.running.add(event.request_id)
+        else:
+            counts.running.discard(event.request_id)
+
+    def _standing(self) -> str:
+        counts = self._counts
+        return (
+            f"{counts.n_done + counts.n_failed} of {len(self._prompts)} prompts done, "
+            f"{len(counts.running)} running, {counts.tok_s:.1f} tokens/s"
+        )
+
+
+def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any]:
+    """Give the object of `generate --json`, as the command-line contract names its keys."""
+    return {
+        "model": result.model,
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "tokens": result.tokens,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "sample_index": result.sample_index,
+        "logprobs": None if result.logprobs is None else [*map(_as_entry, result.logprobs)],
+        "prompt_logprobs": None
+        if result.prompt_logprobs is None
+        else [entry and _as_entry(entry) for entry in result.prompt_logprobs],
+        "n_reused": result.usage.n_reused,
+        "stages": _stages(plan),
+        "timing": msgspec.to_builtins(result.timing),
+    }
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one line."""
+    write_out(msgspec.json.encode(value).decode())
+
+
+def _as_entry(logprob: TokenLogprob) -> dict[str, Any]:
+    return {**msgspec.to_builtins(logprob, builtin_types=(bytes,)), "bytes": list(logprob.bytes)}
+
+
+def _stages(plan: PlanReply | None) -> list[dict[str, Any]]:
+    stages = plan.stages if plan else []
+    return [{"rank": s.rank, "node": s.node, "layers": list(s.layers)} for s in stages]
+
+
+def _closing_line(result: GenerationResult) -> str:
+    timing = result.timing
+    stages = ", ".join(
+        f"stage {stage.rank} {stage.compute_ms:.1f} ms + wire {stage.wire_ms:.1f} ms"
+        for stage in timing.per_stage
+    )
+    loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
+    return (
+        f"{result.usage.n_generated} tokens ({result.finish_reason}): {loaded}first after "
+        f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s{_guessed(timing)}"
+        + (f"; per step {stages}" if stages else "")
+    )
+
+
+def _guessed(timing: Timing) -> str:
+    if not timing.n_drafted:
+        return ""
+    return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"

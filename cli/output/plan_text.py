@@ -1,0 +1,235 @@
+"""Plans and runs as people and programs read them.
+
+Knows words, columns and JSON keys. Must not know how a plan is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shardnet.wire.messages.generation import LastRun, StageShare
+from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
+from shardnet.wire.messages.plans import PlannedStage, PlanReply
+
+from .exit_codes import one_line
+from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
+
+NOT_MEASURED = "not measured"
+
+HOPS_NOTE = (
+    "What hops took is measured for the whole ring and divided over them: the head's round trip "
+    "without compute and queueing."
+)
+
+
+def plan_json(plan: PlanReply) -> dict[str, Any]:
+    """Give a plan as `plan --json` prints it."""
+    return {
+        "model": plan.model,
+        "model_id": plan.model_id,
+        "dtype": plan.dtype,
+        "quant": plan.quant or "none",
+        "kv_dtype": plan.kv_dtype,
+        "wire_dtype": plan.wire_dtype,
+        "context": plan.context,
+        "optimise": plan.optimise,
+        "stages": [
+            {
+                "rank": stage.rank,
+                "node": stage.node,
+                "name": stage.name,
+                "address": stage.address,
+                "layers": list(stage.layers),
+                "weight_bytes": stage.weight_bytes,
+                "kv_bytes": stage.kv_bytes,
+                "streamed_layers": stage.streamed_layers,
+                "compute_ms": stage.compute_ms,
+                "hop_ms": stage.hop_ms,
+            }
+            for stage in plan.stages
+        ],
+        "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
+        "predicted_tok_s": plan.predicted_tok_s,
+        "why": plan.why,
+        **narrow_wire_json(plan.wire),
+        "measured": {
+            "nodes": [_node_json(node) for node in plan.nodes],
+            "links": [
+                {
+                    "from": link.sender,
+                    "to": link.receiver,
+                    "round_trip_ms": _in_ms(link.round_trip_s),
+                    "bytes_per_s": link.bytes_per_s,
+                }
+                for link in plan.links
+            ],
+        },
+    }
+
+
+def plan_text(plan: PlanReply) -> str:
+    """Write a plan for a person: the stages, what they are predicted to take, and from what."""
+    lines = [f"{plan.model} in {number_words(plan)}, context {plan.context}: {plan.why}"]
+    if plan.predicted_tok_s is not None:
+        of_what = " of many sequences" if plan.optimise == "throughput" else ""
+        lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
+    lines += [_stage_line(plan, stage) for stage in plan.stages]
+    lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
+    if plan.wire is not None:
+        lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
+    if plan.nodes:
+        lines += ["measured:", *(f"  {_node_line(node)}" for node in plan.nodes)]
+        names = {node.node: node.name for node in plan.nodes}
+        lines += [f"  {_link_line(link, names)}" for link in plan.links]
+    return "\n".join(map(one_line, lines))
+
+
+def number_words(plan: PlanReply) -> str:
+    """Say what a plan computes in: `bfloat16`, or `bfloat16 with int4 weights and int8 KV`."""
+    rounded = [f"{plan.quant} weights"] if plan.quant else []
+    if plan.kv_dtype != "auto":
+        rounded.append(f"{plan.kv_dtype} KV")
+    return f"{plan.dtype} with {' and '.join(rounded)}" if rounded else plan.dtype
+
+
+def run_json(run: LastRun) -> dict[str, Any]:
+    """Give a run as `plan --last --json` prints it."""
+    plan, timing = run.plan, run.timing
+    return {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "quant": plan.quant or "none",
+        "kv_dtype": plan.kv_dtype,
+        "wire_dtype": plan.wire_dtype,
+        "context": plan.context,
+        "optimise": plan.optimise,
+        "n_tokens": run.n_tokens,
+        "ended_at_s": run.ended_at_s,
+        "predicted_tok_s": plan.predicted_tok_s,
+        "decode_tok_s": timing.decode_tok_s,
+        "ttft_s": timing.ttft_s,
+        "stages": [
+            {
+                "rank": stage.rank,
+                "node": stage.node,
+                "name": stage.name,
+                "layers": list(stage.layers),
+                "predicted_compute_ms": stage.compute_ms,
+                "compute_ms": share.compute_ms,
+                "queue_ms": share.queue_ms,
+                "predicted_hop_ms": stage.hop_ms,
+                "hop_ms": share.wire_ms if len(plan.stages) > 1 else None,
+            }
+            for stage, share in _pairs(run)
+        ],
+        "note": HOPS_NOTE,
+    }
+
+
+def run_text(run: LastRun) -> str:
+    """Write a run for a person: what was predicted beside what was measured."""
+    plan, rows = run.plan, []
+    for stage, share in _pairs(run):
+        what = f"  rank {stage.rank}: {stage.name}, layers {stage.layers[0]}-{stage.layers[1]}"
+        waited = f" (and {_ms(share.queue_ms)} waiting)" if share.queue_ms >= 0.1 else ""
+        rows.append((what, _predicted_ms(stage.compute_ms), _ms(share.compute_ms) + waited))
+        if len(plan.stages) > 1:
+            to = plan.stages[(stage.rank + 1) % len(plan.stages)].name
+            rows.append((f"    hop to {to}", _predicted_ms(stage.hop_ms), _ms(share.wire_ms)))
+    many = plan.optimise == "throughput" and plan.predicted_tok_s is not None
+    predicted = f"{_rate(plan.predicted_tok_s)}{' of many sequences' if many else ''}"
+    rows.append(("  tokens/s", predicted, _rate(run.timing.decode_tok_s)))
+    rows.insert(0, ("", "predicted", "measured"))
+    wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    ended = f"{run.n_tokens} tokens, ended {_date(run.ended_at_s)}"
+    lines = [f"{plan.model} in {number_words(plan)}, {ended}"]
+    lines += [f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in rows]
+    lines = [*map(one_line, lines)]
+    return "\n".join([*lines, HOPS_NOTE] if len(plan.stages) > 1 else lines)
+
+
+def _node_json(node: NodeMeasured) -> dict[str, Any]:
+    seconds = node.seconds
+    return {
+        "node": node.node,
+        "name": node.name,
+        "memory_bytes": node.memory_bytes,
+        "layer_ms": seconds and _in_ms(seconds.layer_s),
+        "layer_256_ms": seconds and _in_ms(seconds.layer_256_s),
+        "embed_ms": seconds and _in_ms(seconds.embed_s),
+        "head_ms": seconds and _in_ms(seconds.head_s),
+        "kernel": node.kernel or None,
+        "threads": node.threads or None,
+        "measured_at_s": node.measured_at_s,
+        "is_steady": node.is_steady,
+        "disk_bytes_per_s": node.disk_bytes_per_s,
+        "why_not": node.why_not or None,
+    }
+
+
+def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
+    where = f" ({stage.address})" if stage.address else ""  # inside this process there is none
+    line = (
+        f"  rank {stage.rank}: {stage.name}{where}, layers {stage.layers[0]}-{stage.layers[1]}, "
+        f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
+    )
+    if stage.streamed_layers:
+        line += f", {stage.streamed_layers} layers streamed from disk"
+    if stage.compute_ms is not None:
+        line += f", compute {_ms(stage.compute_ms)}"
+    if stage.hop_ms is not None:
+        line += f", hop to {plan.stages[(stage.rank + 1) % len(plan.stages)].name} "
+        line += _ms(stage.hop_ms)
+    return line
+
+
+def _node_line(node: NodeMeasured) -> str:
+    memory = f"memory {node.memory_bytes / 2**30:.2f} GiB"
+    if node.seconds is None:
+        return f"{node.name}: {memory}; speed not measured: {node.why_not}"
+    disk = f", disk {_rate_of(node.disk_bytes_per_s)}" if node.disk_bytes_per_s else ""
+    seconds = node.seconds
+    return (
+        f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} at 1 row, "
+        f"{_ms(seconds.layer_256_s * 1e3)} at 256; embedding {_ms(seconds.embed_s * 1e3)}, "
+        f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
+        f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
+        f"{'' if node.is_steady else ', on a busy machine'})"
+    )
+
+
+def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
+    ends = " - ".join(names.get(end, end) for end in (link.sender, link.receiver))
+    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}"
+
+
+def _pairs(run: LastRun) -> list[tuple[PlannedStage, StageShare]]:
+    """Put each stage beside what was measured of it."""
+    shares = {share.rank: share for share in run.timing.per_stage}
+    return [(stage, shares[stage.rank]) for stage in run.plan.stages if stage.rank in shares]
+
+
+def _predicted_ms(ms: float | None) -> str:
+    return NOT_MEASURED if ms is None else _ms(ms)
+
+
+def _rate(tok_s: float | None) -> str:
+    return NOT_MEASURED if tok_s is None else short_number(tok_s)
+
+
+def _rate_of(bytes_per_s: float) -> str:
+    return f"{short_number(bytes_per_s / 1e6)} MB/s"
+
+
+def _ms(ms: float) -> str:
+    return f"{short_number(ms)} ms"
+
+
+def _in_ms(seconds: float) -> float:
+    """Convert a figure of two digits without adding digits that nobody has measured."""
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def _date(since_1970_s: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(since_1970_s or 0))

@@ -1,0 +1,151 @@
+"""Progress on standard error: of loading, a bar per node on a terminal; of many prompts, a line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.plans import NodeProgress, PlanReply
+
+from .exit_codes import one_line, say, say_over
+from .plan_text import number_words
+
+if TYPE_CHECKING:  # rich takes longer to import than most commands to run
+    from rich.progress import TaskID
+
+
+PLANNING_TOLD_AFTER_S = 1.0
+"""Planning takes longer only where nodes have something to measure."""
+
+
+class LoadBars:
+    """Says which ring was chosen, and shows how far its nodes are with loading."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._names: dict[int, str] = {}
+        self._bars: dict[tuple[int, Phase], TaskID] = {}
+        self._waiting: set[int] = set()
+        self._measured = ""
+        self._planning: TaskID | None = None
+        self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
+
+    def __enter__(self) -> LoadBars:
+        if self._console.is_terminal:
+            self._planning_timer.daemon = True
+            self._planning_timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def expect(self, plan: PlanReply) -> None:
+        """Say what was planned."""
+        self._end_planning()
+        for stage in plan.stages:
+            self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
+        ring = ", ".join(self._names.values())
+        wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
+        say(f"ring: {ring} ({number_words(plan)}{wire}, context {plan.context}): {plan.why}")
+
+    def update(self, report: NodeProgress) -> None:
+        """Move the bar of one node: one to fetch weights, if there are any, and one to load."""
+        if report.phase == "waiting":
+            self._tell_of_waiting(report.rank)
+        if report.phase == "measuring":
+            self._tell_of_measuring(report.done_bytes, report.total_bytes)
+            return
+        if not report.total_bytes:
+            return
+        bar = (report.rank, report.phase)
+        if bar not in self._bars:
+            self._end_planning()
+            name = self._names.get(report.rank, "the head")
+            self._progress.start()
+            self._bars[bar] = self._progress.add_task(
+                f"{one_line(name)} {report.phase}", total=None
+            )
+            if report.phase == "downloading":
+                say(f"{name}: downloading {report.total_bytes / 2**20:.1f} MiB from the Hub")
+            if report.phase == "fetching":
+                say(f"{name}: fetching {report.total_bytes / 2**20:.1f} MiB from other nodes")
+        self._progress.update(
+            self._bars[bar], completed=report.done_bytes, total=report.total_bytes
+        )
+
+    def stop(self) -> None:
+        """Take the bars away; text follows."""
+        self._end_planning()
+        self._progress.stop()
+
+    def _tell_of_waiting(self, rank: int) -> None:
+        if rank not in self._waiting:
+            self._waiting.add(rank)
+            say(f"{self._names.get(rank, 'a node')}: waiting for another head that uses the node")
+
+    def _tell_of_measuring(self, n_done: int, n_all: int) -> None:
+        self._measured = f", {n_done} of {n_all} so far"
+        if self._planning is not None:
+            self._progress.update(self._planning, description=self._planning_words)
+
+    @property
+    def _planning_words(self) -> str:
+        return f"planning; nodes and links are measured once per model{self._measured}"
+
+    def _tell_of_planning(self) -> None:
+        self._planning = self._progress.add_task(self._planning_words, total=None)
+        self._progress.start()
+
+    def _end_planning(self) -> None:
+        self._planning_timer.cancel()
+        if self._planning_timer.is_alive():
+            self._planning_timer.join()  # it may be adding its line right now
+        if self._planning is not None:
+            self._progress.remove_task(self._planning)
+            self._planning = None
+
+
+class ProgressLine:
+    """One line on standard error that is written over again and again, on a terminal only.
+
+    Beside text that streams to the same terminal it would tear the lines, so there is none then.
+    """
+
+    def __init__(self, *, beside_text: bool) -> None:
+        self._is_on = sys.stderr.isatty() and not (beside_text and sys.stdout.isatty())
+        self._shown = ""
+        self._next_s = 0.0
+
+    def show(self, line: str) -> None:
+        """Write the line, at most ten times a second."""
+        now = time.monotonic()
+        if self._is_on and now >= self._next_s:
+            self._next_s = now + 0.1
+            self._shown = line
+            say_over(line)
+
+    def clear(self) -> None:
+        """Take the line away; something else is written."""
+        if self._shown:
+            self._shown = ""
+            say_over("")

@@ -1,0 +1,160 @@
+"""Ways to a client: a node somewhere, a node in this process, nodes started for this run.
+
+Knows keys and processes. Importing it loads no torch; a node in this process does when it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from shardnet.api import client as by_link
+from shardnet.api.client import Client, open_client
+from shardnet.api.local_nodes import start_nodes
+from shardnet.api.requests import name_model
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.cluster.machine.cluster_key import default_key_path, load_key
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.errors import ConfigurationError, UsageError
+from shardnet.runtime.stage.loading import find_folder
+from shardnet.wire.messages.plans import ModelChoice
+
+if TYPE_CHECKING:  # not every client needs the library behind it
+    from shardnet.transport.identity import Identity
+
+THIS_PROCESS = "this process"
+
+
+def key_path(key_file: str) -> Path:
+    """Return where the cluster key is: the place that is named, else the default one."""
+    return Path(key_file).expanduser() if key_file else default_key_path(os.environ)
+
+
+def load_identity(key_file: str = "", *, insecure: bool = False) -> Identity | None:
+    """Load the cluster key and make an identity of it, None without a key or if `insecure`.
+
+    Raises ConfigurationError for a key file that is named and not there, or is unusable.
+    """
+    if insecure:
+        return None
+    path = key_path(key_file)
+    key = load_key(path)
+    if key is not None:
+        from shardnet.transport.identity import make_identity
+
+        return make_identity(key.secret)
+    if key_file:
+        raise ConfigurationError(
+            f"there is no key file {path}: run `shardnet key new` on the first machine and "
+            "`shardnet key join` on the others"
+        )
+    return None
+
+
+@asynccontextmanager
+async def connect(
+    address: str,
+    *,
+    model: str | ModelChoice = DEFAULT_MODEL_NAME,
+    key_file: str = "",
+    insecure: bool = False,
+) -> AsyncIterator[Client]:
+    """Connect to the node at `address` (host:port), with this machine's cluster key if it has one.
+
+    `model` is what the client asks for unless a call names another. Raises UsageError for an
+    address that is none, LinkError when no node answers there, AuthenticationError when that node
+    holds another key, ConfigurationError when ours cannot be used.
+    """
+    async with by_link.connect(address, load_identity(key_file, insecure=insecure)) as client:
+        client.choice = _choice(model)
+        yield client
+
+
+@asynccontextmanager
+async def in_process(
+    *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+) -> AsyncIterator[Client]:
+    """Run a node inside this process, without a socket, and give its client.
+
+    `threads` compute; 0 is this machine's cores.
+    """
+    async with node_in_process(threads, None) as client:
+        client.choice = _choice(model)
+        yield client
+
+
+@asynccontextmanager
+async def local_ring(
+    n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+) -> AsyncIterator[Client]:
+    """Start `n_nodes` node processes on loopback, a stage each, and give a client of the first.
+
+    They end with the context. `threads` is what each computes with, 0 its share of the cores.
+    Raises UsageError for more nodes than the model has layers, PeerFailedError when one does not
+    start.
+    """
+    check_local(n_nodes, _choice(model))
+    async with (
+        start_nodes(n_nodes, threads, ["--insecure"]) as addresses,
+        by_link.connect(addresses[0]) as client,
+    ):
+        client.choice = replace(_choice(model), nodes=addresses)
+        yield client
+
+
+def check_local(n_nodes: int, choice: ModelChoice) -> None:
+    """Refuse more nodes than stages before any is started, where the model is on this machine.
+
+    Raises UsageError; CheckpointError for a checkpoint that cannot be read.
+    """
+    if choice.layers and len(choice.layers) != n_nodes:
+        raise UsageError(
+            f"--layers has {len(choice.layers)} ranges and --local starts {n_nodes} nodes: give "
+            f"one range for each, or --local {len(choice.layers)}"
+        )
+    folder = find_folder(choice.model) if n_nodes > 1 else None
+    if folder is None:
+        return
+    n_layers = Checkpoint.open(folder).config.n_layers
+    if n_nodes > n_layers:
+        raise UsageError(
+            f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one: "
+            f"give --local {n_layers} or less"
+        )
+
+
+@asynccontextmanager
+async def node_in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
+    """Run a node inside this process that reaches others with `identity`."""
+    from shardnet.cluster.machine.cache_dir import cache_dir
+    from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+    from shardnet.cluster.node.node import NodeSettings, running
+    from shardnet.cluster.store.model_cache import ModelCache
+
+    settings = NodeSettings(
+        node=make_node_id(),
+        name=THIS_PROCESS,
+        budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
+        threads=threads,
+        peers=(),
+        local_nodes=LocalNodes(runtime_dir(os.environ)),
+        cache=cache_dir(os.environ),
+        models=ModelCache(cache_dir(os.environ)),
+        log=lambda line: None,
+        identity=identity,
+    )
+    async with (
+        running(settings) as node,
+        open_client(await node.client(), identity, node_name=THIS_PROCESS) as client,
+    ):
+        yield client
+
+
+def _choice(model: str | ModelChoice) -> ModelChoice:
+    return ModelChoice(model=name_model(model)) if isinstance(model, str) else model

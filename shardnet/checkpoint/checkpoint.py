@@ -1,0 +1,221 @@
+"""A checkpoint on disk: its config, its tensors' headers, and the tensors, read one by one.
+
+Knows what holds for every format, whole or a replica that lacks tensors; the formats are read in
+modules of their own. Must not know layers or kernels. Opening reads headers only and imports no
+torch; `read` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from shardnet.checkpoint.formats.consolidated import has_consolidated_files, open_consolidated
+from shardnet.checkpoint.formats.gguf import open_gguf
+from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors, open_huggingface
+from shardnet.checkpoint.replica_journal import Journal, n_parts
+from shardnet.checkpoint.tensors.json_files import read_file
+from shardnet.checkpoint.tensors.manifest import Contents
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.stored_tensor import (
+    AGAIN,
+    FileHead,
+    StoredTensor,
+    ask_for,
+    read_stored,
+    sample_ranges,
+)
+from shardnet.errors import CheckpointError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import parse_config
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_BYTES = 64
+"""Bytes of every tensor that tell one training from another."""
+
+
+class Checkpoint:
+    """An open checkpoint: what its headers say. Reads are memory-mapped and counted.
+
+    `path` is what was opened and `folder` where its files lie. `config` is the model's, `tensors`
+    are its parameters by the names of the family's table, each made of some of the `stored` ones.
+    `journal` says which of those a replica holds, None where all are here.
+    """
+
+    def __init__(self, path: Path, contents: Contents) -> None:
+        self.path = path
+        self.folder = contents.folder
+        self.config: ModelConfig = parse_config(contents.config, contents.where)
+        self.config_text = json.dumps(contents.config)
+        """What config.json says, or would say if the format had one."""
+        self.journal = Journal.find(path) if path.is_dir() else None
+        self._files = contents.files
+        self._whole = contents.whole
+        self.stored: Mapping[str, StoredTensor] = MappingProxyType(
+            {name: info for file in contents.files.values() for name, info in file.tensors.items()}
+        )
+        self.tensors: Mapping[str, ModelTensor] = MappingProxyType(
+            dict(contents.arrange(self.config))
+        )
+        self._bytes_read = dict.fromkeys(contents.files, 0)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the config and the headers of the tensor files at `path`.
+
+        That is a folder, or a GGUF file.
+        Raises CheckpointError, which names the file, when one is missing, truncated or damaged;
+        UnsupportedModelError for a model that is not implemented.
+        """
+        path = Path(path)
+        if not names_checkpoint(path):
+            raise CheckpointError(f"{path}: no such checkpoint folder; check the path of --model")
+        return cls(path, _read_contents(path))
+
+    @cached_property
+    def model_id(self) -> str:
+        """SHA-256 over config, tokenizer files and every tensor file's head and size, in hex."""
+        digest = hashlib.sha256()
+        for name in self._whole:
+            if (self.folder / name).is_file():
+                _feed(digest, name, read_file(self.folder / name))
+        for name in sorted(self._files):
+            file = self._files[name]
+            _feed(digest, name, file.sha256.encode() + file.size_bytes.to_bytes(8, "little"))
+        return digest.hexdigest()
+
+    @cached_property
+    def sample(self) -> str:
+        """SHA-256 over some bytes from the middle of every tensor, in hex.
+
+        Two trainings of one shape have one id and differ here. Raises CheckpointError when a file
+        cannot be read.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self._files):
+            try:
+                with (self.folder / name).open("rb") as file:
+                    tensors = self._files[name].tensors.values()
+                    for offset, n_bytes in sample_ranges(tensors, SAMPLE_BYTES):
+                        file.seek(offset)
+                        digest.update(file.read(n_bytes))
+            except OSError as error:
+                raise CheckpointError(f"{self.folder / name}: {error.strerror}; {AGAIN}") from error
+        return digest.hexdigest()
+
+    def skeleton(self) -> tuple[FileHead, ...]:
+        """Name the files that make the checkpoint: what it is without its tensors.
+
+        Raises CheckpointError when they cannot be looked at.
+        """
+        paths = [self.folder / name for name in self._whole]
+        try:
+            sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}; {AGAIN}") from error
+        whole = [
+            FileHead(name=name, size_bytes=size, ranges=((0, size),))
+            for name, size in sizes.items()
+        ]
+        return (
+            *whole,
+            *(
+                FileHead(name=file.name, size_bytes=file.size_bytes, ranges=file.heads)
+                for file in self._files.values()
+            ),
+        )
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Of these stored tensors, name those that a replica does not hold."""
+        return [name for name in names if not self._is_here(self.stored[name])]
+
+    def _is_here(self, info: StoredTensor) -> bool:
+        held = self.journal.digests.get(info.name, {}) if self.journal is not None else None
+        return held is None or len(held) == n_parts(info.size_bytes)
+
+    @property
+    def bytes_read(self) -> Mapping[str, int]:
+        """Stored bytes that `read` made tensors of so far, by file."""
+        return MappingProxyType(self._bytes_read)
+
+    def announce(self, name: str, n_bytes: int) -> None:
+        """Have the disk read soon what `read` will make this parameter of, `n_bytes` at most."""
+        for source in self.tensors[name].sources:
+            if n_bytes > 0:
+                ask_for(self.folder, source, n_bytes)
+                n_bytes -= source.size_bytes
+
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        came: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Make one parameter, on the CPU, of what is stored.
+
+        Where it is stored as it is this is a view of the file, in the file's dtype: do not write to
+        it. The pages stay mapped until the tensor is dropped. Values that are computed come in
+        `dtype`, float32 where none is given. `came` gets how many stored bytes more have been read
+        from the disk, again and again; what it raises ends the reading. Raises CheckpointError when
+        the tensor is missing or its file is damaged.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.path}: tensor {name} is missing; {AGAIN}")
+        for lacking in self.missing(source.name for source in tensor.sources):
+            raise CheckpointError(
+                f"{self.path}: tensor {lacking} has not been fetched from another node yet; "
+                "ask again"
+            )
+        import torch
+
+        stored = [
+            read_stored(self.folder, source, self._files[source.file].size_bytes, came)
+            for source in tensor.sources
+        ]
+        made = tensor.make(stored, dtype or torch.float32)
+        for source in tensor.sources:
+            self._bytes_read[source.file] += source.size_bytes
+        return made
+
+
+def names_checkpoint(path: Path) -> bool:
+    """Whether there is a folder, or a GGUF file, at `path`: what `Checkpoint.open` looks at."""
+    # os.path, unlike Path, also answers where a part of the path may not be looked at.
+    return os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the first file of the GGUF that the checkpoint at `path` is, None for other formats.
+
+    Raises CheckpointError as `gguf_files`.
+    """
+    if path.is_dir() and (has_huggingface_tensors(path) or has_consolidated_files(path)):
+        return None
+    files = gguf_files(path)
+    return files[0] if files else None
+
+
+def _read_contents(path: Path) -> Contents:
+    """Read the headers in whichever format the checkpoint has."""
+    if gguf_file(path) is not None:
+        return open_gguf(path)
+    if has_consolidated_files(path) and not has_huggingface_tensors(path):
+        return open_consolidated(path)
+    return open_huggingface(path)
+
+
+def _feed(digest: hashlib._Hash, name: str, content: bytes) -> None:
+    """Add a named part; lengths go first, so that no two lists of parts look alike."""
+    for part in (name.encode(), content):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)

@@ -1,0 +1,224 @@
+"""Meta's and Mistral's own layout: params.json, and tensors in `consolidated` files.
+
+Knows their names of tensors, that queries and keys are in interleaved rotary order, and how the
+parts of Meta's model parallel training are joined: every part has the same tensors, each cut along
+one axis or, as norms are, not at all. Must not know kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardnet.checkpoint.formats.consolidated_params import config_of_params
+from shardnet.checkpoint.formats.indexed_files import read_indexed_files
+from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
+from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.tensors.json_files import read_json
+from shardnet.checkpoint.tensors.manifest import ID_FILES, Contents
+from shardnet.checkpoint.tensors.model_tensor import (
+    Make,
+    ModelTensor,
+    as_stored,
+    rotary_halves,
+    unchanged,
+)
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile
+from shardnet.errors import CheckpointError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.families.tensor_shapes import Shape
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Parts = Mapping[str, Sequence[StoredTensor]]
+"""The parts of each tensor, by its own name, in order."""
+
+PARAMS_FILE: Final = "params.json"
+SINGLE_FILE: Final = "consolidated.safetensors"
+INDEX_FILE: Final = "consolidated.safetensors.index.json"
+_PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
+_SKIPPED = re.compile(r"rope\.freqs|.*\.qscale_act")
+"""Scales of activations among them, which are not rounded here."""
+OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
+"""What belongs to such a checkpoint beside its tensors."""
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_OUTER: Final = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+}
+_IN_LAYER: Final = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def has_consolidated_files(folder: Path) -> bool:
+    """Whether there is a checkpoint of this layout."""
+    files = (SINGLE_FILE, INDEX_FILE, "consolidated.00.pth", "consolidated.00.safetensors")
+    return (folder / PARAMS_FILE).is_file() and any((folder / name).is_file() for name in files)
+
+
+def open_consolidated(folder: Path) -> Contents:
+    """Read params.json and the headers of the tensor files.
+
+    Raises CheckpointError, which names the file, when one is missing, truncated or damaged.
+    """
+    where = folder / PARAMS_FILE
+    params = read_json(where)
+    index, files = _tensor_files(folder)
+    parts: dict[str, list[StoredTensor]] = {}
+    for file in files.values():
+        for name, info in file.tensors.items():
+            parts.setdefault(name.rpartition("/")[2], []).append(info)
+    for name in ("tok_embeddings.weight", "norm.weight"):
+        if name not in parts:
+            raise CheckpointError(f"{folder}: tensor {name} is missing; {AGAIN}")
+    is_tied = "output.weight" not in parts
+    head = parts["tok_embeddings.weight" if is_tied else "output.weight"]
+    kind = parts["norm.weight"][0].dtype
+    config = config_of_params(
+        params,
+        vocab_size=sum(info.shape[0] for info in head if info.shape),
+        is_tied=is_tied,
+        dtype=_DTYPES.get(kind, "bfloat16"),
+        where=str(where),
+    )
+    return Contents(
+        folder=folder,
+        config=config,
+        where=f"{where}, as config.json",
+        files=files,
+        whole=(*OWN_WHOLE, *index),
+        arrange=partial(_arrange, parts),
+    )
+
+
+def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
+    """Read the headers; return the index too, where there is one."""
+    if (folder / SINGLE_FILE).is_file():
+        return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
+    if (folder / INDEX_FILE).is_file():
+        return [INDEX_FILE], read_indexed_files(folder / INDEX_FILE, read_safetensors_file)
+    paths = [folder / name for name in part_files([path.name for path in folder.iterdir()])]
+    for number, path in enumerate(paths):
+        expected = f"consolidated.{number:02}{paths[0].suffix}"
+        if path.name != expected:
+            raise CheckpointError(f"{folder / expected}: this part is missing; {AGAIN}")
+    return [], {path.name: _read_part(path, len(paths)) for path in paths}
+
+
+def part_files(names: Iterable[str]) -> list[str]:
+    """Of some file names, list the parts of a checkpoint: safetensors, or else torch's."""
+    parts = sorted(name for name in names if _PART.fullmatch(name))
+    return [name for name in parts if name.endswith(".safetensors")] or parts
+
+
+def _read_part(path: Path, n_parts: int) -> TensorFile:
+    """Read one part's header. Of several, each puts its name before those of its tensors."""
+    is_torch = path.suffix == ".pth"
+    file = read_torch_file(path) if is_torch else read_safetensors_file(path)
+    if n_parts == 1:
+        return file
+    renamed = (replace(info, name=f"{path.stem}/{name}") for name, info in file.tensors.items())
+    return replace(file, tensors={info.name: info for info in renamed})
+
+
+def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
+    """Find every parameter's parts; what is left over keeps its name."""
+    left = {name: infos for name, infos in parts.items() if not _SKIPPED.fullmatch(name)}
+    made: dict[str, ModelTensor] = {}
+    shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
+    for name, shape in shapes.items():
+        infos = left.pop(_own_name(name), None)
+        if infos is not None:
+            scales = left.pop(_own_name(name).replace(".weight", ".qscale_weight"), None)
+            made[name] = _parameter(config, name, shape, infos)
+            if scales is not None:
+                made[name] = _scaled(made[name], infos, scales)
+    return made | {name: unchanged(name, infos[0]) for name, infos in left.items()}
+
+
+def _own_name(name: str) -> str:
+    """From `model.layers.3.mlp.up_proj.weight` to `layers.3.feed_forward.w3.weight`."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{kind}"
+    _, _, layer, inner = stem.split(".", 3)
+    inner = inner.replace("block_sparse_moe.", "feed_forward.")
+    return f"layers.{layer}.{_IN_LAYER.get(inner, inner)}.{kind}"
+
+
+def _parameter(
+    config: ModelConfig, name: str, shape: Shape, infos: Sequence[StoredTensor]
+) -> ModelTensor:
+    n_heads = None
+    if ".q_proj." in name:
+        n_heads = config.n_heads
+    elif ".k_proj." in name:
+        n_heads = config.n_kv_heads
+    first = infos[0].shape
+    if len({(info.shape, info.dtype) for info in infos}) > 1:
+        return unchanged(name, infos[0])  # parts unlike each other: refused by its shape
+    axis = _cut_axis(first, shape, len(infos))
+    if axis is None:
+        infos, made = infos[:1], first
+    else:
+        made = tuple(n * len(infos) if at == axis else n for at, n in enumerate(first))
+    return ModelTensor(
+        name=name,
+        shape=made,
+        dtype=infos[0].dtype,
+        sources=tuple(infos),
+        make=_joined(axis, n_heads if made == shape else None),
+    )
+
+
+def _scaled(
+    tensor: ModelTensor, infos: Sequence[StoredTensor], scales: Sequence[StoredTensor]
+) -> ModelTensor:
+    """Make a weight of FP8 and its one scale; of anything else the weight that cannot be one."""
+    if len(infos) > 1 or infos[0].dtype != "F8_E4M3" or scales[0].shape not in ((), (1,)):
+        return tensor
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        from shardnet.checkpoint.formats.dequantize import from_fp8
+
+        return tensor.make([from_fp8(stored, (1, 1), dtype)], dtype)
+
+    return replace(tensor, dtype=None, sources=(infos[0], scales[0]), make=make)
+
+
+def _cut_axis(part: Shape, whole: Shape, n_parts: int) -> int | None:
+    """Say along which axis a tensor was cut, None where every part has it whole."""
+    for axis in range(len(part)):
+        grown = tuple(n * n_parts if at == axis else n for at, n in enumerate(part))
+        if n_parts > 1 and grown == whole:
+            return axis
+    return None
+
+
+def _joined(axis: int | None, n_heads: int | None) -> Make:
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        values = as_stored(stored, dtype) if axis is None else torch.cat(list(stored), axis)
+        return values if n_heads is None else rotary_halves(values, n_heads)
+
+    return make

@@ -1,0 +1,302 @@
+"""GGUF checkpoints: one file, or several parts, with config, tokenizer and tensors in it.
+
+Knows which stored tensor is which parameter, and how llama.cpp's converter has changed its values
+(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms, GPT-2's products,
+all experts of a layer in one tensor.
+Names come from the `gguf` package. Must not know kernels.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardnet.checkpoint.formats.gguf_header import (
+    GgufHeader,
+    GgufTensor,
+    gguf_files,
+    read_gguf_header,
+)
+from shardnet.checkpoint.formats.gguf_metadata import FACTOR_TENSORS, config_of_metadata
+from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
+from shardnet.checkpoint.tensors.manifest import Contents
+from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import (
+    AGAIN,
+    StoredTensor,
+    TensorFile,
+    end_of,
+    hash_ranges,
+)
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_FACTORS: Final = 1 << 16
+"""Cap on the factors of rotary frequencies, which are read at opening."""
+
+INTERLEAVED: Final = ("llama", "granite")
+"""Architectures whose queries and keys are stored in interleaved rotary order."""
+NORMS_WITH_ONE: Final = ("gemma2", "gemma3")
+"""Architectures whose norms are stored with the 1 that the model adds."""
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
+)
+_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
+_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "w1": ("gate",),
+    "w2": ("down",),
+    "w3": ("up",),
+    "gate_proj": ("gate",),
+    "down_proj": ("down",),
+    "up_proj": ("up",),
+    "gate_up_proj": ("gate", "up"),
+}
+"""Which stacks a product of an expert is in."""
+_DTYPES: Final = {"F32": "float32", "F16": "float16"}
+
+
+def open_gguf(path: Path) -> Contents:
+    """Read the headers of the GGUF at `path`, a file or a folder; see `gguf_files`.
+
+    Raises CheckpointError, which names the file and the tensor, for what is damaged,
+    UnsupportedModelError for an architecture or a type that is not implemented.
+    """
+    paths = gguf_files(path)
+    headers = [read_gguf_header(part) for part in paths]
+    files = {
+        part.name: _tensor_file(part, header) for part, header in zip(paths, headers, strict=True)
+    }
+    stored = {name: info for file in files.values() for name, info in file.tensors.items()}
+    factors = {
+        info.name: _read_factors(part, info)
+        for part, header in zip(paths, headers, strict=True)
+        for info in header.tensors
+        if info.name in FACTOR_TENSORS
+    }
+    embedding = stored.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing; {AGAIN}")
+    metadata = headers[0].metadata
+    config = config_of_metadata(
+        metadata,
+        stored,
+        vocab_size=embedding.shape[0],
+        factors=factors,
+        dtype=_main_dtype(stored),
+        where=str(paths[0]),
+    )
+    arch = str(metadata["general.architecture"])
+    return Contents(
+        folder=paths[0].parent,
+        config=config,
+        where=f"{paths[0]}, as config.json",
+        files=files,
+        whole=(),
+        arrange=lambda config: _arrange(config, arch, stored),
+    )
+
+
+def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
+    """Check where the tensors lie. Factors of the config count as part of the head."""
+    infos = [_stored(path, tensor) for tensor in header.tensors]
+    end = end_of(path, infos, header.head_bytes)
+    if end > header.size_bytes:
+        last = max(infos, key=lambda info: info.offset + info.size_bytes)
+        raise CheckpointError(
+            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}; "
+            f"{AGAIN}"
+        )
+    factors = [info for info in infos if info.name in FACTOR_TENSORS]
+    heads = [(0, header.head_bytes), *((info.offset, info.size_bytes) for info in factors)]
+    heads.sort()
+    try:
+        sha256 = hash_ranges(path, heads)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+    return TensorFile(
+        name=path.name,
+        size_bytes=header.size_bytes,
+        heads=tuple(heads),
+        sha256=sha256,
+        tensors={info.name: info for info in infos if info not in factors},
+    )
+
+
+def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
+    kind = type_name(tensor.type_number)
+    where = f"{path}: tensor {tensor.name}"
+    if _ONE_EXPERT.fullmatch(tensor.name):
+        raise UnsupportedModelError(
+            f"{where} is of one expert, as in files of 2023; use a newer file of the model"
+        )
+    if kind not in PLAIN + PACKED:
+        raise UnsupportedModelError(
+            f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}; "
+            "use a file in one of these"
+        )
+    size_bytes = packed_bytes(kind, tensor.shape)
+    if size_bytes is None or (kind in PACKED and len(tensor.shape) == 1):
+        raise CheckpointError(f"{where} of shape {list(tensor.shape)} cannot be {kind}; {AGAIN}")
+    return StoredTensor(
+        name=tensor.name,
+        dtype=kind,
+        shape=tensor.shape,
+        size_bytes=size_bytes,
+        file=path.name,
+        offset=tensor.offset,
+    )
+
+
+def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
+    """Read a small tensor of float32, which was seen to lie in the file."""
+    n = tensor.shape[-1]
+    if type_name(tensor.type_number) != "F32" or len(tensor.shape) > 1 or n > MAX_FACTORS:
+        raise CheckpointError(f"{path}: tensor {tensor.name} is no list of F32 factors; {AGAIN}")
+    try:
+        with path.open("rb") as file:
+            file.seek(tensor.offset)
+            return struct.unpack(f"<{n}f", file.read(4 * n))
+    except (OSError, struct.error) as error:
+        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}; {AGAIN}") from error
+
+
+def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
+    """Name what most values are stored in, of packed ones what they are best computed in."""
+    sizes: dict[str, int] = {}
+    for info in stored.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.size_bytes
+    return _DTYPES.get(max(sizes, key=lambda kind: sizes[kind]), "bfloat16")
+
+
+def _arrange(
+    config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
+) -> dict[str, ModelTensor]:
+    """Find every parameter's tensor; what is left over keeps its name."""
+    from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
+    names = get_tensor_name_map(number, config.n_layers)
+    prefix = FAMILIES[config.family].prefix
+    left = dict(stored)
+    made: dict[str, ModelTensor] = {}
+    for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
+        experts = _EXPERT.fullmatch(name)
+        if experts is not None:
+            found_experts = _of_expert(config, name, experts, stored)
+            if found_experts is not None:
+                made[name] = found_experts
+                for kind in _KINDS[experts[3]]:
+                    left.pop(_stacked_name(experts, kind), None)
+            continue
+        found = None
+        for spelled in (prefix + name, name):
+            found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
+        if info is not None:
+            left.pop(info.name, None)
+            if (1, *info.shape) == shape:
+                info = replace(info, shape=shape)  # the converter leaves axes of one out
+            made[name] = _parameter(name, info, _changes(config, arch, name, info))
+    return made | {name: unchanged(name, info) for name, info in left.items()}
+
+
+def _stacked_name(experts: re.Match[str], kind: str) -> str:
+    """Name the tensor of all experts of the layer that a parameter of one is in."""
+    return f"blk.{experts[1]}.ffn_{kind}_exps.{experts[4]}"
+
+
+def _of_expert(
+    config: ModelConfig, name: str, experts: re.Match[str], stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Make the parameter of one expert of its rows of the tensor, or tensors, of all of them."""
+    assert config.experts is not None
+    infos = [stored.get(_stacked_name(experts, kind)) for kind in _KINDS[experts[3]]]
+    sources = []
+    for info in infos:
+        if info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
+            return None
+        one = info.rows(int(experts[2]), int(experts[2]) + 1)
+        sources.append(replace(one, shape=info.shape[1:]))
+    n_rows = sum(source.shape[0] for source in sources)
+    kinds = {source.dtype for source in sources}
+    return ModelTensor(
+        name=name,
+        shape=(n_rows, *sources[0].shape[1:]),
+        dtype=kinds.pop() if len(kinds) == 1 and kinds <= {*PLAIN} else None,
+        sources=tuple(sources),
+        make=_joiner(sources),
+    )
+
+
+def _joiner(sources: Sequence[StoredTensor]) -> Make:
+    """Put the rows of one or two tensors one behind the other."""
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        made = [
+            values if source.dtype in PLAIN else unpack(values, source.dtype, source.shape, dtype)
+            for source, values in zip(sources, stored, strict=True)
+        ]
+        if len(made) == 1:
+            return made[0]
+        if len({values.dtype for values in made}) > 1:
+            made = [values.to(dtype) for values in made]
+        return torch.cat(made)
+
+    return make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What the converter did to a parameter. `n_heads`: rows are in interleaved order."""
+
+    n_heads: int | None = None
+    added: float = 0.0
+    transposed: bool = False
+
+
+def _changes(config: ModelConfig, arch: str, name: str, info: StoredTensor) -> _Changes:
+    if arch in INTERLEAVED and ".q_proj." in name:
+        return _Changes(n_heads=config.n_heads)
+    if arch in INTERLEAVED and ".k_proj." in name:
+        return _Changes(n_heads=config.n_kv_heads)
+    if arch in NORMS_WITH_ONE and name.endswith("norm.weight"):
+        return _Changes(added=1.0)
+    return _Changes(transposed=arch == "gpt2" and name.startswith("h.") and len(info.shape) == 2)
+
+
+def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
+    is_plain = info.dtype in PLAIN
+    return ModelTensor(
+        name=name,
+        shape=info.shape[::-1] if changes.transposed else info.shape,
+        dtype=info.dtype if is_plain and not changes.added else None,
+        sources=(info,),
+        make=_maker(info, changes),
+    )
+
+
+def _maker(info: StoredTensor, changes: _Changes) -> Make:
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        (rows,) = stored
+        if changes.n_heads is not None:
+            rows = rotary_halves(rows, changes.n_heads)  # rows are packed each for itself
+        values = rows if info.dtype in PLAIN else unpack(rows, info.dtype, info.shape, dtype)
+        if changes.added:
+            values = values.float() - changes.added
+        return values.T if changes.transposed else values
+
+    return make

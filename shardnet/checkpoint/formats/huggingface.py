@@ -1,0 +1,83 @@
+"""Checkpoints as transformers writes them: config.json beside tensors under the model's own names.
+
+Knows which files there are: safetensors or torch's, one or several named by an index. Must not know
+how their headers are laid out, nor families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from shardnet.checkpoint.formats.indexed_files import ReadFile, read_indexed_files
+from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
+from shardnet.checkpoint.formats.stacked_experts import experts_apart
+from shardnet.checkpoint.formats.stored_quantization import combine, plain, read_quantization
+from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.tensors.json_files import read_json
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, TensorFile
+from shardnet.errors import CheckpointError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.stage_tensors import canonical_name
+
+SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
+"""Safetensors go first."""
+HF_INDEX_FILES: Final = INDEX_FILES[:2]
+"""In the order of SINGLE_FILES."""
+_READERS: Final[tuple[ReadFile, ...]] = (read_safetensors_file, read_torch_file)
+HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
+"""What belongs to such a checkpoint beside its tensors."""
+
+
+def has_huggingface_tensors(folder: Path) -> bool:
+    """Whether there are tensor files of the names that transformers gives them."""
+    return any((folder / name).is_file() for name in (*SINGLE_FILES, *HF_INDEX_FILES))
+
+
+def open_huggingface(folder: Path) -> Contents:
+    """Read config.json and the headers of the tensor files.
+
+    Raises CheckpointError, which names the file, when one is missing, truncated or damaged.
+    """
+    where = folder / "config.json"
+    config = read_json(where)
+    quantized = config.pop("quantization_config", None)
+    if not isinstance(quantized, dict | None):
+        raise CheckpointError(f"{where}: quantization_config is no object; {AGAIN}")
+    how = read_quantization(quantized, str(where)) if quantized else None
+    index, files = _tensor_files(folder)
+    stored = {name: info for file in files.values() for name, info in file.tensors.items()}
+    made = combine(how, stored, str(folder)) if how is not None else {}
+    rest = plain(how, stored, made) if how is not None else stored.values()
+
+    def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
+        tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
+        named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
+        return experts_apart(config, {name: replace(tensor, name=name) for name, tensor in named})
+
+    return Contents(
+        folder=folder,
+        config=config,
+        where=str(where),
+        files=files,
+        whole=(*HF_WHOLE, *index),
+        arrange=arrange,
+    )
+
+
+def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
+    """Read the headers; return the index too, where there is one."""
+    for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
+        if (folder / single).exists():
+            return [], {single: read(folder / single)}
+        if (folder / index).exists():
+            return [index], read_indexed_files(folder / index, read)
+    names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
+    raise CheckpointError(
+        f"{folder}: no tensors are here: neither {names}, nor consolidated files beside "
+        "params.json, nor a GGUF; fetch the checkpoint again"
+    )

@@ -1,0 +1,47 @@
+"""Tensor files named by an index: one JSON file says which tensor is in which.
+
+Must not know how a tensor file is laid out, nor what the names mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shardnet.checkpoint.tensors.json_files import read_json
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile
+from shardnet.errors import CheckpointError
+
+ReadFile = Callable[[Path], TensorFile]
+
+
+def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
+    """Read the headers of all files that the index names; keep the tensors it places in each.
+
+    Raises CheckpointError, which names the file.
+    """
+    placed: dict[str, dict[str, StoredTensor]] = {}
+    files: dict[str, TensorFile] = {}
+    for name, file in weight_map(index).items():
+        path = index.parent / file
+        if file not in files:
+            files[file] = read(path)
+        if name not in files[file].tensors:
+            raise CheckpointError(f"{path}: tensor {name} is missing; {AGAIN}")
+        placed.setdefault(file, {})[name] = files[file].tensors[name]
+    return {name: replace(file, tensors=placed[name]) for name, file in files.items()}
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Read the file of every tensor; none may lie outside the index's folder.
+
+    Raises CheckpointError, which names the index.
+    """
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{index}: weight_map is missing or empty; {AGAIN}")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no file name")
+    return files

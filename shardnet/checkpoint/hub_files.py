@@ -1,0 +1,160 @@
+"""Which files of a repository make one checkpoint: config, tokenizer, and its weights once.
+
+Knows the names of every format that checkpoints are read in, and their order. Must not know the
+Hub, nor what is in a file; works on lists of names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from shardnet.checkpoint.formats import consolidated as consolidated
+from shardnet.checkpoint.formats.gguf_header import first_part_name, part_names
+from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
+from shardnet.errors import CheckpointError
+
+MAX_NAMED: Final = 12
+"""How many files a message names."""
+_PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
+_NOT_MODELS: Final = ("mmproj", "imatrix")
+"""GGUF files of this kind go beside a model: they begin or end so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """The files of one checkpoint. `path` is what a program opens: "" for the folder.
+
+    `tensors` are known where there is no `index`, which names them.
+    """
+
+    whole: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    index: str = ""
+    path: str = ""
+
+
+def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointFiles:
+    """Choose the files of `model` among those there are: one format, the first that is there.
+
+    The order is that in which a folder is read: safetensors, torch's, Meta's and Mistral's own. A
+    GGUF is taken by `choice` only: its quantization (the end of its name) or its whole name, in
+    upper or lower case. Raises CheckpointError, which says what there is.
+    """
+    safe = [name for name in names if _PLAIN_NAME.fullmatch(name) and ".." not in name]
+    if choice:
+        return _chosen_gguf(safe, choice, model)
+    files = _huggingface(safe) or _consolidated(safe)
+    if files is not None:
+        return files
+    ggufs = _gguf_models(safe)
+    if ggufs:
+        repo = model.partition("@")[0]
+        labels = _labels(ggufs)
+        raise CheckpointError(
+            f"{model} has GGUF files only: choose one as {repo}:{labels[0]}; there are "
+            f"{_listed(labels)}"
+        )
+    raise CheckpointError(
+        f"{model} has no weights that are read here (its files: {_listed(sorted(names))}): neither "
+        "config.json with model.safetensors or pytorch_model.bin, nor params.json with "
+        "consolidated files, nor GGUF; choose a repository that has one of these"
+    )
+
+
+def _huggingface(names: Sequence[str]) -> CheckpointFiles | None:
+    if "config.json" not in names:
+        return None
+    whole = tuple(name for name in HF_WHOLE if name in names)
+    for single, index in zip(SINGLE_FILES, HF_INDEX_FILES, strict=True):
+        if single in names:
+            return CheckpointFiles(whole=whole, tensors=(single,))
+        if index in names:
+            return CheckpointFiles(whole=(*whole, index), index=index)
+    return None
+
+
+def _consolidated(names: Sequence[str]) -> CheckpointFiles | None:
+    if consolidated.PARAMS_FILE not in names:
+        return None
+    whole = tuple(name for name in consolidated.OWN_WHOLE if name in names)
+    if consolidated.SINGLE_FILE in names:
+        return CheckpointFiles(whole=whole, tensors=(consolidated.SINGLE_FILE,))
+    if consolidated.INDEX_FILE in names:
+        return CheckpointFiles(
+            whole=(*whole, consolidated.INDEX_FILE), index=consolidated.INDEX_FILE
+        )
+    parts = consolidated.part_files(names)
+    return CheckpointFiles(whole=whole, tensors=tuple(parts)) if parts else None
+
+
+def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFiles:
+    models = _gguf_models(names)
+    if not models:
+        raise CheckpointError(f"{model} has no GGUF files: leave out :{choice}")
+    found = [name for name in models if _is_named(name, choice)] or [
+        name for name in models if _is_kind(name, choice)
+    ]
+    if len(found) != 1:
+        what = "more than one GGUF" if found else "no GGUF"
+        offered = found or _labels(models)
+        raise CheckpointError(
+            f"{model} has {what} of the name {choice}; there are {_listed(offered)}: choose one"
+        )
+    path = PurePosixPath(found[0])
+    parts = tuple(str(path.with_name(part)) for part in part_names(path.name))
+    lacking = [part for part in parts if part not in names]
+    if lacking:
+        raise CheckpointError(f"{model} lacks the part {lacking[0]}: tell its authors")
+    return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
+
+
+def _gguf_models(names: Sequence[str]) -> list[str]:
+    """Name the GGUF models by their first files."""
+    paths = [PurePosixPath(name) for name in names if name.endswith(".gguf")]
+    models = {
+        str(path.with_name(first_part_name(path.name)))
+        for path in paths
+        if not path.stem.lower().startswith(_NOT_MODELS)
+        and not path.stem.lower().endswith(_NOT_MODELS)
+    }
+    return sorted(models)
+
+
+def _plain_stem(name: str) -> str:
+    """The name of a GGUF without what all of them end with."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+
+
+def _is_named(name: str, choice: str) -> bool:
+    spellings = {name, PurePosixPath(name).name, _plain_stem(name), _plain_stem(_base(name))}
+    return choice.lower() in {spelled.lower() for spelled in spellings}
+
+
+def _is_kind(name: str, choice: str) -> bool:
+    """Whether the last words of a name, or the name of its folder, are the choice."""
+    last_words = rf"(?i)(.*[-./])?{re.escape(choice)}"
+    folder = str(PurePosixPath(name).parent)
+    return any(re.fullmatch(last_words, said) for said in (_plain_stem(name), folder))
+
+
+def _base(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+def _labels(models: Sequence[str]) -> list[str]:
+    """Name each GGUF as it can be chosen: by its last word where no other has it."""
+    labels = []
+    for name in models:
+        word = re.split(r"[-.]", _plain_stem(_base(name)))[-1]
+        alone = [other for other in models if _is_named(other, word) or _is_kind(other, word)]
+        labels.append(word if alone == [name] else name)
+    return labels
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return (", ".join(names[:MAX_NAMED]) or "none at all") + more

@@ -1,0 +1,311 @@
+"""Parts of tensors on disk: read from any checkpoint, written into a replica.
+
+Knows where a part's bytes are, how a replica is laid out, and how it is known to be sound. Must not
+know from where parts come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Stamp, n_parts
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
+from shardnet.checkpoint.tensors.stored_tensor import (
+    MAX_HEADER_BYTES,
+    ByteRange,
+    FileHead,
+    StoredTensor,
+)
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.types import WEIGHT_PART_BYTES, LayerRange
+
+MAX_FILE_BYTES: Final = 1 << 44
+"""Cap on a file's size before it is laid out."""
+MAX_HEADS_BYTES: Final = 1 << 30
+"""Cap on all that is no tensor, before any of it is fetched."""
+SYNC_BYTES: Final = 64 << 20
+"""Written to a replica before it is brought to the disk, so that the end of a fetch is short."""
+_HASH_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some bytes of a tensor: part `number` of it, at `offset` of `file`."""
+
+    tensor: str
+    number: int
+    file: str
+    offset: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"part {self.number} of tensor {self.tensor}"
+
+
+def parts_of(info: StoredTensor) -> list[Part]:
+    """Cut a tensor into the parts in which it travels and is kept."""
+    return [
+        Part(
+            tensor=info.name,
+            number=number,
+            file=info.file,
+            offset=info.offset + number * WEIGHT_PART_BYTES,
+            size_bytes=min(WEIGHT_PART_BYTES, info.size_bytes - number * WEIGHT_PART_BYTES),
+        )
+        for number in range(n_parts(info.size_bytes))
+    ]
+
+
+def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> Part:
+    """Find one part. Raises CheckpointError when the model has no such tensor or part."""
+    info = checkpoint.stored.get(tensor)
+    if info is None or number >= n_parts(info.size_bytes):
+        raise CheckpointError(f"{checkpoint.path}: there is no part {number} of tensor {tensor}")
+    return parts_of(info)[number]
+
+
+def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
+    """Name the stored tensors that the stage with `layers` is made of."""
+    wanted = stage_tensors(checkpoint.config, layers).all
+    made = (checkpoint.tensors[name] for name in wanted if name in checkpoint.tensors)
+    sources = {source.name for tensor in made for source in tensor.sources}
+    return [name for name in checkpoint.stored if name in sources]
+
+
+class TensorFiles:
+    """The tensor files of a checkpoint folder, open for reading, or for writing too."""
+
+    def __init__(self, folder: Path, *, writable: bool = False) -> None:
+        self._folder = folder
+        self._mode = "r+b" if writable else "rb"
+        self._open: dict[str, BinaryIO] = {}
+
+    def read(self, file: str, offset: int, n_bytes: int) -> bytes:
+        """Read exactly so many bytes. Raises CheckpointError when they are not there."""
+        try:
+            handle = self._handle(file)
+            handle.seek(offset)
+            data = handle.read(n_bytes)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / file}: {error.strerror}") from error
+        if len(data) < n_bytes:
+            raise CheckpointError(f"{self._folder / file}: it has become shorter; is it replaced?")
+        return data
+
+    def write(self, file: str, offset: int, data: memoryview) -> None:
+        """Write bytes. Raises CapacityError when the disk is full, else CheckpointError."""
+        try:
+            handle = self._handle(file)
+            handle.seek(offset)
+            while data:
+                data = data[handle.write(data) :]
+        except OSError as error:
+            raise disk_error(error, self._folder) from error
+
+    def digest(self, part: Part) -> str:
+        """Return the SHA-256 of a part as it is on disk, in hex."""
+        digest = hashlib.sha256()
+        for at in range(0, part.size_bytes, _HASH_BYTES):
+            n_bytes = min(_HASH_BYTES, part.size_bytes - at)
+            digest.update(self.read(part.file, part.offset + at, n_bytes))
+        return digest.hexdigest()
+
+    def sync(self, file: str) -> Stamp:
+        """Bring a file's bytes to the disk; return its stamp."""
+        handle = self._handle(file)
+        os.fsync(handle.fileno())
+        return stamp_of(handle.fileno())
+
+    def stamp(self, file: str) -> Stamp:
+        """Return a file's stamp. Raises CheckpointError when it cannot be opened."""
+        try:
+            return stamp_of(self._handle(file).fileno())
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / file}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close what is open."""
+        for handle in self._open.values():
+            handle.close()
+        self._open.clear()
+
+    def _handle(self, file: str) -> BinaryIO:
+        if file not in self._open:
+            self._open[file] = (self._folder / file).open(self._mode, buffering=0)  # type: ignore[assignment]
+        return self._open[file]
+
+
+def stamp_of(file: int) -> Stamp:
+    """Return size and time of change of an open file."""
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+class Replica:
+    """A replica at work: takes parts in, and says which it holds. One thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the replica in `folder`. Raises CheckpointError when it is damaged."""
+        self.folder = folder
+        self.checkpoint = Checkpoint.open(folder)
+        journal = self.checkpoint.journal
+        if journal is None:
+            raise CheckpointError(f"{folder}: this is no replica, {JOURNAL_FILE} is missing")
+        self._journal = journal
+        self._unsynced_bytes = 0
+        self._files = TensorFiles(folder, writable=True)
+
+    def parts(self, tensors: Iterable[str]) -> list[Part]:
+        """List the parts of these tensors."""
+        return [part for name in tensors for part in parts_of(self.checkpoint.stored[name])]
+
+    def digest(self, part: Part) -> str | None:
+        """Return the SHA-256 of a part that is held, None for one that is not."""
+        return self._journal.digests.get(part.tensor, {}).get(part.number)
+
+    def write(self, part: Part, at: int, data: memoryview) -> None:
+        """Write some bytes of a part, `at` bytes behind its start. Raises what writing raises."""
+        self._files.write(part.file, part.offset + at, data)
+
+    def hold(self, part: Part, sha256: str) -> None:
+        """Take note that a part has been written whole and has this digest."""
+        self._unsynced_bytes += part.size_bytes
+        with self._disk_errors():
+            self._journal.hold(part.tensor, part.number, sha256)
+            if self._unsynced_bytes >= SYNC_BYTES:
+                self._files.sync(part.file)
+                self._unsynced_bytes = 0
+
+    def lacking_bytes(self, tensors: Iterable[str]) -> int:
+        """Count the bytes of these tensors that are not held."""
+        return sum(part.size_bytes for part in self.parts(tensors) if self.digest(part) is None)
+
+    def drop(self, part: Part) -> None:
+        """Take note that a part is not to be used any more."""
+        with self._disk_errors():
+            self._journal.drop(part.tensor, part.number)
+
+    def doubtful(self, tensors: Iterable[str]) -> list[Part]:
+        """List the held parts in files of these tensors that were not left sealed.
+
+        That is after a crash, and when somebody else has written to a file.
+        """
+        files = {self.checkpoint.stored[name].file for name in tensors}
+        open_files = {f for f in files if self._journal.seals.get(f) != self._files.stamp(f)}
+        held = self._journal.digests.keys() & self.checkpoint.stored.keys()
+        infos = [self.checkpoint.stored[name] for name in sorted(held)]
+        return [
+            part
+            for info in infos
+            if info.file in open_files
+            for part in parts_of(info)
+            if self.digest(part) is not None
+        ]
+
+    def check(self, part: Part) -> bool:
+        """Compare a held part with its digest; one that is wrong is held no longer."""
+        is_right = self._files.digest(part) == self.digest(part)
+        if not is_right:
+            self.drop(part)
+        return is_right
+
+    def seal(self, files: Iterable[str]) -> None:
+        """Bring what was written to the disk, and take note of it."""
+        with self._disk_errors():
+            self._journal.seal({file: self._files.sync(file) for file in files})
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise disk_error(error, self.checkpoint.path) from error
+
+
+def check_heads(heads: Sequence[FileHead], peer: str) -> None:
+    """Raise CheckpointError, which names the `peer`, unless these can be the files of a model.
+
+    A name must be that of a known file or of a tensor file, without any folder.
+    """
+    for head in heads:
+        whole = head.name in ID_FILES or head.name in INDEX_FILES
+        plain = whole or (
+            head.name.endswith(TENSOR_SUFFIXES)
+            and not head.name.startswith(".")
+            and not set(head.name) & set("/\\:\0")
+            and head.name.isprintable()
+        )
+        fits = _are_apart(head.ranges, head.size_bytes) and head.head_bytes <= MAX_HEADER_BYTES + 8
+        if not plain or not fits or head.size_bytes > MAX_FILE_BYTES:
+            raise CheckpointError(
+                f"{peer} offers a file that no model has: {head.name!r} of {head.size_bytes} bytes"
+            )
+        if whole and head.head_bytes != head.size_bytes:
+            raise CheckpointError(f"{peer} offers only a part of {head.name}")
+    if sum(head.head_bytes for head in heads) > MAX_HEADS_BYTES:
+        raise CheckpointError(f"{peer} offers more than {MAX_HEADS_BYTES} bytes beside tensors")
+    if len({head.name for head in heads}) != len(heads):
+        raise CheckpointError(f"{peer} offers a file twice")
+
+
+def _are_apart(ranges: Sequence[ByteRange], size_bytes: int) -> bool:
+    """Whether the ranges of a file lie in it, in order and without overlap."""
+    end = 0
+    for offset, n_bytes in ranges:
+        if offset < end:
+            return False
+        end = offset + n_bytes
+    return end <= size_bytes
+
+
+def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:
+    """Make the files of a replica in the empty `folder`, without their bytes; open them.
+
+    `heads` have passed `check_heads`. Raises CapacityError or CheckpointError.
+    """
+    try:
+        for head in heads:
+            with (folder / head.name).open("xb") as file:
+                file.truncate(head.size_bytes)
+    except OSError as error:
+        raise disk_error(error, folder) from error
+    return TensorFiles(folder, writable=True)
+
+
+def begin_replica(folder: Path, model_id: str, peer: str) -> None:
+    """Make a replica, without a tensor yet, of files that were laid out and whose heads are there.
+
+    Raises CheckpointError, which names the `peer`, when they are of another model than `model_id`.
+    """
+    came = Checkpoint.open(folder).model_id
+    if came != model_id:
+        raise CheckpointError(f"{peer} offered model {model_id[:12]} and sent {came[:12]}")
+    try:
+        (folder / JOURNAL_FILE).touch(exist_ok=False)
+    except OSError as error:
+        raise disk_error(error, folder) from error
+
+
+def disk_error(error: OSError, folder: Path) -> CapacityError | CheckpointError:
+    """Make the error a person is told when `folder`, in the cache, cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CapacityError(
+            f"{folder}: {error.strerror}; free room there, run `shardnet cache rm`, or name "
+            "another place with SHARDNET_CACHE_DIR"
+        )
+    return CheckpointError(
+        f"{folder}: {error.strerror}; name a place that this node may write with SHARDNET_CACHE_DIR"
+    )

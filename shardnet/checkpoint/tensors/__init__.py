@@ -1,0 +1,1 @@
+"""Tensors as they are stored, and the model tensors made of them."""

@@ -1,0 +1,66 @@
+"""Model tensors: what a family's table asks for, each made of one or several stored tensors.
+
+Knows the pure steps from stored values to a parameter that all formats share. Must not know files,
+nor where a format keeps what. Imports torch only when a tensor is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Make = Callable[[Sequence["Tensor"], "torch.dtype"], "Tensor"]
+"""From the stored tensors, which it must not change, to the parameter.
+
+Values that have to be computed come rounded to the given dtype; others may keep their own.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensor:
+    """A parameter under the name and with the shape of the family's table.
+
+    `dtype` is safetensors' name of what its values are stored in, None where they are computed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    sources: tuple[StoredTensor, ...]
+    make: Make
+
+    @property
+    def size_bytes(self) -> int:
+        """Stored bytes that making it reads."""
+        return sum(source.size_bytes for source in self.sources)
+
+
+def as_stored(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The one stored tensor is the parameter."""
+    return stored[0]
+
+
+def rotary_halves(rows: Tensor, n_heads: int) -> Tensor:
+    """Bring the rows of queries or keys from interleaved rotary order into Hugging Face's.
+
+    Meta's checkpoints, Mistral's, and llama-type GGUF have the two rows that rotate together side
+    by side in each head; Hugging Face has the first ones of all pairs, then the second ones.
+    `rows` is [heads * D, ...], in any type; returns a copy.
+    """
+    size = rows.shape[0] // n_heads
+    pairs = rows.view(n_heads, size // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def unchanged(name: str, source: StoredTensor) -> ModelTensor:
+    """Name the parameter that is stored as it is."""
+    return ModelTensor(
+        name=name, shape=source.shape, dtype=source.dtype, sources=(source,), make=as_stored
+    )

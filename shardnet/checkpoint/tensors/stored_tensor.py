@@ -1,0 +1,206 @@
+"""Tensors as they are stored: which bytes of which file, and how they come into memory.
+
+A *stored tensor* is what travels between nodes and what a replica holds. What the model needs is
+made of stored tensors (checkpoint/tensors/model_tensor.py). Knows files and bytes. Must not know
+the formats of files, nor what a tensor means. Imports torch only to read one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from shardnet.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Cap on all of one file that is no tensor, before memory is taken for it; safetensors' own."""
+
+AGAIN: Final = "fetch the checkpoint again"
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2}
+    | {"F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
+)
+"""Bytes of one element, by safetensors' name of the type."""
+
+READ_AT_A_TIME: Final = 1 << 23
+"""Bytes that are read from a disk between two reports of it."""
+
+ByteRange = tuple[int, int]
+"""(offset, number of bytes) in a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor as its file describes it; `name` is the only one of its checkpoint.
+
+    `dtype` is safetensors' name (F32, BF16, …), or the name of a type whose elements are packed
+    into blocks, as GGUF's Q4_K. `offset` is where its bytes begin in the file. `strides` are the
+    elements from one to the next along each axis, None where they stand row by row.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    file: str
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+    def rows(self, begin: int, end: int) -> StoredTensor:
+        """Name the bytes of the rows [begin, end) of the first axis, which are stored together."""
+        assert self.strides is None
+        row_bytes = self.size_bytes // self.shape[0]
+        return replace(
+            self,
+            shape=(end - begin, *self.shape[1:]),
+            size_bytes=(end - begin) * row_bytes,
+            offset=self.offset + begin * row_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFile:
+    """A file with tensors. `heads` are its bytes that are no tensors, `sha256` is of those."""
+
+    name: str
+    size_bytes: int
+    heads: tuple[ByteRange, ...]
+    sha256: str
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHead:
+    """A file of a checkpoint, and which of its bytes are no tensors: in order, without overlap."""
+
+    name: str
+    size_bytes: int
+    ranges: tuple[ByteRange, ...]
+
+    @property
+    def head_bytes(self) -> int:
+        """How many bytes are no tensors."""
+        return sum(n_bytes for _, n_bytes in self.ranges)
+
+
+def read_stored(
+    folder: Path,
+    tensor: StoredTensor,
+    file_bytes: int,
+    came: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """Map a stored tensor into memory: a CPU view of the file. Do not write to it.
+
+    It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. The
+    pages stay mapped until the view is dropped. `file_bytes` is the size that the file had when it
+    was opened. With `came` all of it is read now, and `came` gets how many bytes more are there,
+    again and again; what it raises ends the reading. Raises CheckpointError when the file is gone
+    or has changed its size.
+    """
+    import torch
+
+    path = folder / tensor.file
+    kind = _torch_types().get(tensor.dtype)
+    if not tensor.size_bytes:
+        return torch.empty(tensor.shape, dtype=kind or torch.uint8)
+    try:
+        with path.open("rb", buffering=0) as file:
+            if file.seek(0, 2) != file_bytes:
+                raise CheckpointError(f"{path}: its size has changed; is it replaced? {AGAIN}")
+            begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            inside = tensor.offset - begin
+            # A private mapping, since torch warns of buffers that cannot be written.
+            mapped = mmap.mmap(
+                file.fileno(), inside + tensor.size_bytes, offset=begin, access=mmap.ACCESS_COPY
+            )
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name} cannot be read ({error.strerror}); {AGAIN}"
+        ) from error
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=inside)
+    if came is not None:
+        for piece in torch.split(raw, READ_AT_A_TIME):
+            piece[:: mmap.PAGESIZE].sum()  # a byte of each page: it is read, off Python's lock
+            came(piece.numel())
+    if kind is None:
+        return raw.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
+    if raw.data_ptr() % kind.itemsize:
+        raw = raw.clone()  # not where elements of this type may begin
+    elements = raw.view(kind)
+    if tensor.strides is not None:
+        return elements.as_strided(tensor.shape, tensor.strides)
+    return elements.view(tensor.shape)
+
+
+def ask_for(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
+    """Have the system read the first `n_bytes` of a stored tensor soon, where it can be asked to.
+
+    Raises nothing. That is few bytes, since a disk that is asked for many lets us wait.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError), (folder / tensor.file).open("rb", buffering=0) as file:
+        soon = min(n_bytes, tensor.size_bytes)
+        os.posix_fadvise(file.fileno(), tensor.offset, soon, os.POSIX_FADV_WILLNEED)
+
+
+def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
+    """Say where the last tensor of a file ends, whose first may begin at `start`.
+
+    Raises CheckpointError when one lies over another, or over what is no tensor.
+    """
+    end = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
+        if info.offset < end:
+            raise CheckpointError(f"{path}: tensor {info.name} lies over another one; {AGAIN}")
+        end = info.offset + info.size_bytes
+    return end
+
+
+def hash_ranges(path: Path, ranges: Iterable[ByteRange]) -> str:
+    """Return the SHA-256 of some bytes of a file, in hex. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for offset, n_bytes in ranges:
+            file.seek(offset)
+            digest.update(file.read(n_bytes))
+    return digest.hexdigest()
+
+
+def sample_ranges(tensors: Iterable[StoredTensor], n_bytes: int) -> list[ByteRange]:
+    """Pick at most `n_bytes` from the middle of every tensor, in the file's order."""
+    return [
+        (info.offset + max(0, info.size_bytes - n_bytes) // 2, min(n_bytes, info.size_bytes))
+        for info in sorted(tensors, key=lambda info: (info.offset, info.name))
+    ]
+
+
+def _torch_types() -> Mapping[str, torch.dtype]:
+    """The types whose elements torch has, by safetensors' name."""
+    import torch
+
+    return {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "I16": torch.int16,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+    }

@@ -1,0 +1,151 @@
+"""What a diagnosis is made of and what it says: facts in, findings out.
+
+Pure. Knows who is who among the reports. Must not judge.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardnet.cluster.placement.figures import ModelShape
+from shardnet.types import DType
+from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
+from shardnet.wire.messages.membership import NodeInfo, ReportReply
+
+Topic = Literal[
+    "key",
+    "node",
+    "name",
+    "version",
+    "link",
+    "port",
+    "address",
+    "multicast",
+    "mtu",
+    "clock",
+    "model",
+]
+
+
+class Severity(enum.Enum):
+    """How bad it is. The value is the word that people and programs read."""
+
+    OK = "ok"
+    INFO = "info"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing to say: `where` names a node, a pair of them or this machine."""
+
+    severity: Severity = Severity.OK
+    topic: Topic
+    where: str
+    what: str
+    remedy: str = ""
+
+    @property
+    def line(self) -> str:
+        """All of it but the severity, in one line that does nothing to a terminal.
+
+        Names and reasons come from others.
+        """
+        end = f"; {self.remedy}" if self.remedy else ""
+        words = " ".join(f"{self.where}: {self.what}{end}".split())
+        return "".join(c if c.isprintable() else "?" for c in words)
+
+
+def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
+    """Make a finding of something that is wrong."""
+    return Finding(severity=Severity.PROBLEM, topic=topic, where=where, what=what, remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyFacts:
+    """The key file of this machine: its cluster's `fingerprint`, "" without a key.
+
+    `failure` says why the file cannot be used, `is_set_aside` that --insecure was given.
+    """
+
+    path: str
+    fingerprint: str = ""
+    failure: str = ""
+    is_set_aside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAsked:
+    """The model to judge the nodes by. `failure` says why nothing is known of it here."""
+
+    model: str
+    model_id: str = ""
+    shape: ModelShape | None = None
+    dtype: DType | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything that was gathered. `software` and `protocol` are the versions of this process.
+
+    `asked` names the node whose report and whose peers' reports are the `replies`, "" without one,
+    and `failure` says what else became of asking it. `deaf` are nodes of this machine that do not
+    answer. `named` is what came of the addresses that the command was given, `found` whom mDNS
+    shows to this process; None where it was not looked.
+    """
+
+    key: KeyFacts
+    software: str
+    protocol: int
+    asked: str = ""
+    failure: str = ""
+    replies: tuple[ReportReply, ...] = ()
+    deaf: tuple[AddressView, ...] = ()
+    named: tuple[AddressView, ...] = ()
+    found: tuple[RecordSeen, ...] | None = None
+    model: ModelAsked | None = None
+
+    @property
+    def infos(self) -> list[NodeInfo]:
+        """What the nodes that were asked say of themselves."""
+        return [reply.info for reply in self.replies if reply.info is not None]
+
+    @cached_property
+    def live(self) -> dict[str, str]:
+        """Names of all nodes that run, by id: those asked, and those that one of them links to."""
+        live = {reply.node: reply.name for reply in self.replies}
+        for reply in self.replies:
+            for view in reply.report.peers if reply.report else ():
+                if view.is_linked:
+                    live.setdefault(view.node, view.name)
+        return live
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """The software of all nodes that run, by id; "" where nobody knows."""
+        versions = {info.node: info.version for info in self.infos}
+        for reply in self.replies:
+            for view in reply.report.peers if reply.report else ():
+                if view.is_linked:
+                    versions.setdefault(view.node, view.version)
+        return versions
+
+    def label(self, node: str, name: str = "") -> str:
+        """Call a node as people do, with the begin of its id where others have the same name."""
+        name = self.live.get(node, name)
+        same = Counter(self.live.values())[name]
+        return name if same + (node not in self.live) < 2 else f"{name} ({node[:6]})"
+
+
+def age(seconds: float) -> str:
+    """Write a time span for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"

@@ -1,0 +1,105 @@
+"""Findings about a model: does it fit these nodes, on which, and is it where it should be.
+
+Pure. Uses the planner's own figures and words, so that doctor and plan agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardnet.cluster.diagnosis.facts import Facts, Finding, ModelAsked, Severity, problem
+from shardnet.cluster.placement.figures import Candidate, ModelShape
+from shardnet.cluster.placement.room import Role, rooms_of, shortest_ring
+from shardnet.cluster.placement.words import shortfall_words, size
+from shardnet.types import LayerRange, NodeId
+from shardnet.wire.messages.membership import ReportReply
+
+_NO_FOLDER = "check the path, or fetch a model of the Hub with `shardnet pull`"
+
+
+def model_findings(facts: Facts) -> Iterator[Finding]:
+    """Judge the nodes by the model that was named, if one was."""
+    asked = facts.model
+    if asked is None:
+        return
+    if asked.shape is None:
+        remedy = "" if "; " in asked.failure else _NO_FOLDER
+        yield problem("model", asked.model, asked.failure, remedy)
+        return
+    yield _memory(facts, asked, asked.shape)
+    for reply in facts.replies:
+        yield from _checkpoint(facts, asked, asked.shape, reply)
+
+
+def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
+    candidates = [
+        Candidate(node=NodeId(i.node), name=facts.label(i.node), memory_bytes=i.memory_bytes)
+        for i in facts.infos
+    ]
+    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
+    dtype = f" in {asked.dtype.value}" if asked.dtype is not None else ""
+    needs = (
+        f"needs {size(shape.memory_bytes(shape.whole))} with a context of {shape.context}{dtype}"
+    )
+    if not candidates:
+        return Finding(topic="model", where=asked.model, what=f"{needs}; no node was there to ask")
+    alone = [
+        c.name
+        for c, room in zip(candidates, rooms, strict=True)
+        if room[Role.ALONE] >= shape.n_layers
+    ]
+    if alone:
+        return Finding(
+            topic="model", where=asked.model, what=f"{needs}: fits alone on {', '.join(alone)}"
+        )
+    ring = shortest_ring(rooms, shape.n_layers)
+    if ring is None:
+        return problem("model", asked.model, shortfall_words(shape, candidates))
+    names = ", ".join(f"{candidates[n].name} ({size(candidates[n].memory_bytes)})" for n in ring)
+    return Finding(
+        topic="model",
+        where=asked.model,
+        what=f"{needs}: fits on no node alone, together on {names}",
+    )
+
+
+def _checkpoint(
+    facts: Facts, asked: ModelAsked, shape: ModelShape, reply: ReportReply
+) -> Iterator[Finding]:
+    """Say whether a node has the checkpoint, and else whether its disk has room for its part."""
+    report, info, where = reply.report, reply.info, facts.label(reply.node)
+    if report is None or info is None:
+        return
+    if report.model_id == asked.model_id:
+        yield Finding(topic="model", where=where, what=f"has the checkpoint {asked.model}")
+    elif report.model_id:
+        yield problem(
+            "model",
+            where,
+            f"{asked.model} is another model there: {report.model_id[:12]}, and "
+            f"{asked.model_id[:12]} here",
+            "copy one checkpoint to both",
+        )
+    else:
+        part = min(_weight_bytes(shape), info.memory_bytes)
+        what = f"it has no checkpoint of its own: {report.model_failure}"
+        if _somebody_has(facts, asked):
+            what = f"it has not got {asked.model}, and takes its part from a node that has"
+        if report.disk_free_bytes is not None and report.disk_free_bytes < part:
+            yield problem(
+                "model",
+                where,
+                f"{what}; and its disk has {size(report.disk_free_bytes)} free, its part may take "
+                f"{size(part)}",
+                "free some space there",
+            )
+        else:
+            yield Finding(severity=Severity.INFO, topic="model", where=where, what=what)
+
+
+def _somebody_has(facts: Facts, asked: ModelAsked) -> bool:
+    return any(r.report.model_id == asked.model_id for r in facts.replies if r.report is not None)
+
+
+def _weight_bytes(shape: ModelShape) -> int:
+    return shape.weight_bytes(LayerRange(0, shape.n_layers))

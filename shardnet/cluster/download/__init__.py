@@ -1,0 +1,1 @@
+"""Models from the Hub and from URLs."""

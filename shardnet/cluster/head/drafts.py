@@ -1,0 +1,95 @@
+"""How a request's tokens are guessed ahead: by look-up in its text, or by a small model here.
+
+Knows which draft model this node, as a head, has loaded. Must not know how guesses are verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.runtime.engine.requests import Speculation
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramGuesser
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.loading import find_folder, stamp
+
+if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
+    from shardnet.runtime.engine.draft_model import DraftModel
+
+OFF, NGRAM = "off", "ngram"
+
+
+class Drafts:
+    """Makes speculation for requests. Holds at most one draft model.
+
+    `spare_bytes` gives the memory that a draft model may take, `threads` those it computes with.
+    """
+
+    def __init__(
+        self,
+        *,
+        reader: Executor,
+        device: str,
+        spare_bytes: Callable[[], int],
+        threads: Callable[[], int],
+    ) -> None:
+        self._reader = reader
+        self._device = device
+        self._spare_bytes = spare_bytes
+        self._threads = threads
+        self._changing = asyncio.Lock()
+        self._model: DraftModel | None = None
+        self._key: tuple[object, ...] = ()
+
+    async def speculation(
+        self, how: str, most: int, *, vocab_size: int, context: int
+    ) -> Speculation | None:
+        """Give what a request asked for with `how`: off, ngram or the path of a draft model.
+
+        `most` caps the tokens guessed at once, 0 leaves the number to what pays. Raises UsageError
+        for a cap beyond 31, and what loading a draft model raises.
+        """
+        if most > MAX_DRAFT_TOKENS:
+            raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
+        most = most or MAX_DRAFT_TOKENS
+        if how == OFF:
+            return None
+        if how == NGRAM:
+            return Speculation(make_guesser=lambda wake: NgramGuesser(), most=most)
+        model = await self._load(how, vocab_size, context)
+        return Speculation(make_guesser=model.guesser, most=most)
+
+    def close(self) -> None:
+        """Free the draft model."""
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+
+    async def _load(self, name: str, vocab_size: int, context: int) -> DraftModel:
+        from shardnet.runtime.engine.draft_model import load_draft_model
+
+        async with self._changing:
+            path = find_folder(name)
+            if path is None:
+                raise CheckpointError(
+                    f"--speculate {name}: there is no checkpoint folder on the head; name one that "
+                    "is there"
+                )
+            key = (path, stamp(path), vocab_size, context)
+            if self._model is None or self._key != key:
+                self.close()
+                spare_bytes, threads = self._spare_bytes(), self._threads()
+                self._model = await self._reader.run(
+                    lambda: load_draft_model(
+                        path,
+                        vocab_size=vocab_size,
+                        device=self._device,
+                        context=context,
+                        memory_bytes=spare_bytes,
+                        threads=threads,
+                    )
+                )
+                self._key = key
+            return self._model

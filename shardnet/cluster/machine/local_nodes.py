@@ -1,0 +1,126 @@
+"""The nodes of this machine: a folder with one small file per running node.
+
+Knows where the folder is, that nobody else may have written there, and which of its files speak of
+a process that still lives. It finds the node that a command on this machine should ask, and how
+many nodes share the cores. Must not talk to the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from shardnet.cluster.machine.cache_dir import write_whole
+from shardnet.errors import ConfigurationError
+
+RUNTIME_DIR_VARIABLE = "SHARDNET_RUNTIME_DIR"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """A node process on this machine. `started` is its process's start time, seconds since 1970."""
+
+    node: str
+    name: str
+    address: str
+    pid: int
+    started: float
+
+
+def runtime_dir(environment: Mapping[str, str]) -> Path:
+    """Return the folder: $SHARDNET_RUNTIME_DIR, else one per user in the system's place."""
+    if RUNTIME_DIR_VARIABLE in environment:
+        return Path(environment[RUNTIME_DIR_VARIABLE])
+    if "XDG_RUNTIME_DIR" in environment:
+        return Path(environment["XDG_RUNTIME_DIR"]) / "shardnet"
+    owner = os.getuid() if hasattr(os, "getuid") else os.getlogin()
+    return Path(tempfile.gettempdir()) / f"shardnet-{owner}"
+
+
+class LocalNodes:
+    """The register of this machine's nodes in `folder`.
+
+    Everything raises ConfigurationError for a folder in which another user can write: that one
+    would choose which node gets this user's prompts, and which files are deleted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, *, node: str, name: str, address: str, pid: int) -> LocalNode:
+        """Register a node process. The folder is made for its owner alone.
+
+        Raises OSError where it cannot be written; then nothing is left there.
+        """
+        started = psutil.Process(pid).create_time()
+        entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_ours()
+        write_whole(self._path(entry), json.dumps(asdict(entry)).encode())
+        return entry
+
+    def remove(self, entry: LocalNode) -> None:
+        """Take a node out. One that is not there is fine."""
+        self._path(entry).unlink(missing_ok=True)
+
+    def list(self) -> list[LocalNode]:
+        """Return the nodes whose processes live, oldest first; files of dead ones are deleted."""
+        self._check_ours()
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            entry = _read(path)
+            if entry is not None and _lives(entry):
+                found.append(entry)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return sorted(found, key=lambda entry: (entry.started, entry.pid))
+
+    def _check_ours(self) -> None:
+        """Raise ConfigurationError unless the folder, and the link to it if any, is this user's."""
+        try:
+            seen, meant = os.lstat(self._folder), os.stat(self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise ConfigurationError(
+                f"the folder {self._folder} of this machine's nodes cannot be looked at "
+                f"({error.strerror}): name another with {RUNTIME_DIR_VARIABLE}"
+            ) from error
+        if hasattr(os, "getuid") and (
+            {seen.st_uid, meant.st_uid} != {os.getuid()} or meant.st_mode & stat.S_IWOTH
+        ):
+            raise ConfigurationError(
+                f"another user can write in {self._folder}, where this machine's nodes are "
+                f"registered: delete it, or name another folder with {RUNTIME_DIR_VARIABLE}"
+            )
+
+    def _path(self, entry: LocalNode) -> Path:
+        return self._folder / f"{entry.node}.json"
+
+
+def share_of_cores(n_cores: int, n_nodes: int) -> int:
+    """Threads for one of `n_nodes` nodes on a machine of `n_cores`, at least one."""
+    return max(1, n_cores // max(1, n_nodes))
+
+
+def _read(path: Path) -> LocalNode | None:
+    try:
+        return LocalNode(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # half-written, another version's, or gone
+        return None
+
+
+def _lives(entry: LocalNode) -> bool:
+    try:
+        return abs(psutil.Process(entry.pid).create_time() - entry.started) < 1.0
+    except psutil.Error:
+        return False

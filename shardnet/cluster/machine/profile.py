@@ -1,0 +1,108 @@
+"""What this node is: its machine, device, memory, threads and dtypes.
+
+Knows how to ask the system. Must not know models or other nodes' profiles.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+
+import psutil
+
+from shardnet.errors import ConfigurationError
+from shardnet.types import DType, NodeId
+
+MEMORY_SHARE = 0.85
+"""Of the memory that is available, the share a node without --memory uses."""
+
+
+def make_node_id() -> NodeId:
+    """Make a node id that no other node has, also where a home folder was copied."""
+    return NodeId(uuid.uuid4().hex)
+
+
+def make_host_id() -> str:
+    """Return an id that nodes of one machine share: name and hardware address."""
+    return f"{socket.gethostname()}-{uuid.getnode():012x}"
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What computes: `kind` is cpu or cuda, `dtypes` those it computes well, best first."""
+
+    kind: str
+    description: str
+    dtypes: tuple[DType, ...]
+
+
+def find_device(requested: str) -> Device:
+    """Look at the device that --device names; `auto` takes a GPU where there is one.
+
+    Raises ConfigurationError when the device does not exist here or is of an unknown kind.
+    """
+    import torch
+
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(f"--device {requested}: choose auto, cpu or cuda")
+    has_cuda = torch.cuda.is_available()
+    if requested == "cuda" and not has_cuda:
+        raise ConfigurationError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if has_cuda and requested != "cpu":
+        name = torch.cuda.get_device_name(0)
+        return Device(kind="cuda", description=f"cuda ({name})", dtypes=_good_dtypes("cuda"))
+    return Device(kind="cpu", description="cpu", dtypes=_good_dtypes("cpu"))
+
+
+def _good_dtypes(kind: str) -> tuple[DType, ...]:
+    """Return the dtypes that the device computes in when asked to, and not in another instead.
+
+    One thread probes: on busy cores the products are so small that several wait for each other.
+    """
+    import torch
+
+    from shardnet.model.kernels.linear import probe
+
+    wanted = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return tuple(d for d in wanted if probe(torch.device(kind), d, d).dtype is d)
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """How much a node may use for its stage. `asked_bytes` is --memory, None without it."""
+
+    device: Device
+    asked_bytes: int | None
+
+    def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
+        """Return what the stage may use in all: what was asked, or a share of what is available.
+
+        `used_bytes` is what the loaded stage has taken.
+        """
+        if self.asked_bytes is not None:
+            return self.asked_bytes
+        available = self.available_bytes() + used_bytes
+        return int(available * MEMORY_SHARE / max(1, n_nodes_here))
+
+    def available_bytes(self) -> int:
+        """Return what the device has left now, whoever may use it."""
+        if self.device.kind == "cuda":
+            import torch
+
+            kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return int(torch.cuda.mem_get_info()[0]) + kept  # torch keeps what was freed
+        return int(psutil.virtual_memory().available)

@@ -1,0 +1,1 @@
+"""How fast nodes and links are."""

@@ -1,0 +1,162 @@
+"""What this machine has measured of itself, kept from start to start: a file per model shape.
+
+Knows of what a figure speaks, and which files to believe. Must not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardnet.cluster.machine.cache_dir import write_whole
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.stage.measuring import StageFigures
+from shardnet.types import DType, KvDType
+
+FOLDER = "figures"
+
+UNSTEADY_GOOD_FOR_S = 300.0
+"""A figure of a device that was busy is measured again when it is older."""
+
+_SHAPE_FIELDS = (
+    "family",
+    "n_layers",
+    "hidden_size",
+    "n_heads",
+    "n_kv_heads",
+    "head_size",
+    "intermediate_size",
+    "vocab_size",
+    "activation",
+    "attention_bias",
+    "mlp_bias",
+    "attention_soft_cap",
+    "experts",
+)
+"""Of a config, what decides how long a step takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureKey:
+    """Of what a figure speaks: figures of equal keys are the same."""
+
+    shape: tuple[tuple[str, str], ...]
+    dtype: str
+    quant: str
+    kv_dtype: str
+    device: str
+    threads: int
+    cores: int
+    version: str
+    host: str
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype: DType,
+        quantization: Quantization | None = None,
+        kv_dtype: KvDType = KvDType.AUTO,
+        *,
+        device: str,
+        threads: int,
+        cores: int,
+        version: str,
+        host: str,
+    ) -> FigureKey:
+        """Take of `config` what matters. `cores` are those the process may use."""
+        shape = tuple((name, str(getattr(config, name))) for name in _SHAPE_FIELDS)
+        return cls(
+            shape=shape,
+            dtype=dtype.value,
+            quant=_kind(quantization),
+            kv_dtype=kv_dtype.value,
+            device=device,
+            threads=threads,
+            cores=cores,
+            version=version,
+            host=host,
+        )
+
+    @property
+    def file_name(self) -> str:
+        """The name of the figure's file."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def _kind(quantization: Quantization | None) -> str:
+    return "" if quantization is None else quantization.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What was measured, and when: seconds since 1970."""
+
+    stage: StageFigures
+    measured_at_s: float
+
+
+class FigureCache:
+    """Figures by key, in memory and in the cache `folder`. `log` hears once why a disk fails.
+
+    `now_s` gives the seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        log: Callable[[str], None],
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder / FOLDER
+        self._log = log
+        self._now_s = now_s
+        self._known: dict[FigureKey, Figure] = {}
+        self._has_told = False
+
+    def get(self, key: FigureKey) -> Figure | None:
+        """Return what is known. A file that is damaged or speaks of something else is ignored, and
+        what was measured on a busy machine is known for some minutes only.
+        """
+        if key not in self._known:
+            found = _read(self._folder / key.file_name, key)
+            if found is not None:
+                self._known[key] = found
+        known = self._known.get(key)
+        if known is not None and not known.stage.is_steady:
+            age_s = self._now_s() - known.measured_at_s
+            if not 0 <= age_s < UNSTEADY_GOOD_FOR_S:
+                del self._known[key]
+                return None
+        return known
+
+    def put(self, key: FigureKey, figure: Figure) -> None:
+        """Keep a figure. Where the disk does not take it, it lives as long as this process."""
+        self._known[key] = figure
+        content = json.dumps({"key": asdict(key), "figure": asdict(figure)}, indent=1)
+        try:
+            write_whole(self._folder / key.file_name, content.encode())
+        except OSError as error:
+            if not self._has_told:
+                self._log(f"figures are not kept in {self._folder}: {error}")
+            self._has_told = True
+
+
+def _read(path: Path, key: FigureKey) -> Figure | None:
+    try:
+        written: dict[str, Any] = json.loads(path.read_bytes())
+        if written["key"] != json.loads(json.dumps(asdict(key))):
+            return None
+        stage = StageFigures(**written["figure"]["stage"])
+        figure = Figure(stage=stage, measured_at_s=float(written["figure"]["measured_at_s"]))
+        times = (stage.layer_s, stage.layer_256_s, stage.embed_s, stage.head_s)
+        return figure if all(0 < time_s < 3600 for time_s in times) else None
+    except (OSError, ValueError, TypeError, KeyError):  # none yet, half a file, another version's
+        return None

@@ -1,0 +1,195 @@
+"""How fast this node's links are: round trip and bandwidth, measured over the control links.
+
+Knows how to measure one link within a second or two, and for how long a figure is good. Must not
+know which links a plan needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
+from shardnet.cluster.placement.figures import LinkSpeed
+from shardnet.errors import ShardnetError
+from shardnet.runtime.stage.measuring import rounded
+from shardnet.types import NodeId
+from shardnet.wire.framing.schema import MAX_PING_BYTES
+from shardnet.wire.messages.measurements import LinkMeasured, LinksMeasured, MeasureLinks
+
+GOOD_FOR_S: Final = 300.0
+"""A figure of a link is measured again when it is older."""
+
+N_ROUND_TRIPS: Final = 9
+PAUSE_S: Final = 0.003
+"""Between two round trips: in a ring, too, the cores have fallen asleep when a frame comes."""
+ROUND_TRIPS_S: Final = 0.5
+"""On a slow link fewer round trips do, at least three."""
+
+FIRST_PAYLOAD_BYTES: Final = 16 * 1024
+GROWTH: Final = 4
+N_PAYLOADS: Final = 3
+PAYLOADS_S: Final = 1.0
+"""No payload is sent that would, as far as is known, take longer than what is left of this."""
+
+GIVE_UP_S: Final = 10.0
+"""A link that takes so long to measure is left without a figure."""
+
+GLANCE_BYTES: Final = 256 * 1024
+GLANCE_S: Final = 1.0
+"""The payload and the time of a look at a link that no plan needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    speed: LinkSpeed
+    payload_bytes: int
+    at_s: float
+
+
+class LinkFigures:
+    """Figures by peer. `link_of` gives the link to a node, `turn` waits for the compute thread.
+
+    `turn` raises BusyError while sequences are open here; then only what is known is told.
+    `now_s` is a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        link_of: Callable[[NodeId], ControlLink | None],
+        turn: Callable[[], Awaitable[None]],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link_of = link_of
+        self._turn = turn
+        self._now_s = now_s
+        self._known: dict[NodeId, _Known] = {}
+        self._measuring = asyncio.Lock()
+
+    async def measure(self, message: MeasureLinks) -> LinksMeasured:
+        """Answer with a figure for each node that has one, after measuring what is not fresh."""
+        rows = []
+        for name in message.nodes:
+            node = NodeId(name)
+            async with self._measuring:
+                speed = await self._speed(node, message.payload_bytes, again=message.again)
+            if speed is not None:
+                rows.append(
+                    LinkMeasured(
+                        node=node, round_trip_s=speed.round_trip_s, bytes_per_s=speed.bytes_per_s
+                    )
+                )
+        return LinksMeasured(request=message.request, links=rows)
+
+    async def glance(self, node: NodeId) -> float | None:
+        """Return about how many bytes per second the link to a node carries, for people.
+
+        That is what is known, else what a short look shows while others may be looking too; it is
+        not kept. None where there is no link, the peer computes, or it takes longer than GLANCE_S.
+        """
+        known, control = self._known.get(node), self._link_of(node)
+        if known is not None or control is None:
+            return known.speed.bytes_per_s if known is not None else None
+        noise = os.urandom(GLANCE_BYTES)
+        try:
+            async with asyncio.timeout(GLANCE_S), self._measuring:
+                empty_s = min([await ping(control) for _ in range(N_PINGS)])
+                rate = await best_rate(
+                    lambda size: ping(control, noise[:size]),
+                    empty_s,
+                    GLANCE_BYTES,
+                    time.perf_counter,
+                )
+        except (ShardnetError, TimeoutError):
+            return None
+        return rounded(rate)
+
+    async def _speed(self, node: NodeId, payload_bytes: int, *, again: bool) -> LinkSpeed | None:
+        known, control = self._known.get(node), self._link_of(node)
+        if control is None:
+            return None
+        payload_bytes = max(FIRST_PAYLOAD_BYTES, min(payload_bytes, MAX_PING_BYTES))
+        if known is not None and not again:
+            is_fresh = self._now_s() - known.at_s < GOOD_FOR_S
+            if is_fresh and known.payload_bytes >= payload_bytes:
+                return known.speed
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                speed = await measure_link(control, self._turn, payload_bytes)
+        except (ShardnetError, TimeoutError):  # gone, at work, or far too slow
+            return known.speed if known is not None else None
+        self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self._now_s())
+        return speed
+
+
+async def measure_link(
+    control: ControlLink, turn: Callable[[], Awaitable[None]], payload_bytes: int
+) -> LinkSpeed:
+    """Measure a link, to two significant digits.
+
+    The round trip is that of steps without rows: both ends wait for a turn of their compute thread,
+    so that half of it is what a hop takes. The bandwidth is that of payloads up to `payload_bytes`,
+    which is at least `FIRST_PAYLOAD_BYTES`, or of smaller ones where those take too long.
+
+    Raises LinkError when the link ends, BusyError when either end computes for somebody.
+    """
+
+    async def round_trip() -> None:
+        await ping(control, as_step=True)
+        await turn()
+
+    trip_s = statistics.median(await _repeat(round_trip))
+    plain_s = statistics.median(await _repeat(lambda: ping(control)))
+    noise = os.urandom(payload_bytes)
+    rate = await best_rate(
+        lambda size: ping(control, noise[:size]), plain_s, payload_bytes, time.perf_counter
+    )
+    return LinkSpeed(round_trip_s=rounded(trip_s), bytes_per_s=rounded(rate))
+
+
+async def _repeat(once: Callable[[], Awaitable[object]]) -> Sequence[float]:
+    """Time several round trips; the first one only warms up."""
+    await once()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < N_ROUND_TRIPS:
+        await asyncio.sleep(PAUSE_S)
+        sent = time.perf_counter()
+        await once()
+        times.append(time.perf_counter() - sent)
+        if len(times) >= 3 and time.perf_counter() - began > ROUND_TRIPS_S:
+            break
+    return times
+
+
+async def best_rate(
+    send: Callable[[int], Awaitable[float]],
+    empty_s: float,
+    payload_bytes: int,
+    now_s: Callable[[], float],
+) -> float:
+    """Send payloads, each larger than the last one, and return the best rate of the largest.
+
+    `send` takes a size and gives the seconds of the round trip, which takes `empty_s` without a
+    payload. In bytes per second.
+    """
+    size = FIRST_PAYLOAD_BYTES
+    ends_s = now_s() + PAYLOADS_S
+    best, n_sent = 0.0, 0
+    while n_sent < N_PAYLOADS:
+        took_s = await send(size)
+        rate = size / max(took_s - empty_s, took_s / 10)
+        best, n_sent = max(best, rate), n_sent + 1
+        larger, left_s = min(size * GROWTH, payload_bytes), ends_s - now_s()
+        if larger > size and larger / rate + empty_s < left_s:
+            size, best, n_sent = larger, 0.0, 0
+        elif took_s > left_s:
+            break
+    return best

@@ -1,0 +1,203 @@
+"""What a head gathers before it plans: how fast every candidate is, and every link between two.
+
+Knows the order in which nodes measure, so that no two disturb each other, and that a node which
+cannot be measured is planned with all the same. Must not know how a node measures, nor plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.types import NodeId
+from shardnet.wire.messages.measurements import (
+    LinksMeasured,
+    MeasureLinks,
+    MeasureStage,
+    NodeMeasured,
+    StageMeasured,
+    WayMeasured,
+)
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.metas import explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured for one model shape: nodes by their id, links by (sender, receiver).
+
+    `told` is what each node said, or why it has no figures, for people.
+    """
+
+    speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
+    told: tuple[NodeMeasured, ...] = ()
+
+    @property
+    def ways(self) -> list[WayMeasured]:
+        """The links, as they are told."""
+        return [
+            WayMeasured(
+                sender=sender,
+                receiver=receiver,
+                round_trip_s=speed.round_trip_s,
+                bytes_per_s=speed.bytes_per_s,
+            )
+            for (sender, receiver), speed in self.links.items()
+        ]
+
+
+NOTHING_MEASURED = Measured()
+
+
+class Instruments(Protocol):
+    """How nodes are asked, the own one too."""
+
+    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        """Have a node measure itself. Raises what it reports, and LinkError when it is lost."""
+
+    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
+        """Have a node measure its links. Raises as `measure_stage`."""
+
+
+OnMeasured = Callable[[int, int], None]
+"""Takes (nodes and links that were measured or have failed, nodes and links in all)."""
+
+
+class _Count:
+    """Counts what is done of `n_all`, and tells it."""
+
+    def __init__(self, n_all: int, on_measured: OnMeasured) -> None:
+        self._n_all = n_all
+        self._on_measured = on_measured
+        self._n_done = 0
+
+    def one_more(self) -> None:
+        self._n_done += 1
+        self._on_measured(self._n_done, self._n_all)
+
+
+async def gather(
+    nodes: Sequence[NodeInfo],
+    stage: MeasureStage,
+    payload_bytes: int,
+    instruments: Instruments,
+    on_measured: OnMeasured = lambda n_done, n_all: None,
+) -> Measured:
+    """Have all nodes measured for the model of `stage`, then all links between two of them.
+
+    Machines measure at the same time, the nodes of one machine one after the other. A link is
+    measured by the node with the smaller id. What fails is left out, and said. `on_measured`, which
+    must not raise, is told of each node and link that is done.
+    """
+    count = _Count(len(nodes) * (len(nodes) + 1) // 2, on_measured)
+    told = await _all_nodes(nodes, stage, instruments, count)
+    speeds = {}
+    for place, entry in enumerate(told):
+        if entry.seconds is None:
+            continue
+        try:
+            speeds[NodeId(entry.node)] = StageSpeed(
+                layer_s=entry.seconds.layer_s,
+                layer_256_s=entry.seconds.layer_256_s,
+                embed_s=entry.seconds.embed_s,
+                head_s=entry.seconds.head_s,
+            )
+        except UsageError as error:
+            told[place] = _without(nodes[place], error)
+    links = await _all_links(nodes, payload_bytes, stage.again, instruments, count)
+    return Measured(speeds=speeds, links=links, told=tuple(told))
+
+
+def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]]:
+    """Pair every node with every other once, in rounds in which each node has one partner at most.
+
+    A round-robin tournament by the circle method: one less rounds than nodes where these are even,
+    else as many. The smaller id stands first in its pair; equal nodes in any order give the same.
+    """
+    circle: list[NodeId | None] = [*sorted(nodes)]
+    if len(circle) % 2:
+        circle.append(None)  # whoever meets it rests
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        circle[1:] = [circle[-1], *circle[1:-1]]
+    return rounds
+
+
+async def _all_nodes(
+    nodes: Sequence[NodeInfo], stage: MeasureStage, instruments: Instruments, count: _Count
+) -> list[NodeMeasured]:
+    by_host: dict[str, list[NodeInfo]] = {}
+    for node in nodes:
+        by_host.setdefault(node.host_id, []).append(node)
+    found: dict[str, NodeMeasured] = {}
+
+    async def one_host(here: Sequence[NodeInfo]) -> None:
+        for node in here:
+            found[node.node] = await _one_node(node, stage, instruments)
+            count.one_more()
+
+    async with asyncio.TaskGroup() as tasks:
+        for here in by_host.values():
+            tasks.create_task(one_host(here))
+    return [found[node.node] for node in nodes]
+
+
+async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instruments) -> NodeMeasured:
+    try:
+        answer = await instruments.measure_stage(node, stage)
+    except ShardnetError as error:
+        return _without(node, error)
+    return NodeMeasured(
+        node=node.node,
+        name=node.name,
+        memory_bytes=answer.memory_bytes,
+        seconds=answer.seconds,
+        kernel=answer.kernel,
+        threads=answer.threads,
+        measured_at_s=answer.measured_at_s,
+        is_steady=answer.is_steady,
+        disk_bytes_per_s=answer.disk_bytes_per_s,
+    )
+
+
+def _without(node: NodeInfo, error: ShardnetError) -> NodeMeasured:
+    return NodeMeasured(
+        node=node.node, name=node.name, memory_bytes=node.memory_bytes, why_not=explanation(error)
+    )
+
+
+async def _all_links(
+    nodes: Sequence[NodeInfo],
+    payload_bytes: int,
+    again: bool,
+    instruments: Instruments,
+    count: _Count,
+) -> dict[tuple[NodeId, NodeId], LinkSpeed]:
+    by_id = {NodeId(node.node): node for node in nodes}
+    links: dict[tuple[NodeId, NodeId], LinkSpeed] = {}
+
+    async def one_link(pair: tuple[NodeId, NodeId]) -> None:
+        ask = MeasureLinks(request=0, nodes=[pair[1]], payload_bytes=payload_bytes, again=again)
+        try:
+            answer = await instruments.measure_links(by_id[pair[0]], ask)
+            for row in answer.links:
+                if row.node == pair[1]:
+                    speed = LinkSpeed(round_trip_s=row.round_trip_s, bytes_per_s=row.bytes_per_s)
+                    links[pair] = speed
+        except ShardnetError:  # planned with as if it were slow, which the plan says
+            pass
+        count.one_more()
+
+    for pairs in rounds_of_pairs(by_id):
+        async with asyncio.TaskGroup() as tasks:
+            for pair in pairs:
+                tasks.create_task(one_link(pair))
+    return links

@@ -1,0 +1,132 @@
+"""Measuring as a node takes part in it: for its own plans, and when other heads ask.
+
+Knows who measures what here and who is asked elsewhere. Must not know how a figure comes about, nor
+what a plan makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec.structs import replace
+
+from shardnet.cluster.measuring.link_benchmark import LinkFigures
+from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
+from shardnet.cluster.measuring.node_benchmark import OwnFigures
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.loading import ModelFacts, config_text
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
+from shardnet.wire.messages.measurements import (
+    LinksMeasured,
+    MeasureLinks,
+    MeasureStage,
+    StageMeasured,
+)
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.stages import LoadProgress
+
+
+class Survey:
+    """Asks this `node` and others; `control_to` gives the link to another one."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        own: OwnFigures,
+        links: LinkFigures,
+        reader: Executor,
+        control_to: Callable[[NodeInfo], Awaitable[ControlLink]],
+    ) -> None:
+        self._node = node
+        self._own = own
+        self._links = links
+        self._reader = reader
+        self._control_to = control_to
+
+    async def measured(
+        self,
+        nodes: Sequence[NodeInfo],
+        choice: ModelChoice,
+        facts: ModelFacts,
+        dtype: DType,
+        *,
+        again: bool = False,
+        on_measured: OnMeasured,
+    ) -> Measured:
+        """Have the nodes and the links between them measured for a model of this machine.
+
+        With `again` what they remember does not do. `on_measured` is as for `gather`.
+        """
+        ask = await self._ask(choice, facts, dtype, again=again)
+        payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
+        return await gather(nodes, ask, payload_bytes, self, on_measured)
+
+    async def known(
+        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType
+    ) -> Measured:
+        """Tell what this node knows of itself, without measuring."""
+        ask = await self._ask(choice, facts, dtype, again=False)
+        return await gather([node], ask, 0, _Remembering(self._own))
+
+    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        """Have a node measure itself (measurement.Instruments)."""
+        if node.node == self._node:
+            return await self._own.measure(message, "this node", lambda done, total: None)
+        control = await self._control_to(node)
+        numbered = replace(message, request=control.next_request())
+        return await control.ask(numbered, StageMeasured, on_progress=lambda report: None)
+
+    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
+        """Have a node measure its links (measurement.Instruments)."""
+        if node.node == self._node:
+            return await self._links.measure(message)
+        control = await self._control_to(node)
+        return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
+
+    async def answer(self, control: ControlLink, message: MeasureStage | MeasureLinks) -> None:
+        """Measure for another head, and tell it. Raises what measuring raises."""
+        if isinstance(message, MeasureLinks):
+            control.send(await self._links.measure(message))
+            return
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            if not control.link.closed:
+                control.send(
+                    LoadProgress(
+                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
+                    )
+                )
+
+        control.send(await self._own.measure(message, control.peer_name, progress))
+
+    async def _ask(
+        self, choice: ModelChoice, facts: ModelFacts, dtype: DType, *, again: bool
+    ) -> MeasureStage:
+        return MeasureStage(
+            request=0,
+            config=config_text(facts),
+            dtype=dtype.value,
+            threads=choice.threads,
+            model=choice.model,
+            again=again,
+            quant=choice.quant,
+            kv_dtype=choice.kv_dtype,
+        )
+
+
+class _Remembering:
+    """Instruments that measure nothing."""
+
+    def __init__(self, own: OwnFigures) -> None:
+        self._own = own
+
+    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        """Tell what is known. Raises UsageError where nothing is."""
+        return self._own.known(message)
+
+    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
+        """Tell of no link."""
+        return LinksMeasured(request=0, links=[])

@@ -1,0 +1,149 @@
+"""How fast this node is with a model: measured once, then known.
+
+Knows when to measure and when to remember. Must not plan, nor know what other nodes measure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from shardnet import __version__
+from shardnet.cluster.machine.profile import available_cores, make_host_id
+from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.errors import UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.loading import find_folder
+from shardnet.runtime.stage.measuring import (
+    StageFigures,
+    measure_disk,
+    measure_stage,
+    read_config,
+)
+from shardnet.types import DType, KvDType
+from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageSeconds
+
+
+class OwnFigures:
+    """Measures on `host`, within the memory that `orders` gives a stage. `reader` reads disks."""
+
+    def __init__(
+        self, *, host: StageHost, orders: StageOrders, reader: Executor, cache: FigureCache
+    ) -> None:
+        self._host = host
+        self._orders = orders
+        self._reader = reader
+        self._cache = cache
+        self._disks: dict[int, float | None] = {}
+
+    async def measure(
+        self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None]
+    ) -> StageMeasured:
+        """Answer with what is known or, where nothing is, with what is measured now.
+
+        `asker` names who sent the config, for messages. Raises BusyError when sequences are open
+        here and nothing is known, CheckpointError for a config this node cannot read, UsageError
+        for a dtype it does not know, CapacityError when there is no memory to measure in.
+        """
+        config, dtype, quantization, key = self._subject(message, asker)
+        kv_dtype = KvDType(message.kv_dtype)
+        figure = None if message.again else self._cache.get(key)
+        disk = await self._disk(message)
+        if figure is None:
+            memory_bytes = self._orders.free_bytes()
+            device = self._orders.device.kind
+
+            def measure(tick: Callable[[], None]) -> StageFigures:
+                return measure_stage(
+                    config,
+                    dtype,
+                    quantization,
+                    kv_dtype,
+                    device=device,
+                    threads=key.threads,
+                    memory_bytes=memory_bytes,
+                    tick=tick,
+                )
+
+            stage = await self._host.measure(measure, on_progress)
+            figure = Figure(stage=stage, measured_at_s=time.time())
+            self._cache.put(key, figure)
+        return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
+
+    def known(self, message: MeasureStage) -> StageMeasured:
+        """Answer with what is known, without the disk. Raises UsageError where nothing is."""
+        *_, key = self._subject(message, "this node")
+        figure = self._cache.get(key)
+        if figure is None:
+            raise UsageError("not measured yet: `shardnet plan` does it")
+        return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
+
+    def _subject(
+        self, message: MeasureStage, asker: str
+    ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
+        config = read_config(message.config, f"the config.json that {asker} sent")
+        dtype, quantization = _dtype(message.dtype), Quantization.named(message.quant)
+        threads = message.threads or self._orders.threads
+        key = FigureKey.of(
+            config,
+            dtype,
+            quantization,
+            KvDType(message.kv_dtype),
+            device=self._orders.device.description,
+            threads=threads,
+            cores=available_cores(),
+            version=__version__,
+            host=make_host_id(),
+        )
+        return config, dtype, quantization, key
+
+    async def _disk(self, message: MeasureStage) -> float | None:
+        """Return the bytes per second of the disk with the checkpoint, None where there is none."""
+        path = find_folder(message.model) if message.model else None
+        if path is None:
+            return None
+        try:
+            number = path.stat().st_dev
+        except OSError:
+            return None
+        if number not in self._disks or message.again:
+            self._disks[number] = await self._reader.run(lambda: measure_disk(path))
+        return self._disks[number]
+
+
+def _dtype(name: str) -> DType:
+    try:
+        return DType(name)
+    except ValueError:
+        raise UsageError(
+            f"figures for dtype {name} were asked for: known are bfloat16, float16 and float32"
+        ) from None
+
+
+def _answer(
+    message: MeasureStage,
+    figure: Figure,
+    threads: int,
+    memory_bytes: int,
+    disk_bytes_per_s: float | None,
+) -> StageMeasured:
+    stage = figure.stage
+    return StageMeasured(
+        request=message.request,
+        seconds=StageSeconds(
+            layer_s=stage.layer_s,
+            layer_256_s=stage.layer_256_s,
+            embed_s=stage.embed_s,
+            head_s=stage.head_s,
+        ),
+        kernel=stage.kernel,
+        threads=threads,
+        measured_at_s=figure.measured_at_s,
+        is_steady=stage.is_steady,
+        memory_bytes=memory_bytes,
+        disk_bytes_per_s=disk_bytes_per_s,
+    )

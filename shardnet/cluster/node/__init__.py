@@ -1,0 +1,1 @@
+"""The node: the composition root and what reaches it."""

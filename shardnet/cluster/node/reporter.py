@@ -1,0 +1,311 @@
+"""What this node reports: itself, its view of every peer, and on demand what its peers report.
+
+Knows where each fact lies, and how long peers are waited for. Tells members of the cluster and
+processes of this machine, nobody else. Must not judge: that is diagnosis.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardnet import __version__
+from shardnet.cluster.discovery.discovery import Discovery
+from shardnet.cluster.machine.addresses import is_loopback
+from shardnet.cluster.peers.address_diagnosis import judge, probe
+from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.peers import PeerReport, Peers
+from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.peers.rtt_probe import Knock
+from shardnet.errors import AuthenticationError, ShardnetError, first_error
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.loading import identify_at
+from shardnet.transport.address import host_of, split_address
+from shardnet.types import NodeId
+from shardnet.wire.framing.frames import PROTOCOL_VERSION
+from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.diagnostics import (
+    MAX_REASON,
+    MAX_TELLERS,
+    MAX_VIEWS,
+    AddressView,
+    InterfaceAddress,
+    MulticastHeard,
+    MulticastState,
+    NodeReport,
+    PeerView,
+    RecordSeen,
+    StageState,
+)
+from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportRequest
+from shardnet.wire.messages.metas import explanation
+
+PEER_REPORT_S: Final = 4.0
+"""How long a peer may take for its report, its probes included."""
+PROBES_AT_ONCE: Final = 32
+"""Addresses that are knocked at together: more of them would use up the places for handshakes."""
+IDENTIFY_S: Final = 3.0
+"""How long looking at a checkpoint may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What this node holds and does now. `n_requests` counts those of the ring that it leads."""
+
+    stage: StageState | None
+    n_requests: int
+
+
+class Reporter:
+    """Answers ReportRequest for one node.
+
+    `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
+    the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
+    `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
+    linked node, None where they are not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        own_info: Callable[[], NodeInfo],
+        holding: Callable[[], Holding],
+        cluster: str | None,
+        presence: Presence,
+        peers: Peers,
+        discovery: Discovery | None,
+        refusals: Refusals,
+        knock: Knock,
+        reader: Executor,
+        disk: Path,
+        bandwidth: Callable[[NodeId], Awaitable[float | None]],
+    ) -> None:
+        self._own_info = own_info
+        self._holding = holding
+        self._cluster = cluster
+        self._presence = presence
+        self._peers = peers
+        self._discovery = discovery
+        self._refusals = refusals
+        self._knock = knock
+        self._reader = reader
+        self._disk = disk
+        self._bandwidth = bandwidth
+        self._turn = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._started = time.monotonic()
+
+    async def answer(self, control: ControlLink, message: ReportRequest) -> None:
+        """Send this node's report and, if wanted, those of its peers as they come.
+
+        Raises AuthenticationError for one who is no member and on another machine.
+        """
+        received_at = time.time()
+        self._check_member(control)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if message.with_peers:
+                    for peer in self._peers.lines.linked():
+                        tasks.create_task(self._relay(control, message, peer))
+                control.send(await self._own(message, received_at))
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        control.send(Done(request=message.request))
+
+    def _check_member(self, control: ControlLink) -> None:
+        address = control.link.peer_address
+        if self._cluster is None and not is_loopback(host_of(address)):
+            raise AuthenticationError(
+                "a node without a cluster key tells only its own machine what it knows; run "
+                "`shardnet key new` on one machine and `shardnet key join` on the others"
+            )
+
+    async def _relay(self, control: ControlLink, message: ReportRequest, peer: ControlLink) -> None:
+        """Ask one peer and pass its answer on, or why there is none."""
+        node, name = peer.link.peer.node, peer.link.peer.name
+        try:
+            reply = await self._ask(message, peer)
+        except (ShardnetError, TimeoutError) as error:
+            late = f"no report within {PEER_REPORT_S:g} s"
+            why = explanation(error if isinstance(error, ShardnetError) else late)
+            reply = ReportReply(request=message.request, node=node, name=name, failure=why)
+        if not control.link.closed:
+            control.send(reply)
+
+    async def _ask(self, message: ReportRequest, peer: ControlLink) -> ReportReply:
+        """Ask a peer for its own report, and compare its clock with ours."""
+        hello = peer.link.peer
+        if hello.version != __version__:  # it would end the link over a message it does not know
+            raise ShardnetError(
+                f"it runs shardnet {hello.version} and this node {__version__}; only nodes of one "
+                "version understand each other's reports"
+            )
+        request = ReportRequest(
+            request=peer.next_request(), probe=message.probe, model=message.model
+        )
+        asked_at = time.time()
+        async with asyncio.timeout(PEER_REPORT_S):
+            reply = await peer.ask(request, ReportReply)
+        answered_at = time.time()
+        report, ahead_s = reply.report, None
+        if report is not None:
+            ahead_s = clock_ahead_s(asked_at, report.received_at, report.sent_at, answered_at)
+        return ReportReply(
+            request=message.request,
+            node=hello.node,
+            name=hello.name,
+            info=reply.info,
+            report=report,
+            failure=reply.failure,
+            clock_ahead_s=ahead_s,
+        )
+
+    async def _own(self, message: ReportRequest, received_at: float) -> ReportReply:
+        info = self._own_info()
+        views, (model_id, model_failure) = await asyncio.gather(
+            self._views(message.probe), self._look_for(message.model)
+        )
+        now, holding = time.monotonic(), self._holding()
+        report = NodeReport(
+            cluster=self._cluster or "",
+            protocol=PROTOCOL_VERSION,
+            uptime_s=now - self._started,
+            received_at=received_at,
+            interfaces=self._interfaces(),
+            multicast=self._multicast(now),
+            peers=views,
+            unreached=[
+                AddressView(address=address, seen=judge(error), why=explanation(error, MAX_REASON))
+                for address, error in self._peers.unreached.items()
+            ][:MAX_VIEWS],
+            refused=self._refusals.report(now),
+            disk_free_bytes=free_bytes(self._disk),
+            n_requests=holding.n_requests,
+            stage=holding.stage,
+            model_id=model_id,
+            model_failure=model_failure,
+            sent_at=time.time(),
+        )
+        return ReportReply(
+            request=message.request, node=info.node, name=info.name, info=info, report=report
+        )
+
+    async def _look_for(self, model: str) -> tuple[str, str]:
+        """Return the id of the model at a path here, or why there is none; "" for no path."""
+        if not model:
+            return "", ""
+        try:
+            async with asyncio.timeout(IDENTIFY_S):
+                facts = await self._reader.run(lambda: identify_at(model))
+                return facts.model_id, ""
+        except ShardnetError as error:
+            return "", explanation(error)
+        except TimeoutError:
+            return "", f"its files were not read within {IDENTIFY_S:g} s"
+
+    async def _views(self, with_probes: bool) -> list[PeerView]:
+        reports = sorted(self._peers.report(), key=lambda r: not r.is_linked)[:MAX_VIEWS]
+        return list(await asyncio.gather(*(self._view(r, with_probes) for r in reports)))
+
+    async def _view(self, known: PeerReport, with_probes: bool) -> PeerView:
+        addresses = known.addresses[:MAX_PEER_ADDRESSES]
+        bytes_per_s = None
+        if with_probes and not known.refusal and (known.is_linked or known.told_by):
+            views = await probe(known.node, addresses, self._knock, self._turn)
+            if known.is_linked:
+                bytes_per_s = await self._bandwidth(known.node)
+        else:
+            views = [_remembered(known, address) for address in addresses]
+        link, record = self._peers.lines.link_of(known.node), None
+        if self._discovery is not None:
+            record = self._discovery.records.get(known.node)
+        version = link.link.peer.version if link else record.version if record else ""
+        return PeerView(
+            node=known.node,
+            name=known.name,
+            version=version,
+            is_linked=known.is_linked,
+            address=known.address,
+            rtt_s=known.rtt_s,
+            bytes_per_s=bytes_per_s,
+            told_by=list(known.told_by)[:MAX_TELLERS],
+            refusal=explanation(known.refusal),
+            addresses=views,
+        )
+
+    def _interfaces(self) -> list[InterfaceAddress]:
+        told = {split_address(address)[0] for address in self._presence.addresses}
+        return [
+            InterfaceAddress(
+                interface=address.interface,
+                host=address.host,
+                prefix=address.net.network.prefixlen,
+                verdict=address.verdict.value,
+                mtu=address.mtu,
+                speed_mbit=address.speed_mbit,
+                is_told=address.host in told,
+            )
+            for address in self._presence.local[:MAX_VIEWS]
+        ]
+
+    def _multicast(self, now: float) -> MulticastState:
+        discovery = self._discovery
+        if discovery is None:
+            return MulticastState(state="off")
+        heard = [
+            MulticastHeard(node=h.node, interface=h.interface, age_s=max(0.0, now - h.at))
+            for h in discovery.ear.heard()
+            if h.node != self._own_info().node
+        ]
+        return MulticastState(
+            state="on" if discovery.hosts else "failed",
+            failure=explanation(discovery.failure),
+            hosts=list(discovery.hosts)[:MAX_VIEWS],
+            listening=list(discovery.ear.interfaces)[:MAX_VIEWS],
+            listening_s=now - discovery.ear.since,
+            heard=heard[: 4 * MAX_VIEWS],
+            records=[
+                RecordSeen(
+                    node=record.node,
+                    name=record.name,
+                    version=record.version,
+                    protocol=record.protocol,
+                    cluster=record.fingerprint,
+                    address=record.addresses[0],
+                )
+                for record in list(discovery.records.values())[:MAX_VIEWS]
+            ],
+        )
+
+
+def clock_ahead_s(asked: float, received: float, sent: float, answered: float) -> float:
+    """Return how far the clock of a peer is ahead of ours, as NTP finds it (RFC 5905, section 8).
+
+    `asked` and `answered` are read from our clock, `received` and `sent` from the peer's. However
+    long the peer takes for its answer, the error is half the difference of both ways.
+    """
+    return ((received - asked) + (sent - answered)) / 2
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the free space of the disk where `folder` is or would be made, None if unknown."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _remembered(known: PeerReport, address: str) -> AddressView:
+    """What came of the last attempt at an address."""
+    if address == known.address:
+        return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
+    why = explanation(known.failures.get(address, ""), MAX_REASON)
+    return AddressView(address=address, seen="failed" if why else "not tried", why=why)

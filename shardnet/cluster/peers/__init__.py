@@ -1,0 +1,1 @@
+"""The peers of a node: found, linked to, kept."""

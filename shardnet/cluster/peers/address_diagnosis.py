@@ -1,0 +1,89 @@
+"""Probes: what comes of knocking at addresses now, told apart as a person needs it.
+
+Knows what the failures of a handshake say about the way to a port and who is behind it. Must not
+know why anybody asks, nor keep anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+
+from shardnet.cluster.peers.rtt_probe import Knock, Sounding, sound
+from shardnet.errors import (
+    AuthenticationError,
+    PeerUnreachableError,
+    ShardnetError,
+    VersionMismatchError,
+)
+from shardnet.transport.address import split_address
+from shardnet.types import NodeId
+from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
+from shardnet.wire.messages.metas import explanation
+
+HANDSHAKE_S: Final = 2.0
+"""How long a node may take to answer a probe."""
+CONNECT_S: Final = 0.5
+"""How long TCP alone may take then, to tell a firewall from a node that hangs."""
+
+
+async def probe(
+    node: NodeId, addresses: Sequence[str], knock: Knock, turn: asyncio.Semaphore | None = None
+) -> list[AddressView]:
+    """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
+
+    Takes as long as `knock` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
+    """
+
+    async def at(address: str) -> AddressView:
+        async with turn or contextlib.nullcontext():
+            view, answer = await look(address, knock)
+        if answer is None or answer.node == node:
+            return view
+        why = f"another node answers there, {answer.name} ({answer.node})"
+        return AddressView(address=address, seen="other node", why=explanation(why, MAX_REASON))
+
+    return list(await asyncio.gather(*(at(address) for address in addresses)))
+
+
+async def look(address: str, knock: Knock) -> tuple[AddressView, Sounding | None]:
+    """Knock at an address; return what came of it, and who has answered if anybody has."""
+    try:
+        answer = await sound(address, knock)
+    except ShardnetError as error:
+        seen = judge(error)
+        if seen == "dropped" and await _connects(address):
+            seen = "hangs"
+        return AddressView(address=address, seen=seen, why=explanation(error, MAX_REASON)), None
+    return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s), answer
+
+
+def judge(error: ShardnetError) -> Seen:
+    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see `look`."""
+    match error:
+        case AuthenticationError():
+            return "other key"
+        case VersionMismatchError():
+            return "other version"
+        case PeerUnreachableError(__cause__=ConnectionRefusedError()):
+            return "refused"
+        case PeerUnreachableError(__cause__=TimeoutError()):
+            return "dropped"
+        case PeerUnreachableError():
+            return "unreachable"
+        case _:
+            return "failed"
+
+
+async def _connects(address: str) -> bool:
+    """Say whether TCP is answered at an address, whoever it is."""
+    host, port = split_address(address)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True

@@ -1,0 +1,114 @@
+"""This node on the network: where it can be reached now, its record, and whom discovery finds.
+
+Knows the listener's address and who is of the same cluster. Ties `addresses` and `discovery` to the
+peers. Must not dial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shardnet import __version__
+from shardnet.cluster.discovery.discovery import Discovery
+from shardnet.cluster.discovery.node_record import Candidate
+from shardnet.cluster.discovery.service_browser import Goodbye
+from shardnet.cluster.machine.addresses import (
+    LocalAddress,
+    format_addresses,
+    is_loopback,
+    rank,
+    reachable_hosts,
+    read_interfaces,
+)
+from shardnet.cluster.machine.profile import make_host_id
+from shardnet.cluster.peers.peers import Peers
+from shardnet.transport.address import split_address
+from shardnet.types import NodeId
+from shardnet.wire.framing.frames import PROTOCOL_VERSION
+
+
+class Presence:
+    """Where one node is. `on_changed` is called when its addresses are others than before."""
+
+    def __init__(self, *, node: NodeId, name: str, on_changed: Callable[[], None]) -> None:
+        self._node = node
+        self._name = name
+        self._on_changed = on_changed
+        self._bound = ""
+        self.local: tuple[LocalAddress, ...] = ()
+        """This machine's addresses, best first."""
+        self.addresses: tuple[str, ...] = ()
+        """Where others can reach the node, best first; none where it does not listen."""
+
+    @property
+    def address(self) -> str:
+        """The best of `addresses`, "" without one."""
+        return self.addresses[0] if self.addresses else ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the node can be reached from its own machine alone."""
+        return all(is_loopback(split_address(address)[0]) for address in self.addresses)
+
+    def listening_at(self, bound: str) -> None:
+        """Take the address that the listener is bound to."""
+        self._bound = bound
+        self.look_around()
+
+    def look_around(self) -> None:
+        """See which addresses this machine has by now."""
+        self.local = rank(read_interfaces())
+        host, port = split_address(self._bound)
+        addresses = format_addresses(reachable_hosts(host, self.local), port)
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self._on_changed()
+
+    def seen_as(self, address: str) -> str:
+        """Return the address to give to others for this node when it was asked at `address`.
+
+        A loopback address would lead them to themselves.
+        """
+        host, _ = split_address(address)
+        return self.address if is_loopback(host) and not self.is_loopback else address
+
+    async def discover(self, discovery: Discovery, peers: Peers) -> None:
+        """Be found, and propose to `peers` whom `discovery` finds, until cancelled."""
+
+        def found(event: Candidate | Goodbye) -> None:
+            if isinstance(event, Goodbye):
+                peers.withdraw(event.node)
+            else:
+                why = _refusal(event, discovery.fingerprint)
+                peers.propose(event.node, event.name, event.addresses, why)
+
+        await discovery.run(lambda: self._record(discovery.fingerprint), found)
+
+    def _record(self, fingerprint: str) -> Candidate:
+        self.look_around()
+        return Candidate(
+            node=self._node,
+            name=self._name,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            fingerprint=fingerprint,
+            host_id=make_host_id(),
+            hosts=_hosts(self.addresses),
+            port=split_address(self._bound)[1],
+        )
+
+
+def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
+    return tuple(split_address(address)[0] for address in addresses)
+
+
+def _refusal(candidate: Candidate, fingerprint: str) -> str:
+    """Say why a candidate is none of this cluster, "" if it may be one."""
+    if candidate.protocol != PROTOCOL_VERSION:
+        return (
+            f"it speaks protocol version {candidate.protocol} and this node {PROTOCOL_VERSION}: "
+            "install the same version of shardnet on both"
+        )
+    if candidate.fingerprint != fingerprint:
+        return "it has another cluster key, or one of both has none"
+    return ""

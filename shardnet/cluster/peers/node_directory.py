@@ -1,0 +1,127 @@
+"""What this node tells of itself, and what its neighbours tell of themselves.
+
+Knows how to ask a node who it is, and how long to wait. Must not know plans, rings or clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.peers import Peers
+from shardnet.errors import ShardnetError, UsageError, first_error
+from shardnet.types import NodeId
+from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
+from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.plans import LeftOut
+
+PEER_STATUS_S = 10.0
+"""How long a node waits for a peer's status before it plans without that one: longer than a link
+lives that says nothing, so whoever is left out at the end is there, and very busy."""
+TOO_BUSY = "its link lives, so it is too busy; ask again when that has ended"
+LISTED_S = 0.7
+"""How long it waits before it tells what it last knew of that peer: lists are to come at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The nodes that a plan may use, and linked ones that did not say in time how they are."""
+
+    nodes: tuple[NodeInfo, ...]
+    silent: tuple[LeftOut, ...] = ()
+
+
+class Neighbours:
+    """This node and those it knows, as they are now. `own_info` describes this one.
+
+    `status_s` is how long a peer may take to say how it is when it is wanted for a plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        own_info: Callable[[], NodeInfo],
+        peers: Peers,
+        presence: Presence,
+        status_s: float = PEER_STATUS_S,
+    ) -> None:
+        self._own_info = own_info
+        self._peers = peers
+        self._presence = presence
+        self._status_s = status_s
+        self._latest: dict[str, NodeInfo] = {}
+
+    async def candidates(self, addresses: Sequence[str]) -> Candidates:
+        """Return the nodes at `addresses`, or without any this node and its peers.
+
+        A peer is waited for while its link lives, at most `status_s`. Raises LinkError when there
+        is no node at an address, UsageError when one is named twice.
+        """
+        if not addresses:
+            infos, silent = await self._ask_all(self._status_s)
+            return Candidates(nodes=(self._own_info(), *infos), silent=silent)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asks = [tasks.create_task(self._at(address)) for address in addresses]
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        infos = [ask.result() for ask in asks]
+        for place, info in enumerate(infos):
+            if info.node in {other.node for other in infos[:place]}:
+                raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
+        return Candidates(nodes=tuple(infos))
+
+    async def listed(self) -> list[NodeInfo]:
+        """Ask every linked peer; of one that does not answer at once tell what was known last.
+
+        That it is here is known from its link.
+        """
+        infos, _ = await self._ask_all(LISTED_S)
+        answers = {info.node: info for info in infos}
+        linked = [control.link.peer.node for control in self._peers.lines.linked()]
+        self._latest = {node: self._latest[node] for node in linked if node in self._latest}
+        return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
+
+    async def _ask_all(self, patience_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
+        """Ask every linked peer. Returns what they say, and who did not say it in time."""
+
+        async def ask(control: ControlLink) -> NodeInfo | LeftOut:
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await _ask(control)
+            except TimeoutError:
+                return _silent(control, f"it did not answer within {patience_s:g} s: {TOO_BUSY}")
+            except ShardnetError as error:
+                return _silent(control, explanation(error))
+
+        answers = await asyncio.gather(*(ask(control) for control in self._peers.lines.linked()))
+        infos = [
+            replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
+            for info in answers
+            if isinstance(info, NodeInfo)
+        ]
+        self._latest |= {info.node: info for info in infos}
+        return infos, tuple(answer for answer in answers if isinstance(answer, LeftOut))
+
+    async def _at(self, address: str) -> NodeInfo:
+        """Ask the node at `address`, which may be this one, who it is."""
+        own = self._own_info()
+        control = None if address == own.address else await self._peers.find(address)
+        if control is not None:
+            return replace(await _ask(control), address=address)
+        return replace(own, address=self._presence.seen_as(address))
+
+
+def _silent(control: ControlLink, why: str) -> LeftOut:
+    hello = control.link.peer
+    return LeftOut(node=hello.node, name=hello.name, why=why)
+
+
+async def _ask(control: ControlLink) -> NodeInfo:
+    ask = Status(request=control.next_request(), with_peers=False)
+    return (await control.ask(ask, StatusReply)).node

@@ -1,0 +1,154 @@
+"""Soundings: who answers at an address, and how fast.
+
+Knows how to knock as a client, measure round trips and compare the addresses of one node. Must not
+know why a node is wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.errors import RemoteProtocolError, ShardnetError
+from shardnet.transport.link import Link
+from shardnet.types import NodeId
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.membership import Ping
+
+N_PINGS: Final = 3
+"""Round trips of which the shortest counts."""
+
+SAME_RTT: Final = 1.25
+SAME_RTT_S: Final = 0.0001
+"""Round trips within this factor of the shortest, or below this time, are as good as each other."""
+
+Knock = Callable[[str], Awaitable[Link]]
+"""Opens a control link to an address as a client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sounding:
+    """Who has answered at an address. `rtt_s` is the shortest of a few round trips."""
+
+    address: str
+    node: NodeId
+    name: str
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The best address of a node, None if it answers nowhere; why not the others, by address."""
+
+    best: Sounding | None
+    failures: dict[str, str]
+
+
+async def compare(
+    node: NodeId, addresses: Sequence[str], knock: Knock, *, patience_s: float
+) -> Comparison:
+    """Knock at all `addresses` at once and choose the one where `node` answers fastest.
+
+    Of about equal ones it is the first in order. When one has answered, the others have
+    `patience_s` more. An address that does not answer costs what `knock` waits for it.
+    """
+    if not addresses:
+        return Comparison(best=None, failures={})
+    found: list[Sounding] = []
+    failures: dict[str, str] = {}
+    knocks = {asyncio.create_task(sound(address, knock)): address for address in addresses}
+    try:
+        waiting = set(knocks)
+        while waiting:
+            done, waiting = await asyncio.wait(
+                waiting,
+                timeout=patience_s if found else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                break
+            for task in done:
+                answer = _answer(task, node)
+                if isinstance(answer, Sounding):
+                    found.append(answer)
+                else:
+                    failures[knocks[task]] = answer
+    finally:
+        for task in knocks:
+            task.cancel()
+        await asyncio.gather(*knocks, return_exceptions=True)
+    best = choose(found, addresses)
+    if best is not None:
+        for address in addresses:
+            if address != best.address:
+                failures.setdefault(address, f"not faster than {best.address}")
+    return Comparison(best=best, failures=failures)
+
+
+def choose(found: Sequence[Sounding], order: Sequence[str]) -> Sounding | None:
+    """Return the sounding with the shortest round trip; of about equal ones the first in order."""
+    if not found:
+        return None
+    limit_s = max(min(sounding.rtt_s for sounding in found) * SAME_RTT, SAME_RTT_S)
+    return min(found, key=lambda s: (s.rtt_s > limit_s, order.index(s.address)))
+
+
+async def sound(address: str, knock: Knock) -> Sounding:
+    """See who answers at an address, and how fast. Raises what `knock` raises."""
+    async with _asking(await knock(address)) as control:
+        rtt_s = min([await ping(control) for _ in range(N_PINGS)])
+        peer = control.link.peer
+        return Sounding(address=address, node=NodeId(peer.node), name=peer.name, rtt_s=rtt_s)
+
+
+async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = False) -> float:
+    """Measure one round trip, in seconds, with `payload` on the way there.
+
+    With `as_step` the answer waits for the peer's compute thread. Raises LinkError when the link
+    ends; with either, BusyError when the peer computes for somebody.
+    """
+    message = Ping(request=control.next_request(), payload=payload, as_step=as_step)
+    begun = time.perf_counter()
+    await control.ask(message, Done)
+    return time.perf_counter() - begun
+
+
+def _answer(task: asyncio.Task[Sounding], node: NodeId) -> Sounding | str:
+    """Return the answer at an address if it is the node's, else why it does not count."""
+    error = task.exception()
+    if isinstance(error, ShardnetError):
+        return str(error)
+    answer = task.result()
+    if answer.node != node:
+        return f"another node answers there, {answer.name} ({answer.node})"
+    return answer
+
+
+@asynccontextmanager
+async def _asking(link: Link) -> AsyncIterator[ControlLink]:
+    """Use a link as a client, and close it."""
+    control = ControlLink(link, _refuse)
+
+    async def read() -> None:
+        with contextlib.suppress(ShardnetError):
+            await control.serve()
+
+    reading = asyncio.create_task(read())
+    try:
+        yield control
+    except asyncio.CancelledError:
+        link.abort("the answer is not needed any more")
+        raise
+    finally:
+        await link.close()
+        await reading
+
+
+async def _refuse(control: ControlLink, message: Incoming) -> None:
+    raise RemoteProtocolError(f"{control.peer_name} asked {type(message).__name__} of a client")

@@ -1,0 +1,268 @@
+"""The planner's inputs and its result: what a model weighs, what nodes and links can do, a plan.
+
+Knows sizes and times as plain figures, and what a stage adds up to. Pure. Must not know how the
+figures were found, nor how a plan is chosen from them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from shardnet.errors import UsageError
+from shardnet.stage.estimate.memory_estimate import N_BUFFERS
+from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
+
+MARGIN = 0.02
+"""Share of a stage's predicted memory that is kept free for what nothing predicts."""
+
+
+class Objective(enum.Enum):
+    """What a plan makes least. The value is the name used in flags.
+
+    LATENCY is the seconds per token of one sequence: all stages and all hops of one trip.
+    THROUGHPUT is the slowest stage's seconds per step, its sending included: what bounds the tokens
+    of many sequences in flight.
+    """
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lighter:
+    """What a model weighs with `flags`, which round weights, keys and values, or both.
+
+    `spared_bytes` as in ModelShape.
+    """
+
+    flags: tuple[str, ...]
+    layer_bytes: int
+    head_bytes: int
+    kv_block_bytes: int
+    activation_bytes: int
+    activation_position_bytes: int
+    spared_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """What it means to stream a layer from disk, in bytes.
+
+    `read_bytes` of a layer are read at every step and not kept. A stage that streams any takes
+    `working_bytes` besides: what products reorder, and rows that wait for others in a layer.
+    """
+
+    read_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a model weighs in the dtype it will compute in. All sizes in bytes.
+
+    `context` is the positions of the one sequence there must be room for. `kv_block_bytes` is one
+    layer's KV cache of one block of positions, `activation_bytes` the peak of one stage's
+    intermediate results and `activation_position_bytes` how much of it each position of the context
+    adds.
+    `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
+    to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
+    a layer, None where that is all of it: experts it does not visit. `layer_bytes` is what the
+    largest layer weighs, and `spared_bytes` how much less each one does, () where all are alike.
+    `streaming` is None where its weights have to be made of what is on disk.
+    """
+
+    n_layers: int
+    layer_bytes: int
+    embedding_bytes: int
+    head_bytes: int
+    hop_bytes: int
+    context: int
+    kv_block_bytes: int
+    activation_bytes: int
+    activation_position_bytes: int = 0
+    lighter: tuple[Lighter, ...] = ()
+    layer_read_bytes: int | None = None
+    spared_bytes: tuple[int, ...] = ()
+    streaming: Streaming | None = None
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of positions in the context."""
+        return blocks_for(self.context)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """One layer's KV cache for one sequence of the whole context."""
+        return self.n_blocks * self.kv_block_bytes
+
+    @property
+    def whole(self) -> LayerRange:
+        """All layers."""
+        return LayerRange(0, self.n_layers)
+
+    def with_blocks(self, n_blocks: int) -> ModelShape:
+        """Return the shape with a context of so many whole blocks, fewer than the present ones."""
+        context = n_blocks * BLOCK_POSITIONS
+        saved_bytes = (self.context - context) * self.activation_position_bytes
+        return replace(self, context=context, activation_bytes=self.activation_bytes - saved_bytes)
+
+    def rounded(self, lighter: Lighter) -> ModelShape:
+        """Return the shape with more of it rounded."""
+        return replace(
+            self,
+            layer_bytes=lighter.layer_bytes,
+            head_bytes=lighter.head_bytes,
+            kv_block_bytes=lighter.kv_block_bytes,
+            activation_bytes=lighter.activation_bytes,
+            activation_position_bytes=lighter.activation_position_bytes,
+            spared_bytes=lighter.spared_bytes,
+            lighter=(),
+        )
+
+    def weight_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
+        """Weights of a stage: its layers, the embedding if first, norm and LM head if last.
+
+        Of `n_streamed` layers only what is not streamed, and two buffers for all of them.
+        """
+        is_first, is_last = layers.start == 0, layers.end == self.n_layers
+        saved_bytes = 0
+        if n_streamed:
+            assert self.streaming is not None
+            saved_bytes = (n_streamed - min(N_BUFFERS, n_streamed)) * self.streaming.read_bytes
+        return (
+            len(layers) * self.layer_bytes
+            - sum(self.spared_bytes[layers.start : layers.end])
+            + is_first * self.embedding_bytes
+            + is_last * self.head_bytes
+            - saved_bytes
+        )
+
+    def read_bytes(self, n_streamed: int) -> int:
+        """Bytes that a stage reads from disk at every step: of two layers or less nothing."""
+        if self.streaming is None or n_streamed <= N_BUFFERS:
+            return 0
+        return n_streamed * self.streaming.read_bytes
+
+    def kv_bytes(self, layers: LayerRange) -> int:
+        """KV cache of a stage for one sequence of the whole context."""
+        return len(layers) * self.kv_layer_bytes
+
+    def memory_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
+        """Memory a stage needs for one sequence of the whole context; see `weight_bytes`."""
+        weight_bytes = self.weight_bytes(layers, n_streamed)
+        used = weight_bytes + self.kv_bytes(layers) + self.activation_bytes
+        if n_streamed and self.streaming is not None:
+            used += self.streaming.working_bytes
+        return int(used * (1 + MARGIN))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpeed:
+    """What a node has measured of one model shape, in seconds.
+
+    `layer_s` is one layer at 1 row and decides plans; `layer_256_s`, one layer at 256 rows, says
+    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides.
+    Raises UsageError for a figure that is no time: other nodes tell these.
+    """
+
+    layer_s: float
+    layer_256_s: float
+    embed_s: float
+    head_s: float
+
+    def __post_init__(self) -> None:
+        _check(self.layer_s > 0, "a layer's time for 1 row", self.layer_s)
+        _check(self.layer_256_s > 0, "a layer's time for 256 rows", self.layer_256_s)
+        _check(self.embed_s >= 0, "the embedding's time", self.embed_s)
+        _check(self.head_s >= 0, "the LM head's time", self.head_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """What was measured of the way from one node to another.
+
+    Raises UsageError for figures that no link has.
+    """
+
+    round_trip_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check(self.round_trip_s >= 0, "a round trip", self.round_trip_s)
+        _check(self.bytes_per_s > 0, "a bandwidth", self.bytes_per_s)
+
+    def hop_s(self, size_bytes: int) -> float:
+        """Seconds from the first byte sent to the last one received."""
+        return self.round_trip_s / 2 + self.send_s(size_bytes)
+
+    def send_s(self, size_bytes: int) -> float:
+        """Seconds that the sender is busy with it; what flies costs the sender nothing."""
+        return size_bytes / self.bytes_per_s
+
+
+Links = Mapping[tuple[NodeId, NodeId], LinkSpeed]
+"""From (sender, receiver) to what was measured of the way between them."""
+
+NO_LINKS: Links = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A node that could run a stage, with the memory it may use for one in bytes.
+
+    `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
+    """
+
+    node: NodeId
+    name: str
+    memory_bytes: int
+    speed: StageSpeed | None = None
+    disk_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage of a plan, with the memory it is predicted to take.
+
+    `compute_s` is the predicted time of one row in this stage and `hop_s` of its way to the next
+    stage, from the tail to the head; None where it was not measured, `hop_s` also in a ring of one.
+    `n_streamed` of its layers are streamed from disk.
+    """
+
+    node: NodeId
+    layers: LayerRange
+    weight_bytes: int
+    kv_bytes: int
+    compute_s: float | None = None
+    hop_s: float | None = None
+    n_streamed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """A candidate that the plan does not use."""
+
+    node: NodeId
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The stages in ring order, who was left out, and why it is so.
+
+    `predicted_tok_s` is None where not every figure that it needs was measured.
+    """
+
+    stages: tuple[StagePlan, ...]
+    left_out: tuple[Exclusion, ...]
+    predicted_tok_s: float | None
+    why: str
+
+
+def _check(holds: bool, what: str, value: float) -> None:
+    if not (holds and math.isfinite(value)):
+        raise UsageError(f"{what} of {value} cannot have been measured: measure that node again")

@@ -1,0 +1,292 @@
+"""Placement: which node runs which layers. Pure.
+
+Knows the two ways to ask for a plan: the best of some nodes, or exactly these. The figures that go
+in and come out are in placement/figures.py. Must not know how those figures were found, nor time,
+sockets or torch.
+
+Where nodes have measured themselves, the ring that the objective likes best is searched. Where none
+has, a stage's time is taken to be the bytes it reads per step (design decision 10), and a ring is
+never longer than it must be: every hop costs time that one sequence cannot win back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardnet.cluster.placement.estimate import (
+    bytes_problem,
+    hops_of,
+    measured_link,
+    measured_problem,
+    unmeasured_hops,
+    unmeasured_nodes,
+)
+from shardnet.cluster.placement.figures import (
+    NO_LINKS,
+    Candidate,
+    Exclusion,
+    Links,
+    LinkSpeed,
+    ModelShape,
+    Objective,
+    Placement,
+    StagePlan,
+)
+from shardnet.cluster.placement.room import shortest_ring
+from shardnet.cluster.placement.search import find_ring
+from shardnet.cluster.placement.split import Ring, even_split, given_split
+from shardnet.cluster.placement.streams import best_streamed_ring, streamed_ring
+from shardnet.cluster.placement.words import (
+    assumption_words,
+    choice_words,
+    exclusion_words,
+    named_words,
+    ring_shortfall_words,
+    shortfall_words,
+    size,
+    streaming_words,
+)
+from shardnet.errors import PlanError
+from shardnet.types import LayerRange
+from shardnet.wire.payloads.data import TOKEN_BYTES
+
+
+def place(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
+) -> Placement:
+    """Choose nodes, their order and the layers of each, so that `objective` is best met.
+
+    The first candidate is the node that was asked: among equals it is the head. Without any
+    measured speed the shortest ring that fits is taken, its layers divided by bytes.
+
+    Raises PlanError when the model does not fit, with what lacks where and the ways out.
+    """
+    if all(candidate.speed is None for candidate in candidates):
+        return _place_by_bytes(shape, candidates)
+    problem = measured_problem(shape, candidates, links, objective)
+    ring = find_ring(problem)
+    if ring is None:
+        raise PlanError(shortfall_words(shape, candidates))
+    left_out = tuple(
+        Exclusion(node=c.node, why=exclusion_words(shape, candidates, problem, ring, index))
+        for index, c in enumerate(candidates)
+        if index not in ring.nodes
+    )
+    why = choice_words(candidates, problem, ring)
+    return _placement(shape, candidates, ring, links, left_out=left_out, why=why)
+
+
+def place_exactly(
+    shape: ModelShape,
+    ring: Sequence[Candidate],
+    layers: Sequence[LayerRange] | None = None,
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
+) -> Placement:
+    """Place the model on exactly these nodes in this order, the first being the head.
+
+    `layers` fixes the ranges. Without it they are divided so that the slowest stage is as fast as
+    can be: by measured time if every node has its speed, else by bytes read per step. Who names
+    nodes wants them all at work, so `objective` only says what is predicted.
+
+    Raises PlanError when there are more nodes than layers, the ranges do not match nodes or model,
+    or a stage does not fit its node; the message has the figures and a way out.
+    """
+    if len(ring) > shape.n_layers:
+        raise PlanError(
+            f"{len(ring)} nodes were named and the model has {shape.n_layers} layers: "
+            "name at most one node per layer"
+        )
+    is_measured = not unmeasured_nodes(ring)
+    if is_measured:
+        problem = measured_problem(shape, ring, links, objective)
+    else:
+        problem = bytes_problem(shape, ring)
+    nodes = range(len(ring))
+    if layers is not None:
+        _check_layers(shape, ring, layers)
+        split = given_split(problem, nodes, [len(part) for part in layers])
+        why = "the nodes and layers that were named"
+    else:
+        even = even_split(problem, nodes)
+        if even is None:
+            raise PlanError(ring_shortfall_words(shape, ring))
+        split = even
+        by = "measured time" if is_measured else "bytes read per step"
+        why = f"the nodes that were named, layers divided by {by}"
+    if is_measured:
+        why += f": {named_words(ring, problem, split)}"
+    return _placement(shape, ring, split, links, left_out=(), why=why)
+
+
+def place_streaming(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    layers: Sequence[LayerRange] | None = None,
+    links: Links = NO_LINKS,
+    objective: Objective = Objective.LATENCY,
+    *,
+    exactly: bool,
+    n_streamed: int | None,
+) -> Placement | None:
+    """Place a model of which stages stream layers from disk; see placement/streams.py.
+
+    With `exactly` on all these nodes in this order, `layers` as in place_exactly; else on some of
+    them. Each stage streams `n_streamed` layers, None for as few as make it fit. Returns None where
+    they have no memory for it. Raises PlanError for `layers` that match neither nodes nor model.
+    """
+    if layers is not None:
+        _check_ranges(shape, candidates, layers)
+    if exactly:
+        counts = None if layers is None else [len(part) for part in layers]
+        ring = streamed_ring(
+            shape, candidates, links, objective, n_streamed=n_streamed, counts=counts
+        )
+    else:
+        ring = best_streamed_ring(shape, candidates, links, objective, n_streamed=n_streamed)
+    if ring is None:
+        return None
+    chosen = [stage.candidate for stage in ring.stages]
+    links_on = [measured_link(links, *hop) for hop in hops_of(chosen)] or [None]
+    is_measured = ring.is_measured and not unmeasured_hops(chosen, links)
+    return Placement(
+        stages=tuple(
+            StagePlan(
+                node=stage.candidate.node,
+                layers=stage.layers,
+                weight_bytes=shape.weight_bytes(stage.layers, stage.n_streamed),
+                kv_bytes=shape.kv_bytes(stage.layers),
+                compute_s=stage.stage_s if ring.is_measured else None,
+                hop_s=_hop_s(shape, stage.layers, link),
+                n_streamed=stage.n_streamed,
+            )
+            for stage, link in zip(ring.stages, links_on, strict=True)
+        ),
+        left_out=tuple(
+            Exclusion(node=candidate.node, why="no faster with it, as far as is known")
+            for candidate in candidates
+            if candidate not in chosen
+        ),
+        predicted_tok_s=1 / ring.cost_s if is_measured else None,
+        why=streaming_words(shape, ring, was_asked=n_streamed is not None),
+    )
+
+
+def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
+    """Take the shortest ring; the asked node first, the others by memory, largest first."""
+    asked, *others = candidates
+    by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
+    problem = bytes_problem(shape, by_memory)
+    nodes = shortest_ring(problem.room, shape.n_layers)
+    ring = even_split(problem, nodes) if nodes else None
+    if ring is None:
+        raise PlanError(shortfall_words(shape, candidates))
+    n_stages = len(ring.nodes)
+    if n_stages == 1:
+        why = f"the whole model fits on {by_memory[ring.nodes[0]].name}; a split would add trips"
+        reason = "not needed: the model fits on one node, and every hop costs time"
+    else:
+        why = f"no {n_stages - 1} of these nodes hold the model; {n_stages} do"
+        reason = f"not needed: {n_stages} nodes hold the model, and every hop costs time"
+    left_out = tuple(
+        Exclusion(node=candidate.node, why=reason)
+        for index, candidate in enumerate(by_memory)
+        if index not in ring.nodes
+    )
+    why += " (nothing is measured yet)"
+    return _placement(shape, by_memory, ring, NO_LINKS, left_out=left_out, why=why)
+
+
+def _placement(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    ring: Ring,
+    links: Links,
+    *,
+    left_out: tuple[Exclusion, ...],
+    why: str,
+) -> Placement:
+    chosen = [candidates[node] for node in ring.nodes]
+    is_measured = not (unmeasured_nodes(chosen) or unmeasured_hops(chosen, links))
+    if not all(candidate.speed is None for candidate in candidates):
+        why += assumption_words(chosen, links)
+    return Placement(
+        stages=_stages(shape, chosen, ring.counts, links),
+        left_out=left_out,
+        predicted_tok_s=1 / ring.cost_s if is_measured else None,
+        why=why,
+    )
+
+
+def _stages(
+    shape: ModelShape, ring: Sequence[Candidate], counts: Sequence[int], links: Links
+) -> tuple[StagePlan, ...]:
+    stages, start = [], 0
+    links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
+    for candidate, count, link in zip(ring, counts, links_on, strict=True):
+        layers = LayerRange(start, start + count)
+        start = layers.end
+        stages.append(
+            StagePlan(
+                node=candidate.node,
+                layers=layers,
+                weight_bytes=shape.weight_bytes(layers),
+                kv_bytes=shape.kv_bytes(layers),
+                compute_s=_compute_s(shape, candidate, layers),
+                hop_s=_hop_s(shape, layers, link),
+            )
+        )
+    return tuple(stages)
+
+
+def _hop_s(shape: ModelShape, layers: LayerRange, link: LinkSpeed | None) -> float | None:
+    sent_bytes = TOKEN_BYTES if layers.end == shape.n_layers else shape.hop_bytes
+    return link.hop_s(sent_bytes) if link else None
+
+
+def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> float | None:
+    speed = candidate.speed
+    if speed is None:
+        return None
+    is_first, is_last = layers.start == 0, layers.end == shape.n_layers
+    return len(layers) * speed.layer_s + is_first * speed.embed_s + is_last * speed.head_s
+
+
+def _check_layers(
+    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+) -> None:
+    """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
+    _check_ranges(shape, ring, layers)
+    for candidate, part in zip(ring, layers, strict=True):
+        needed = shape.memory_bytes(part)
+        if needed > candidate.memory_bytes:
+            raise PlanError(
+                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
+                f"{part} (needs {size(needed)}): give it fewer layers or a smaller --context"
+            )
+
+
+def _check_ranges(
+    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+) -> None:
+    """Raise PlanError unless the ranges are one per node and join from 0 to the end."""
+    if len(layers) != len(ring):
+        raise PlanError(
+            f"--layers names {len(layers)} ranges for {len(ring)} nodes: give one range per node"
+        )
+    expected = 0
+    for part in layers:
+        if part.start != expected:
+            fault = "leaves a gap" if part.start > expected else "overlaps"
+            raise PlanError(
+                f"--layers {fault}: range {part} should start at {expected}; ranges must join"
+            )
+        expected = part.end
+    if expected != shape.n_layers:
+        raise PlanError(
+            f"--layers ends at {expected} and the model has {shape.n_layers} layers: "
+            f"end the last range at {shape.n_layers}"
+        )

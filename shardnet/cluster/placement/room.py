@@ -1,0 +1,153 @@
+"""How many layers nodes have memory for, and what would make a model fit.
+
+Knows memory alone. Pure. Must not know times: which ring is the fastest is the search's affair.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from enum import IntFlag
+from itertools import permutations
+
+from shardnet.cluster.placement.figures import ModelShape
+from shardnet.types import LayerRange
+
+MIB = 2**20
+
+
+class Role(IntFlag):
+    """What a stage has besides its layers: nothing, the embedding, the LM head or both."""
+
+    MIDDLE = 0
+    FIRST = 1
+    LAST = 2
+    ALONE = 3
+
+
+Room = tuple[int, int, int, int]
+"""The layers that a node has memory for, by Role. Alone it is all of them or 0."""
+
+Fits = Callable[[ModelShape, Sequence[int]], bool]
+"""Says whether the model fits nodes with so many bytes of memory."""
+
+
+def role_of(rank: int, n_stages: int) -> Role:
+    """Return the role of a stage by its rank."""
+    return Role((rank == 0) * Role.FIRST | (rank == n_stages - 1) * Role.LAST)
+
+
+def room_of(shape: ModelShape, memory_bytes: int) -> Room:
+    """Count the layers that fit a node's memory, in every role.
+
+    For a stage in the middle, which may begin anywhere, all layers count as the largest one.
+    """
+    n_layers = shape.n_layers
+    alike = replace(shape, spared_bytes=())
+
+    def needed(n: int, role: Role) -> int:
+        if role is Role.MIDDLE:
+            return alike.memory_bytes(LayerRange(1, 1 + n))
+        start = 0 if role & Role.FIRST else n_layers - n
+        return shape.memory_bytes(LayerRange(start, start + n))
+
+    def room(role: Role) -> int:
+        # A stage that is only first or only last leaves a layer to others, one in the middle two.
+        most = n_layers - (not role & Role.FIRST) - (not role & Role.LAST)
+        return bisect_right(range(1, most + 1), memory_bytes, key=lambda n: needed(n, role))
+
+    fits_alone = shape.memory_bytes(shape.whole) <= memory_bytes
+    return (room(Role.MIDDLE), room(Role.FIRST), room(Role.LAST), n_layers * fits_alone)
+
+
+def rooms_of(shape: ModelShape, memory: Sequence[int]) -> list[Room]:
+    """Count the layers that fit each node, in every role."""
+    return [room_of(shape, memory_bytes) for memory_bytes in memory]
+
+
+def ring_room(rooms: Sequence[Room], ring: Sequence[int]) -> int:
+    """Count the layers that a ring of these nodes, by index and in this order, has room for.
+
+    0 when one of them has no room for a single layer.
+    """
+    parts = [rooms[node][role_of(rank, len(ring))] for rank, node in enumerate(ring)]
+    return sum(parts) if all(parts) else 0
+
+
+def shortest_ring(rooms: Sequence[Room], n_layers: int) -> tuple[int, ...] | None:
+    """Return the shortest ring that holds the model, as indices; None when there is none.
+
+    Exact. Among rings of one length the head is the first node it can be, and so is the tail; the
+    nodes between are those with most room. So the order of the nodes is an order of preference.
+    """
+    fitting = (ring for ring in _roomy_rings(rooms, n_layers) if ring_room(rooms, ring) >= n_layers)
+    return min(fitting, key=len, default=None)
+
+
+def most_room(rooms: Sequence[Room], n_layers: int) -> int:
+    """Count the layers that these nodes have room for, in the ring that has most of it."""
+    rings = _roomy_rings(rooms, n_layers)
+    return max((ring_room(rooms, ring) for ring in rings), default=0)
+
+
+def _roomy_rings(rooms: Sequence[Room], n_layers: int) -> Iterator[tuple[int, ...]]:
+    """Every ring of one; for every head and tail the shortest ring that fits, else the roomiest."""
+    nodes = range(len(rooms))
+    yield from ((node,) for node in nodes)
+    by_room = sorted(nodes, key=lambda node: -rooms[node][Role.MIDDLE])
+    for head, tail in permutations(nodes, 2):
+        room, middle = rooms[head][Role.FIRST] + rooms[tail][Role.LAST], []
+        for node in by_room:
+            if room >= n_layers or not rooms[node][Role.MIDDLE]:
+                break
+            if node not in (head, tail):
+                middle.append(node)
+                room += rooms[node][Role.MIDDLE]
+        yield (head, *middle, tail)
+
+
+def fits_somehow(shape: ModelShape, memory: Sequence[int]) -> bool:
+    """Say whether some ring of these nodes holds the model."""
+    return shortest_ring(rooms_of(shape, memory), shape.n_layers) is not None
+
+
+def fits_in_order(shape: ModelShape, memory: Sequence[int]) -> bool:
+    """Say whether the ring of exactly these nodes, in this order, holds the model."""
+    n_stages = len(memory)
+    return (
+        n_stages <= shape.n_layers
+        and ring_room(rooms_of(shape, memory), range(n_stages)) >= shape.n_layers
+    )
+
+
+def context_that_fits(shape: ModelShape, memory: Sequence[int], fits: Fits) -> int | None:
+    """Return the longest context, in whole blocks, with which the model fits; None if none does."""
+    blocks = range(shape.n_blocks - 1, 0, -1)
+    index = bisect_left(blocks, True, key=lambda n: fits(shape.with_blocks(n), memory))
+    return shape.with_blocks(blocks[index]).context if index < len(blocks) else None
+
+
+def node_that_helps(shape: ModelShape, memory: Sequence[int], fits: Fits) -> int | None:
+    """Return the least memory, in whole MiB as bytes, of one more node that makes it fit.
+
+    None when not even a node for the whole model helps: the ring has too many nodes already.
+    """
+    return _least(shape, lambda extra: fits(shape, [*memory, extra]))
+
+
+def memory_that_helps(
+    shape: ModelShape, memory: Sequence[int], index: int, fits: Fits
+) -> int | None:
+    """Return the least memory, in whole MiB as bytes, with which the node at `index` makes it fit.
+
+    None when no memory there helps, for another stage lacks its own.
+    """
+    before, after = memory[:index], memory[index + 1 :]
+    return _least(shape, lambda raised: fits(shape, [*before, raised, *after]))
+
+
+def _least(shape: ModelShape, enough: Callable[[int], bool]) -> int | None:
+    sizes = range(0, shape.memory_bytes(shape.whole) + MIB, MIB)
+    index = bisect_left(sizes, True, key=enough)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,199 @@
+"""Rings whose stages stream layers from disk: how many each, how the layers are divided, how long.
+
+Knows bytes and times alone. Pure. Must not know words, nor when streaming is wanted.
+
+A stage reads its streamed layers while it computes: it takes as long as the longer of both. Layers
+go one by one to the stage on which the next one costs least, so memory is filled first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardnet.cluster.placement.estimate import ways_s
+from shardnet.cluster.placement.figures import Candidate, Links, ModelShape, Objective, StageSpeed
+from shardnet.types import LayerRange
+from shardnet.wire.payloads.data import TOKEN_BYTES
+
+ASSUMED_DISK_BYTES_PER_S = 500e6
+"""What a disk is taken to give when none was measured."""
+ASSUMED_MEMORY_BYTES_PER_S = 10e9
+"""How fast a node is taken to read weights when none was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedStage:
+    """A stage of such a ring. `stage_s` is its time for one row, its hop aside."""
+
+    candidate: Candidate
+    layers: LayerRange
+    n_streamed: int
+    stage_s: float
+
+    def read_s(self, shape: ModelShape) -> float | None:
+        """Seconds that the disk takes for a step, None where it was not measured."""
+        rate = self.candidate.disk_bytes_per_s
+        return shape.read_bytes(self.n_streamed) / rate if rate else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedRing:
+    """A ring, and what the objective makes of it. `is_measured`: nothing in it is assumed."""
+
+    stages: tuple[StreamedStage, ...]
+    cost_s: float
+    is_measured: bool
+
+
+def streamed_ring(
+    shape: ModelShape,
+    ring: Sequence[Candidate],
+    links: Links,
+    objective: Objective,
+    *,
+    n_streamed: int | None = None,
+    counts: Sequence[int] | None = None,
+) -> StreamedRing | None:
+    """Divide the layers over exactly these nodes. None where they have no memory for it.
+
+    Each stage streams `n_streamed` layers, all it has if those are fewer; None is as few as make it
+    fit. `counts` are the layers of each stage, None as is best.
+    """
+    if len(ring) > shape.n_layers:
+        return None
+    paces = _Paces.of(shape, ring)
+
+    def stage(rank: int, count: int) -> StreamedStage | None:
+        start = 0 if rank == 0 else shape.n_layers - count if rank == len(ring) - 1 else 1
+        layers = LayerRange(start, start + count)
+        return _stage(shape, ring[rank], paces, layers, n_streamed)
+
+    counts = _divided(shape, ring, objective, stage) if counts is None else counts
+    if counts is None:
+        return None
+    stages, start = [], 0
+    for rank, count in enumerate(counts):
+        made = _stage(shape, ring[rank], paces, LayerRange(start, start + count), n_streamed)
+        if made is None:
+            return None
+        stages.append(made)
+        start += count
+    ways = ways_s(ring, links, objective, shape.hop_bytes)
+    home = ways_s(ring, links, objective, TOKEN_BYTES)
+    last = len(ring) - 1
+    hops = [home[rank][0] if rank == last else ways[rank][rank + 1] for rank in range(len(ring))]
+    times = [made.stage_s + hop_s for made, hop_s in zip(stages, hops, strict=True)]
+    return StreamedRing(
+        stages=tuple(stages),
+        cost_s=sum(times) if objective is Objective.LATENCY else max(times),
+        is_measured=all(
+            made.candidate.speed is not None
+            and (not shape.read_bytes(made.n_streamed) or made.candidate.disk_bytes_per_s)
+            for made in stages
+        ),
+    )
+
+
+def best_streamed_ring(
+    shape: ModelShape,
+    candidates: Sequence[Candidate],
+    links: Links,
+    objective: Objective,
+    *,
+    n_streamed: int | None = None,
+) -> StreamedRing | None:
+    """Choose among each node alone, and the roomiest nodes together, the asked one first.
+
+    Not every ring is tried: where layers come from disk, which nodes lend their memory counts far
+    more than their order.
+    """
+    rings = (
+        streamed_ring(shape, ring, links, objective, n_streamed=n_streamed)
+        for ring in _rings(candidates)
+    )
+    found = [ring for ring in rings if ring is not None]
+    return min(found, key=lambda ring: ring.cost_s, default=None)
+
+
+def _rings(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+    asked, *others = candidates
+    yield from ([candidate] for candidate in candidates)
+    by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
+    yield from (by_memory[:length] for length in range(2, len(by_memory) + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Paces:
+    """What is assumed of nodes without figures: as slow as the slowest that has some."""
+
+    speed: StageSpeed
+    disk_bytes_per_s: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, ring: Sequence[Candidate]) -> _Paces:
+        speeds = [candidate.speed for candidate in ring if candidate.speed]
+        disks = [c.disk_bytes_per_s for c in ring if c.disk_bytes_per_s]
+        layer_s = (shape.layer_read_bytes or shape.layer_bytes) / ASSUMED_MEMORY_BYTES_PER_S
+        head_s = shape.head_bytes / ASSUMED_MEMORY_BYTES_PER_S
+        assumed = StageSpeed(layer_s=layer_s, layer_256_s=layer_s, embed_s=0.0, head_s=head_s)
+        return cls(
+            speed=max(speeds, key=lambda speed: speed.layer_s, default=assumed),
+            disk_bytes_per_s=min(disks, default=ASSUMED_DISK_BYTES_PER_S),
+        )
+
+
+def _stage(
+    shape: ModelShape,
+    candidate: Candidate,
+    paces: _Paces,
+    layers: LayerRange,
+    n_asked: int | None,
+) -> StreamedStage | None:
+    """Make a stage; None where it does not fit."""
+    wanted = range(len(layers) + 1) if n_asked is None else (min(n_asked, len(layers)),)
+    fitting = (n for n in wanted if shape.memory_bytes(layers, n) <= candidate.memory_bytes)
+    n_streamed = next(fitting, None)
+    if n_streamed is None:
+        return None
+    speed = candidate.speed or paces.speed
+    disk = candidate.disk_bytes_per_s or paces.disk_bytes_per_s
+    layers_s = max(len(layers) * speed.layer_s, shape.read_bytes(n_streamed) / disk)
+    is_first, is_last = layers.start == 0, layers.end == shape.n_layers
+    return StreamedStage(
+        candidate=candidate,
+        layers=layers,
+        n_streamed=n_streamed,
+        stage_s=layers_s + is_first * speed.embed_s + is_last * speed.head_s,
+    )
+
+
+def _divided(
+    shape: ModelShape,
+    ring: Sequence[Candidate],
+    objective: Objective,
+    stage: Callable[[int, int], StreamedStage | None],
+) -> list[int] | None:
+    """One layer each, then every further one where it costs least. None where they do not fit."""
+    if len(ring) == 1:
+        return [shape.n_layers]
+    counts = [1] * len(ring)
+    now = [stage(rank, 1) for rank in range(len(ring))]
+    if not all(now):
+        return None
+    following = [stage(rank, 2) for rank in range(len(ring))]
+    for _ in range(shape.n_layers - len(ring)):
+        best, best_s = None, 0.0
+        for rank, (have, more) in enumerate(zip(now, following, strict=True)):
+            if have is None or more is None:
+                continue
+            is_sum = objective is Objective.LATENCY
+            cost_s = more.stage_s - have.stage_s if is_sum else more.stage_s
+            if best is None or cost_s < best_s:
+                best, best_s = rank, cost_s
+        if best is None:
+            return None
+        counts[best] += 1
+        now[best] = following[best]
+        following[best] = stage(best, counts[best] + 1)
+    return counts

@@ -1,0 +1,273 @@
+"""Why a plan is as it is, in the words a person needs: rates, times, what lacks and the ways out.
+
+Knows the finished choice and its figures. Pure. Must not choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from shardnet.cluster.placement.estimate import unmeasured_hops, unmeasured_nodes
+from shardnet.cluster.placement.figures import NO_LINKS, Candidate, Links, ModelShape, Objective
+from shardnet.cluster.placement.room import (
+    Fits,
+    Role,
+    context_that_fits,
+    fits_in_order,
+    fits_somehow,
+    memory_that_helps,
+    most_room,
+    node_that_helps,
+    role_of,
+    room_of,
+    rooms_of,
+)
+from shardnet.cluster.placement.search import best_of, best_pair, best_single, rings_with
+from shardnet.cluster.placement.split import Problem, Ring, stages_of
+from shardnet.cluster.placement.streams import (
+    StreamedRing,
+    StreamedStage,
+    best_streamed_ring,
+    streamed_ring,
+)
+from shardnet.types import LayerRange
+
+LISTED = 8
+"""Of how many nodes a sentence names the figures."""
+
+
+def choice_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+    """Say why the best ring is this one, against the best that is not."""
+    split = (
+        f"{_names(candidates, ring)}: about {_number(ring)} ({_parts(candidates, problem, ring)})"
+    )
+    if len(ring.nodes) == 1:
+        words, pair = f"alone on {_names(candidates, ring)}: {_rate(ring)}", best_pair(problem)
+        if pair is None:
+            return words
+        times = _parts(candidates, problem, pair)
+        return f"{words}; split {_names(candidates, pair)}: about {_number(pair)} ({times})"
+    alone = _fastest_alone(problem)
+    name = candidates[alone.nodes[0]].name
+    if alone.cost_s <= ring.cost_s:
+        return (
+            f"alone on {name}: {_rate(alone)}; split {split}. "
+            f"Split only because it does not fit on {name}."
+        )
+    fits = problem.room[alone.nodes[0]][Role.ALONE] >= problem.n_layers
+    where = name if fits else f"{name}, where it does not fit"
+    return f"split {split}; alone on {where}: {_rate(alone)}"
+
+
+def named_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+    """Say what a ring that was asked for makes, and which node of it would be faster alone."""
+    words = f"about {_rate(ring)} ({_parts(candidates, problem, ring)})"
+    alone = best_single(problem)
+    if len(ring.nodes) > 1 and alone and alone.cost_s < ring.cost_s:
+        words += f"; alone on {_names(candidates, alone)}: {_rate(alone)}"
+    return words
+
+
+def assumption_words(ring: Sequence[Candidate], links: Links) -> str:
+    """Say what of a ring was not measured, as an addition to other words; empty if all was."""
+    words = ""
+    if nodes := unmeasured_nodes(ring):
+        names = ", ".join(candidate.name for candidate in nodes[:LISTED])
+        words += f" (not measured: {names})"
+    if hops := unmeasured_hops(ring, links):
+        names = ", ".join(f"{a.name} to {b.name}" for a, b in hops[:LISTED])
+        words += f" (wire not measured: {names})"
+    return words
+
+
+def exclusion_words(
+    shape: ModelShape, candidates: Sequence[Candidate], problem: Problem, ring: Ring, node: int
+) -> str:
+    """Say why the ring does without this node: what the best ring next to it with it would make."""
+    with_it = best_of(problem, rings_with(node, ring.nodes))
+    if with_it is None:
+        memory_bytes = candidates[node].memory_bytes
+        if any(room_of(shape, memory_bytes)):
+            return f"a model of {shape.n_layers} layers has none left for one more stage"
+        middle = shape.n_layers // 2
+        needed = shape.memory_bytes(LayerRange(middle, middle + 1))
+        return f"its {size(memory_bytes)} hold no layer: one needs {size(needed)} here"
+    if _rate(with_it) == _rate(ring):
+        return f"no faster with it: {_rate(ring)} either way"
+    return f"with it {_rate(with_it)}, without {_number(ring)}"
+
+
+def shortfall_words(shape: ModelShape, candidates: Sequence[Candidate]) -> str:
+    """Say that no ring of these nodes holds the model, what lacks where, and the ways out."""
+    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
+    most = [max(room) for room in rooms]
+    words = _needs_words(shape) + _have_words(candidates, most)
+    if not any(room[Role.FIRST] for room in rooms):
+        words += f"; none has room for a layer beside the embedding ({size(shape.embedding_bytes)})"
+    elif not any(room[Role.LAST] for room in rooms):
+        words += f"; none has room for a layer beside the LM head ({size(shape.head_bytes)})"
+    elif len(rooms) > 1:
+        held = most_room(rooms, shape.n_layers)
+        words += f"; together {held} of {shape.n_layers} layers with embedding and LM head"
+    return words + _ways_out(shape, candidates, fits_somehow)
+
+
+def ring_shortfall_words(shape: ModelShape, ring: Sequence[Candidate]) -> str:
+    """Say that exactly this ring does not hold the model, what lacks where, and the ways out."""
+    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in ring])
+    held = [room[role_of(rank, len(ring))] for rank, room in enumerate(rooms)]
+    words = _needs_words(shape) + _have_words(ring, held)
+    if len(ring) > 1:
+        words += f"; together {sum(held)} of {shape.n_layers} layers with embedding and LM head"
+    return words + _ways_out(shape, ring, fits_in_order)
+
+
+def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -> str:
+    """Say which stages stream how much from disk, why, and what it costs."""
+    names = "+".join(stage.candidate.name for stage in ring.stages[:LISTED])
+    why = "layers are streamed as was asked" if was_asked else "no memory for the whole model"
+    parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]
+    words = f"on {names}, {why}: {'; '.join(parts[:LISTED]) or 'nothing is streamed'}"
+    if not ring.is_measured:
+        return f"{words} (not everything is measured yet)"
+    tok_s = 1 / ring.cost_s
+    return f"{words}; about {tok_s:.2g} tok/s"
+
+
+def _stream_part(shape: ModelShape, stage: StreamedStage) -> str:
+    name, n_layers = stage.candidate.name, len(stage.layers)
+    streams = f"{name} streams {stage.n_streamed} of {_layers(n_layers)} from disk"
+    read_bytes, read_s = shape.read_bytes(stage.n_streamed), stage.read_s(shape)
+    if not read_bytes:
+        return f"{streams}, once: two fit its buffers"
+    if read_s is None:
+        return f"{streams}, {size(read_bytes)} a step"
+    return f"{streams}, {size(read_bytes)} a step in about {_ms(read_s)}"
+
+
+def _needs_words(shape: ModelShape) -> str:
+    needed = size(shape.memory_bytes(shape.whole))
+    return f"the model needs {needed} with a context of {shape.context} and does not fit: "
+
+
+def _have_words(candidates: Sequence[Candidate], held: Sequence[int]) -> str:
+    have = [
+        f"{candidate.name} has {size(candidate.memory_bytes)}, room for {_layers(count)}"
+        for candidate, count in zip(candidates, held, strict=True)
+    ]
+    if len(have) > LISTED:
+        have[LISTED:] = [f"and {len(have) - LISTED} more nodes"]
+    return "; ".join(have)
+
+
+def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) -> str:
+    memory = [candidate.memory_bytes for candidate in candidates]
+    roomiest = memory.index(max(memory))
+    ways = []
+    if context := context_that_fits(shape, memory, fits):
+        ways.append(f"use --context {context}")
+    ways += _roundings(shape, memory, fits)
+    if streamed := _streamed_way(shape, candidates, fits):
+        ways.append(streamed)
+    if extra := node_that_helps(shape, memory, fits):
+        ways.append(f"add a node of {size(extra)}")
+    if raised := memory_that_helps(shape, memory, roomiest, fits):
+        flag = size(raised).replace(" ", "")
+        ways.append(f"give {candidates[roomiest].name} --memory {flag}")
+    return f". Ways out: {' or '.join(ways)}" if ways else ". Name fewer nodes, or larger ones"
+
+
+def _roundings(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
+    """Name the flags that make the model fit; two at once only where no single one does."""
+    ways: list[str] = []
+    for lighter in shape.lighter:
+        if len(lighter.flags) > 1 and ways:
+            break
+        if fits(rounded := shape.rounded(lighter), memory):
+            needed = size(rounded.memory_bytes(rounded.whole))
+            ways.append(f"use {' '.join(lighter.flags)} (needs {needed})")
+    return ways
+
+
+def _streamed_way(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) -> str | None:
+    """Name streaming with what it would be like; None where these nodes cannot."""
+    if shape.streaming is None:
+        return None
+    if fits is fits_in_order:
+        ring = streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+    else:
+        ring = best_streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+    if ring is None:
+        return None
+    parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]
+    return f"use --stream-layers auto ({'; '.join(parts[:LISTED])})"
+
+
+def size(size_bytes: int) -> str:
+    """Write a size for a person, rounded up: what is asked for in these words is enough."""
+    if size_bytes < 2**30:
+        return f"{math.ceil(size_bytes / 2**20)} MiB"
+    return f"{math.ceil(size_bytes / 2**30 * 100) / 100:.2f} GiB"
+
+
+def _fastest_alone(problem: Problem) -> Ring:
+    everything = (problem.n_layers,) * 4
+    alone = best_single(replace(problem, room=[everything] * problem.n_nodes))
+    assert alone is not None
+    return alone
+
+
+def _parts(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+    """Write where a ring's time goes: `A 31 ms + wire 9 ms + B 24 ms`."""
+    hops_s = _hops_s(problem, ring)
+    stages = stages_of(problem, ring.nodes)
+    times_s = [
+        stage.fixed_s + count * stage.layer_s
+        for stage, count in zip(stages, ring.counts, strict=True)
+    ]
+    names = [candidates[node].name for node in ring.nodes]
+    if problem.objective is Objective.THROUGHPUT:
+        slowest = times_s.index(max(times_s))
+        return f"{names[slowest]} is the slowest stage: {_ms(times_s[slowest])} a step"
+    own_s = [time_s - hop_s for time_s, hop_s in zip(times_s, hops_s, strict=True)]
+    parts = [f"{name} {_ms(time_s)}" for name, time_s in zip(names, own_s, strict=True)]
+    if len(parts) > LISTED:
+        parts[LISTED:] = [f"{len(parts) - LISTED} more {_ms(sum(own_s[LISTED:]))}"]
+    if len(names) > 1:
+        parts.insert(1, f"wire {_ms(sum(hops_s))}")
+    return " + ".join(parts)
+
+
+def _hops_s(problem: Problem, ring: Ring) -> list[float]:
+    """Seconds of each stage's hop, 0 in a ring of one."""
+    head, tail = ring.nodes[0], ring.nodes[-1]
+    hops = [problem.hop_s[a][b] for a, b in pairwise(ring.nodes)]
+    return [*hops, problem.home_s[tail][head] if hops else 0.0]
+
+
+def _names(candidates: Sequence[Candidate], ring: Ring) -> str:
+    names = [candidates[node].name for node in ring.nodes]
+    if len(names) > LISTED:
+        names[LISTED:] = [f"{len(names) - LISTED} more"]
+    return "+".join(names)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
+def _number(ring: Ring) -> str:
+    tok_s = 1 / ring.cost_s
+    return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
+
+
+def _rate(ring: Ring) -> str:
+    return f"{_number(ring)} tok/s"
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"

@@ -1,0 +1,1 @@
+"""Building a ring and taking part in one."""

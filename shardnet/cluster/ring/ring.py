@@ -1,0 +1,280 @@
+"""A ring, as its head builds, keeps and ends it.
+
+Knows the order of commands that turn a plan into a running engine, and that a ring breaks as a
+whole. Must not choose plans or know clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardnet.cluster.ring.stage_port import StagePort
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error
+from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.transport.loop import finish
+from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
+from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant
+from shardnet.wire.messages.stages import LoadStage, StageReady
+
+MAX_SLOTS = 64
+"""Sequences that run at once; more wait."""
+
+WATCH_EVERY_S = 5.0
+"""How often the head looks for a stuck stage."""
+
+WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
+"""What a person can do when a ring has lost a node or a link."""
+
+OnStageProgress = Callable[[int, Phase, int, int], None]
+"""Takes (rank, what is done, bytes done, bytes in all)."""
+OnBusy = Callable[[BusyError], Awaitable[None]]
+"""Waits until it may be worth to ask a node again that refused, or raises what it is given."""
+
+
+async def give_up(error: BusyError) -> None:
+    """Wait for nobody."""
+    raise error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSpec:
+    """What makes two rings the same: a request whose spec equals the ring's needs no loading.
+
+    `stamp` stands for the checkpoint's files, so that a changed checkpoint is loaded again.
+    """
+
+    model: str
+    model_id: str
+    stamp: tuple[tuple[str, int, int], ...]
+    addresses: tuple[str, ...]
+    layers: tuple[LayerRange, ...]
+    dtype: DType
+    quant: Quant
+    kv_dtype: KvDTypeName
+    streamed: tuple[int, ...]
+    """How many layers of each stage are streamed from disk."""
+    wire_dtype: WireDType
+    context: int
+    threads: int
+    vocab_size: int
+    window: int | None
+    """The smallest sliding window of the model's layers."""
+    routing: RoutingShape | None
+    """How many experts its rows visit."""
+
+
+class Ring:
+    """A built ring. `broken` holds what ended it, None while it runs."""
+
+    def __init__(
+        self,
+        spec: RingSpec,
+        ports: Sequence[StagePort],
+        epoch: Epoch,
+        sources: Sequence[str] = (),
+        chunk_s: float | None = None,
+        on_busy: OnBusy = give_up,
+    ) -> None:
+        """Take what the ring is, its nodes, where they can fetch the weights they lack, how long a
+        whole prompt chunk is predicted to take, and what to do about nodes that are busy."""
+        self.spec = spec
+        self._on_busy = on_busy
+        self._chunk_s = chunk_s
+        self._sources = tuple(sources)
+        self.name = secrets.token_hex(8)
+        self.epoch = epoch
+        self.broken: ShardnetError | None = None
+        self._ports = tuple(ports)
+        self._engine: Engine | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._watches: list[Callable[[], None]] = []
+        self._n_users = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a ring that is built."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody uses it; a ring that broke is nobody's."""
+        return self.broken is None and self._n_users > 0
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the ring from being unloaded for another one."""
+        self._n_users += 1
+        try:
+            yield
+        finally:
+            self._n_users -= 1
+
+    async def build(self, on_progress: OnStageProgress) -> float:
+        """Load every stage, connect them and start. Returns the seconds it took.
+
+        Raises what went wrong first, on whatever node; then, and when cancelled, no stage is left
+        loaded.
+        """
+        started = time.perf_counter()
+        try:
+            ready = await self._load(on_progress)
+            self._check_not_broken()
+            self._engine = self._make_engine(ready)
+            await self._connect(self._engine.pipeline)
+            self._check_not_broken()
+        except (ShardnetError, asyncio.CancelledError):
+            await finish(self.unload())
+            raise
+        self._watches = [port.watch(partial(self._node_lost, port.name)) for port in self._ports]
+        self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
+        return time.perf_counter() - started
+
+    def break_(self, error: ShardnetError) -> None:
+        """End the ring: every request fails with `error`. The first cause counts."""
+        if self.broken is None:
+            self.broken = error
+            if self._engine is not None:
+                self._engine.fail(error)
+
+    def lost(self, cause: str) -> None:
+        """End the ring because of what happened to a node or a link of it."""
+        self.break_(PeerFailedError(f"{cause}; {WAY_OUT}"))
+
+    async def unload(self, keep: Collection[str] = ()) -> None:
+        """Free the stage on every node that still answers.
+
+        Those at the addresses `keep` hold on to their weights: their next order frees them, or
+        finds them there.
+        """
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        for stop_watching in self._watches:
+            stop_watching()
+        self.break_(PeerFailedError("the ring was unloaded"))
+        at = zip(self._ports, self.spec.addresses, strict=True)
+        await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
+
+    async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
+        """Have all stages loaded at the same time.
+
+        Nodes are asked in the order of their ids, the next one when one has taken the order: of
+        heads that build rings at the same time, one has all it needs, and none waits for another
+        that waits for it.
+        """
+        loads: dict[int, asyncio.Task[StageReady]] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for rank in sorted(range(len(self._ports)), key=lambda at: self._ports[at].node):
+                    taken = asyncio.Event()
+                    load = self._load_stage(rank, on_progress, taken)
+                    loads[rank] = tasks.create_task(load)
+                    await taken.wait()
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        return [loads[rank].result() for rank in range(len(self._ports))]
+
+    async def _load_stage(
+        self, rank: int, on_progress: OnStageProgress, taken: asyncio.Event
+    ) -> StageReady:
+        """Have one stage loaded. Sets `taken` when the node has taken the order."""
+
+        def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
+            taken.set()
+            on_progress(rank, phase, done_bytes, total_bytes)
+
+        while True:
+            try:
+                ready = await self._ports[rank].load(self._order(rank), progress)
+            except BusyError as error:
+                if taken.is_set():
+                    raise
+                await self._on_busy(error)
+                on_progress(rank, "waiting", 0, 0)
+            else:
+                taken.set()
+                return ready
+
+    def _order(self, rank: int) -> LoadStage:
+        spec = self.spec
+        return LoadStage(
+            request=0,
+            ring=self.name,
+            epoch=self.epoch,
+            rank=rank,
+            n_stages=len(self._ports),
+            model=spec.model,
+            model_id=spec.model_id,
+            layers=(spec.layers[rank].start, spec.layers[rank].end),
+            dtype=spec.dtype.value,
+            quant=spec.quant,
+            kv_dtype=spec.kv_dtype,
+            streamed_layers=spec.streamed[rank],
+            wire_dtype=spec.wire_dtype.value,
+            context=spec.context,
+            threads=spec.threads,
+            addresses=list(spec.addresses),
+            sources=[source for source in self._sources if source != spec.addresses[rank]],
+        )
+
+    async def _connect(self, pipeline: Pipeline) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for port in self._ports:
+                    tasks.create_task(port.connect(self.name, self.epoch, pipeline))
+        except* ShardnetError as group:
+            raise first_error(group) from None
+
+    def _check_not_broken(self) -> None:
+        """Raise what has ended the ring: a ready stage may be lost before the others are."""
+        if self.broken is not None:
+            raise self.broken
+
+    def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
+        scheduler = Scheduler(
+            epoch=self.epoch,
+            n_stages=len(self._ports),
+            room_blocks=min(stage.room_blocks for stage in ready),
+            context=self.spec.context,
+            max_slots=MAX_SLOTS,
+            window=self.spec.window,
+            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
+        )
+        return Engine(
+            scheduler=scheduler,
+            make_pipeline=lambda on_answered, on_failed: Pipeline(
+                epoch=self.epoch,
+                vocab_size=self.spec.vocab_size,
+                clock_ns=time.perf_counter_ns,
+                on_answered=on_answered,
+                on_failed=on_failed,
+                routing=self.spec.routing,
+                chunk_s=self._chunk_s,
+            ),
+            clock_ns=time.perf_counter_ns,
+        )
+
+    def _node_lost(self, name: str, error: ShardnetError) -> None:
+        self.lost(f"node {name} was lost: {error}")
+
+    async def _watch(self) -> None:
+        while self.broken is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                self.engine.pipeline.check_progress(
+                    [(port.name, port.last_step) for port in self._ports]
+                )
+            except PeerFailedError as error:
+                self.break_(error)
+
+    async def _unload(self, port: StagePort) -> None:
+        with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left
+            await port.unload(self.name)

@@ -1,0 +1,235 @@
+"""A node's seat in one ring: its two data links and the stage worker between them.
+
+Knows how the ring closes: each seat dials the next, the tail dials the head, and every seat is
+dialled by the one before. Must not know who planned the ring or what the stage computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
+from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
+from shardnet.runtime.ring.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.stage.compute import StageCompute
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, StepId
+from shardnet.wire.messages.metas import Hello, error_frame
+
+log = logging.getLogger(__name__)
+
+NEIGHBOUR_S = 10.0
+"""How long a seat waits for its neighbours' data links."""
+SETTLE_S = 5.0
+"""How long a ring that stands may take to its first step before another one may have the place."""
+
+DialData = Callable[[str, "RingSeat"], Awaitable[Link]]
+"""Opens a data link to an address, for a seat."""
+
+
+class RingSeat:
+    """This node's place in one ring in one epoch.
+
+    `addresses` are the ring's nodes in order. `on_broken` is told once, with the cause, when the
+    ring breaks here before `leave`. `owner` is the head's node id, `owner_name` how to call it.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring: str,
+        epoch: Epoch,
+        rank: int,
+        addresses: tuple[str, ...],
+        model: str,
+        owner: str,
+        owner_name: str,
+        dial: DialData,
+        on_broken: Callable[[ShardnetError], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.owner = owner
+        """Node id of the head, which alone may end a busy seat."""
+        self.owner_name = owner_name
+        self.is_loaded = False
+        """Whether the stage that belongs to it is there."""
+        self.ring = ring
+        self.epoch = epoch
+        self.rank = rank
+        self.addresses = addresses
+        self.model = model
+        self.last_step = StepId(0)
+        self._dial = dial
+        self._on_broken = on_broken
+        self._now_s = now_s
+        self._joined_at_s = 0.0
+        self._lost_owner = False
+        self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        self._links: list[Link] = []
+        self._left = False
+        self._worker: StageWorker | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def n_open(self) -> int:
+        """Sequences that are open on this stage."""
+        if self.is_over or self._worker is None:
+            return 0
+        return len(self._worker.open_sequences)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sequences are open on this stage."""
+        return self.n_open > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ring broke here, or will never stand since its head is gone."""
+        return self._lost_owner if self._task is None else self._task.done()
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether its ring is being built, or stands so newly that its first step is to come."""
+        if self._left or self.is_over:
+            return False
+        if self._task is None:
+            return True
+        return not self.last_step and self._now_s() - self._joined_at_s < SETTLE_S
+
+    def lose_owner(self) -> None:
+        """Take note that the head is gone: a ring that it was building will never stand.
+
+        One that stands ends when its links do.
+        """
+        self._lost_owner = True
+
+    def accept(self, link: Link) -> None:
+        """Take the data link of the stage before this one.
+
+        Raises UsageError when the hello is for another ring, epoch or rank, or comes twice.
+        """
+        self.check_hello(link.peer)
+        self._upstream.set_result(link)
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise UsageError unless `hello` is that of the stage before this one, the first time."""
+        expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
+        if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
+            raise UsageError(
+                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} wants to send here, "
+                f"expected was rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
+            )
+
+    async def join(
+        self, compute: StageCompute, executor: Executor, pipeline: Pipeline | None
+    ) -> None:
+        """Open the links to both neighbours and start to work.
+
+        `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
+        Raises LinkError when a neighbour does not answer, PeerFailedError when the seat is left
+        meanwhile.
+        """
+        source, sink, tail = await self._connect(pipeline)
+        self._check_not_left()
+        self._joined_at_s = self._now_s()
+        self._worker = StageWorker(
+            rank=self.rank,
+            compute=compute,
+            executor=executor,
+            source=source,
+            sink=sink,
+            on_step_done=self._step_done,
+        )
+        self._task = asyncio.create_task(
+            self._run(self._worker, tail, pipeline), name=f"seat {self.rank} of ring {self.ring}"
+        )
+
+    def revoke(self, error: ShardnetError) -> None:
+        """Tell whoever seated us that the seat is taken away, unless the ring broke before."""
+        if not self.is_over:
+            self._on_broken(error)
+
+    async def leave(self) -> None:
+        """Stop working and close the links. The stage's slots are all free afterwards.
+
+        A `join` that is still in progress fails, and closes what it opens.
+        """
+        self._left = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for link in self._links:
+            await link.close()
+        if self._upstream.done() and not self._upstream.cancelled():
+            await self._upstream.result().close()
+        self._upstream.cancel()
+
+    async def _connect(
+        self, pipeline: Pipeline | None
+    ) -> tuple[StageSource, StageSink, TailLink | None]:
+        n_stages = len(self.addresses)
+        if pipeline is not None and n_stages == 1:
+            return pipeline, RingOfOne(pipeline), None
+        downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
+        if self._left:
+            downstream.abort("the seat is taken away")
+        self._check_not_left()
+        self._links.append(downstream)
+        upstream = await self._wait_for_upstream()
+        if pipeline is not None:
+            return pipeline, LinkSink(downstream, self.epoch), TailLink(upstream, self.epoch)
+        is_tail = self.rank == n_stages - 1
+        sink = (TailSink if is_tail else LinkSink)(downstream, self.epoch)
+        return LinkSource(upstream, self.epoch), sink, None
+
+    def _check_not_left(self) -> None:
+        if self._left:
+            raise PeerFailedError(
+                f"the seat in ring {self.ring} was taken away while it was connected; ask again"
+            )
+
+    async def _wait_for_upstream(self) -> Link:
+        await asyncio.wait([self._upstream], timeout=NEIGHBOUR_S)
+        self._check_not_left()
+        if self._upstream.done():
+            return self._upstream.result()
+        before = self.addresses[self.rank - 1]
+        raise PeerFailedError(
+            f"{before} did not open its data link to rank {self.rank} within {NEIGHBOUR_S:.0f} s: "
+            f"check that it can reach {self.addresses[self.rank]}"
+        )
+
+    async def _run(
+        self, worker: StageWorker, tail: TailLink | None, pipeline: Pipeline | None
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(worker.run())
+                if tail is not None and pipeline is not None:
+                    tasks.create_task(_read_answers(tail, pipeline))
+        except* ShardnetError as group:
+            self._break(first_error(group))
+        except* Exception as group:  # our own bug: the ring must end by name, not hang
+            log.exception("rank %d of ring %s failed", self.rank, self.ring)
+            cause = first_error(group)
+            self._break(ShardnetError(f"internal error at rank {self.rank}: {cause!r}"))
+
+    def _break(self, error: ShardnetError) -> None:
+        """Tell the neighbours and whoever seated us why this stage stops."""
+        for link in (*self._links, *([self._upstream.result()] if self._upstream.done() else [])):
+            if not link.closed:
+                link.send(error_frame(error))
+        self._on_broken(error)
+
+    def _step_done(self, step: StepId) -> None:
+        self.last_step = step
+
+
+async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:
+    while True:
+        pipeline.answer(await tail.receive())

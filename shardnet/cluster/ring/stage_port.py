@@ -1,0 +1,152 @@
+"""One node of a ring, as its head commands it: the node itself or a peer over a control link.
+
+Knows how each command is carried out here and there. Must not know why it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.errors import ShardnetError
+from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.types import NodeId
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.stages import ConnectRing, LoadStage, StageReady, UnloadStage
+
+Progress = Callable[[Phase, int, int], None]
+"""Takes (what is done, bytes done, bytes in all)."""
+
+
+class StagePort(Protocol):
+    """A node that can hold a stage."""
+
+    @property
+    def node(self) -> NodeId:
+        """The node's id, the same for every head."""
+
+    @property
+    def name(self) -> str:
+        """How to call the node in messages."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step it is known to have completed."""
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Have the stage loaded. The port numbers the request itself.
+
+        The first progress tells that the node has taken the order. Raises TakenError where another
+        head builds a ring with the node, and what loading raises.
+        """
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Have the seat connect to its neighbours. `pipeline` is used by the head's own alone."""
+
+    async def unload(self, ring: str) -> None:
+        """Have the stage freed."""
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
+        """Call `on_lost` when the node is lost. Returns what ends the watching."""
+
+
+class LocalPort:
+    """The head itself. `load` and `unload` do what the node does for other heads."""
+
+    def __init__(
+        self,
+        host: StageHost,
+        node: NodeId,
+        name: str,
+        load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
+        unload: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._host = host
+        self._load = load
+        self._unload = unload
+        self.node = node
+        self.name = name
+
+    @property
+    def last_step(self) -> int:
+        """As the stage itself counts."""
+        return self._host.progress[1]
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Load."""
+        return await self._load(message, on_progress)
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Connect, with the pipeline as source."""
+        await self._host.join(ring, epoch, pipeline)
+
+    async def unload(self, ring: str) -> None:
+        """Free the stage."""
+        await self._unload(ring)
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
+        """Never lost: this code runs there."""
+        return lambda: None
+
+
+class RemotePort:
+    """A peer."""
+
+    def __init__(
+        self,
+        control: ControlLink,
+        watch: Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]],
+        latest: Callable[[ControlLink], ControlLink],
+    ) -> None:
+        """Take a link to the peer, and what gives the link that has taken its place, if one has."""
+        self._first_control = control
+        self._watch = watch
+        self._latest = latest
+
+    @property
+    def _control(self) -> ControlLink:
+        return self._latest(self._first_control)
+
+    @property
+    def node(self) -> NodeId:
+        """The id that the peer's hello told."""
+        return NodeId(self._first_control.link.peer.node)
+
+    @property
+    def name(self) -> str:
+        """Name and address of the peer."""
+        return self._control.peer_name
+
+    @property
+    def last_step(self) -> int:
+        """As the peer's last heartbeat told."""
+        return self._control.link.peer_progress[1]
+
+    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+        """Tell the peer, and pass its progress on."""
+        return await self._control.ask(
+            replace(message, request=self._control.next_request()),
+            StageReady,
+            on_progress=lambda report: on_progress(
+                report.phase, report.done_bytes, report.total_bytes
+            ),
+        )
+
+    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
+        """Tell the peer."""
+        message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
+        await self._control.ask(message, Done)
+
+    async def unload(self, ring: str) -> None:
+        """Tell the peer."""
+        message = UnloadStage(request=self._control.next_request(), ring=ring)
+        await self._control.ask(message, Done)
+
+    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
+        """Watch the control link."""
+        return self._watch(self._control, on_lost)

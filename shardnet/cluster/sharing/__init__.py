@@ -1,0 +1,1 @@
+"""Weights from node to node."""

@@ -1,0 +1,139 @@
+"""One bulk link as the side that asks: skeletons, digests, parts of one model.
+
+Knows requests and their answers, and that every wait ends. Must not know other sources, nor where
+the bytes go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from itertools import count
+from typing import TypeVar
+
+from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.tensors.stored_tensor import FileHead
+from shardnet.errors import PeerSilentError, RemoteProtocolError
+from shardnet.transport.deadline import patience
+from shardnet.transport.link import Link
+from shardnet.wire.messages.bulk import (
+    BulkMessage,
+    BulkRequest,
+    Digests,
+    FetchDigests,
+    FetchHead,
+    FetchPart,
+    FetchSkeleton,
+    PartName,
+    Piece,
+    Refused,
+    Skeleton,
+    bulk_frame,
+    read_bulk,
+)
+
+ANSWER_S = 20.0
+"""A source that sends nothing of an answer for so long is given up."""
+
+Answer = TypeVar("Answer", bound=BulkMessage)
+
+
+class SourceRefused(Exception):
+    """The source is there and does not give what it was asked for; the message says why."""
+
+
+class BulkClient:
+    """Asks for one model on one link. Answers come in the order of the requests.
+
+    Every method that waits raises LinkError when the link ends, PeerSilentError when no answer
+    comes, RemoteProtocolError for one of another kind, SourceRefused when it is refused.
+    """
+
+    def __init__(self, link: Link, model_id: str, *, answer_s: float = ANSWER_S) -> None:
+        self.link = link
+        self.name = f"{link.peer.name} ({link.peer_address})"
+        self._model_id = model_id
+        self._answer_s = answer_s
+        self._numbers = count(1)
+
+    async def skeleton(self) -> list[FileHead]:
+        """Ask which files the model has."""
+        message = FetchSkeleton(request=next(self._numbers), model_id=self._model_id)
+        self._send(message)
+        answer, _ = await self._receive(message.request, Skeleton)
+        return [
+            FileHead(
+                name=file.name,
+                size_bytes=file.size_bytes,
+                ranges=tuple((part.offset, part.n_bytes) for part in file.heads),
+            )
+            for file in answer.files
+        ]
+
+    async def head(self, head: FileHead) -> AsyncGenerator[tuple[int, memoryview], None]:
+        """Ask for the bytes of a file that are no tensors; give them piece by piece, each with its
+        place in the file."""
+        message = FetchHead(request=next(self._numbers), model_id=self._model_id, file=head.name)
+        self._send(message)
+        for offset, n_bytes in head.ranges:
+            at = 0
+            while at < n_bytes:
+                piece = await self.piece(message.request, n_bytes - at)
+                yield offset + at, piece
+                at += len(piece)
+
+    async def digests(self, parts: Sequence[Part]) -> list[str | None]:
+        """Ask for the SHA-256 of parts, at most MAX_DIGESTS; None for what is not there."""
+        message = FetchDigests(
+            request=next(self._numbers),
+            model_id=self._model_id,
+            parts=[PartName(part.tensor, part.number) for part in parts],
+        )
+        self._send(message)
+        answer, _ = await self._receive(message.request, Digests)
+        if len(answer.sha256) != len(parts):
+            raise RemoteProtocolError(
+                f"{self.name} sent {len(answer.sha256)} digests of {len(parts)} parts"
+            )
+        return answer.sha256
+
+    def ask_part(self, part: Part) -> int:
+        """Ask for a part; return the request's number, for `piece`."""
+        message = FetchPart(
+            request=next(self._numbers),
+            model_id=self._model_id,
+            tensor=part.tensor,
+            part=part.number,
+        )
+        self._send(message)
+        return message.request
+
+    async def piece(self, request: int, left: int) -> memoryview:
+        """Return the next bytes of the answer to a request, of which `left` are to come."""
+        _, payload = await self._receive(request, Piece)
+        if not 0 < len(payload) <= left:
+            raise RemoteProtocolError(
+                f"{self.name} sent a piece of {len(payload)} bytes where {left} were to come"
+            )
+        return payload
+
+    def _send(self, message: BulkRequest) -> None:
+        self.link.send(bulk_frame(message))
+
+    async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
+        try:
+            async with patience(self._answer_s):
+                frame = await self.link.receive()
+        except TimeoutError:
+            raise PeerSilentError(
+                f"{self.name} gave nothing of the weights it was asked for within "
+                f"{self._answer_s:g} s"
+            ) from None
+        message = read_bulk(frame)
+        if message.request == request and isinstance(message, Refused):
+            raise SourceRefused(f"{self.name}: {message.message}")
+        if message.request != request or not isinstance(message, expected):
+            raise RemoteProtocolError(
+                f"{self.name} sent {type(message).__name__} {message.request} where "
+                f"{expected.__name__} {request} was to come"
+            )
+        return message, memoryview(frame.payload)

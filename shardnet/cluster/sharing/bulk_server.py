@@ -1,0 +1,133 @@
+"""What this node gives on bulk links: files' heads, parts of tensors, and their digests.
+
+Knows the requests and how fast to answer. A peer gets what belongs to a model of this machine and
+nothing else: tensors and files go by the model's own names. Must not know who needs them for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.local_models import Holdings, OpenModel
+from shardnet.errors import CheckpointError, LinkError, RemoteProtocolError, ShardnetError
+from shardnet.runtime.stage.executor import Executor
+from shardnet.transport.link import Link
+from shardnet.wire.messages.bulk import (
+    BulkRequest,
+    Digests,
+    FetchDigests,
+    FetchHead,
+    FetchPart,
+    FetchSkeleton,
+    HeadRange,
+    Piece,
+    Refused,
+    Skeleton,
+    SkeletonFile,
+    bulk_frame,
+    read_bulk,
+)
+from shardnet.wire.messages.metas import error_frame, explanation
+
+PIECE_BYTES = 256 << 10
+"""Sent at one time: small, so that encrypting it does not hold up the loop for long."""
+
+
+class BulkServer:
+    """Answers the requests of bulk links, each link's in order, at `rate` over all of them.
+
+    Disks are read on `reader`. `clock` gives seconds.
+    """
+
+    def __init__(
+        self, holdings: Holdings, reader: Executor, rate: SendRate, clock: Callable[[], float]
+    ) -> None:
+        self._holdings = holdings
+        self._reader = reader
+        self._rate = rate
+        self._clock = clock
+
+    async def serve(self, link: Link) -> None:
+        """Answer until the link ends, which is raised as its LinkError.
+
+        A peer that breaks the protocol is told so.
+        """
+        models: dict[str, OpenModel] = {}
+        try:
+            while True:
+                message = read_bulk(await link.receive())
+                if not isinstance(message, BulkRequest):
+                    raise RemoteProtocolError(
+                        f"{link.peer.name} ({link.peer_address}) sent {type(message).__name__} "
+                        "without being asked"
+                    )
+                await self._answer(link, message, models)
+        except RemoteProtocolError as error:
+            if not link.closed:
+                link.send(error_frame(error))
+                await link.close()
+            raise
+        finally:
+            for model in models.values():
+                self._reader.submit(model.close)
+
+    async def _answer(self, link: Link, message: BulkRequest, models: dict[str, OpenModel]) -> None:
+        try:
+            model = models.get(message.model_id)
+            if model is None:
+                model = await self._reader.run(partial(self._holdings.open, message.model_id))
+                models[message.model_id] = model
+            await self._carry_out(link, message, model)
+        except LinkError:
+            raise
+        except ShardnetError as error:
+            text = explanation(error)
+            link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))
+
+    async def _carry_out(self, link: Link, message: BulkRequest, model: OpenModel) -> None:
+        match message:
+            case FetchSkeleton(request=request):
+                heads = await self._reader.run(model.checkpoint.skeleton)
+                files = [
+                    SkeletonFile(
+                        name=head.name,
+                        size_bytes=head.size_bytes,
+                        heads=[HeadRange(*r) for r in head.ranges],
+                    )
+                    for head in heads
+                ]
+                link.send(bulk_frame(Skeleton(request=request, files=files)))
+            case FetchHead(request=request, file=file):
+                heads = await self._reader.run(model.checkpoint.skeleton)
+                ranges = {head.name: head.ranges for head in heads}
+                if file not in ranges:
+                    raise CheckpointError(f"the model has no file {file!r}")
+                for offset, n_bytes in ranges[file]:
+                    await self._send(link, request, model, file, offset, n_bytes)
+            case FetchPart(request=request, tensor=tensor, part=number):
+                part = model.part(tensor, number)
+                await self._send(link, request, model, part.file, part.offset, part.size_bytes)
+            case FetchDigests(request=request, parts=parts):
+                digests = [
+                    await self._reader.run(partial(model.digest, name.tensor, name.part))
+                    for name in parts
+                ]
+                link.send(bulk_frame(Digests(request=request, sha256=digests)))
+
+    async def _send(
+        self, link: Link, request: int, model: OpenModel, file: str, offset: int, n_bytes: int
+    ) -> None:
+        """Send some bytes of a file, piece by piece."""
+        at = 0
+        while at < n_bytes:
+            size = min(self._rate.piece_bytes(PIECE_BYTES), n_bytes - at)
+            data = await self._reader.run(partial(model.files.read, file, offset + at, size))
+            wait_s = self._rate.book(size, self._clock())
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            link.send(bulk_frame(Piece(request=request), data))
+            await link.drain()
+            at += size

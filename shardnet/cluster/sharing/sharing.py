@@ -1,0 +1,380 @@
+"""Weight sharing: models that are on some node come to those that need them.
+
+Knows whom to ask for a model, and that what came stays. Must not plan, nor know rings or clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
+from shardnet.cluster.sharing.bulk_server import BulkServer
+from shardnet.cluster.sharing.fetching import Fetch
+from shardnet.cluster.sharing.replica_sources import Holder, agreed
+from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.local_models import Holdings
+from shardnet.cluster.store.model_cache import ModelCache, ModelUse
+from shardnet.errors import (
+    BusyError,
+    CheckpointError,
+    LinkError,
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+    first_error,
+)
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.loading import ModelFacts, check_model_id
+from shardnet.transport.link import Link
+from shardnet.types import LayerRange, NodeId
+from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
+from shardnet.wire.messages.metas import Hello, Role
+from shardnet.wire.messages.stages import LoadStage
+
+PEER_ANSWER_S = 3.0
+"""How long a node that need not be in the ring may take to say which model it has."""
+CLOSE_S = 3.0
+"""How long a node that leaves waits for what is being put away."""
+REPORT_S = 0.5
+"""How often a node tells how far a fetch is, whether it moves or not."""
+MAX_BULK_LINKS = 32
+"""Bulk links that this node serves at one time."""
+
+FetchProgress = Callable[[int, int], None]
+"""Takes (bytes come, bytes to come in all)."""
+
+
+class Sharing:
+    """Finds models on this node and others, gives them, and fetches them into `cache`.
+
+    `dial` opens a bulk link. `rate` is how fast this node gives.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        name: str,
+        cache: ModelCache,
+        peers: Peers,
+        dial: Callable[[str], Awaitable[Link]],
+        rate: SendRate,
+        log: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._name = name
+        self._cache = cache
+        self._peers = peers
+        self._dial = dial
+        self._log = log
+        self._disk = Executor("shardnet-share", niceness=10)
+        self._holdings = Holdings(cache)
+        self._server = BulkServer(self._holdings, self._disk, rate, time.monotonic)
+        self._links: set[Link] = set()
+        self._n_at_work = 0
+        self._idle = asyncio.Event()
+        self._in_use: ModelUse | None = None
+
+    # --- what others ask
+
+    async def answer(self, message: IdentifyModel) -> ModelIdentity:
+        """Say what this node itself has for a path, or of a model."""
+        facts = await self._disk.run(partial(self._holdings.at, message.model))
+        if message.model_id and (facts is None or not facts.is_complete):
+            facts = await self._disk.run(partial(self._holdings.by_id, message.model_id))
+        return ModelIdentity(
+            request=message.request,
+            model_id=facts.model_id if facts is not None else "",
+            complete=facts is not None and facts.is_complete,
+            sample=facts.sample if facts is not None else "",
+        )
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise UsageError or BusyError for a bulk link that this node does not serve."""
+        if hello.role is not Role.NODE:
+            raise UsageError("weights go from node to node; a client has no use for them")
+        if len(self._links) >= MAX_BULK_LINKS:
+            raise BusyError(f"this node gives weights over {MAX_BULK_LINKS} links already")
+
+    async def serve(self, link: Link) -> None:
+        """Give weights on a bulk link until it ends."""
+        self._links.add(link)
+        try:
+            with self._at_work():
+                await self._server.serve(link)
+        except ShardnetError as error:
+            if not link.closed:
+                self._log(f"stopped giving weights: {error}")
+            link.abort("the fetch has ended")
+        finally:
+            self._links.discard(link)
+
+    async def close(self) -> None:
+        """End what is given and, when what was fetched has been put away, the thread."""
+        await asyncio.gather(*(link.close() for link in [*self._links]))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._n_at_work:
+                    await self._idle.wait()
+                await self._disk.run(lambda: None)
+        self.release()
+        self._disk.close()
+
+    # --- what this node asks
+
+    async def identify(self, model: str) -> ModelFacts:
+        """Look at the model that a path means: the folder here, else what the peers have there.
+
+        Fetches what it is without its tensors. Raises CheckpointError when nobody has it, PlanError
+        when the peers have different models there.
+        """
+        own = await self._disk.run(partial(self._holdings.at, model))
+        if own is not None and own.is_complete:
+            return own
+        answers = await self._ask_peers(self._peers.lines.linked(), model, "")
+        holders = agreed([answer for answer in answers.values() if isinstance(answer, Holder)])
+        if not holders:
+            if own is None:
+                raise _nobody_has(model, self._name, answers)
+            return own
+        model_id = holders[0].model_id
+        if own is not None and own.model_id == model_id:
+            return own
+        sources = [holder.address for holder in holders]
+        folder = await self._have_replica(model, model_id, sources)
+        return await self._disk.run(partial(self._holdings.look_at, folder))
+
+    async def holders(
+        self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
+    ) -> list[Holder]:
+        """Ask the nodes of a plan what they have and, where one lacks the model, all peers too.
+
+        Raises what a node of the plan raises; other peers that fail to answer are left out.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asks = [tasks.create_task(self._look_at_node(facts, model, node)) for node in nodes]
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        found = [ask.result() for ask in asks]
+        if all(holder.is_complete for holder in found):
+            return found
+        known = {holder.node for holder in found}
+        rest = [c for c in self._peers.lines.linked() if c.link.peer.node not in known]
+        answers = await self._ask_peers(rest, model, facts.model_id)
+        return found + [answer for answer in answers.values() if isinstance(answer, Holder)]
+
+    async def control(self, node: NodeInfo) -> ControlLink:
+        """Return the control link to another node."""
+        control = self._peers.lines.link_of(NodeId(node.node))
+        return control if control is not None else await self._peers.link_to(node.address)
+
+    async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
+        """Return a folder with the tensors of a stage, fetched if they are not on this machine.
+
+        The folder is not deleted before the next order, or `release`. Raises CheckpointError when
+        this node has another model at that path, and what fetching raises.
+        """
+        facts = await self._disk.run(partial(self._holdings.at, order.model))
+        if facts is None or not facts.is_complete:
+            facts = await self._disk.run(partial(self._holdings.by_id, order.model_id))
+        if facts is not None and facts.is_complete:
+            check_model_id(facts.path, facts.model_id, order.model_id)
+            self.release()
+            return facts.path
+        latest = (0, 0)
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal latest
+            is_news = total_bytes != latest[1]
+            latest = (done_bytes, total_bytes)
+            if is_news:
+                on_progress(*latest)
+
+        async def repeat() -> None:
+            while True:
+                on_progress(*latest)
+                await asyncio.sleep(REPORT_S)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                repeating = tasks.create_task(repeat())
+                folder = await self._bring(order, report)
+                repeating.cancel()
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        return folder
+
+    async def _bring(self, order: LoadStage, on_progress: FetchProgress) -> Path:
+        """Have the replica of a model with the tensors of a stage, in use from now on."""
+        with contextlib.ExitStack() as unless_it_is_kept:
+            use = await self._disk.run(partial(self._cache.use, order.model_id))
+            unless_it_is_kept.callback(use.close)
+            folder = await self._have_replica(order.model, order.model_id, order.sources)
+            await self._fetch(folder, order, on_progress)
+            self.release()
+            self._in_use = use
+            unless_it_is_kept.pop_all()
+        return folder
+
+    def release(self) -> None:
+        """Let the replica that was used last be deleted when its room is needed."""
+        if self._in_use is not None:
+            self._in_use.close()
+            self._in_use = None
+
+    # --- asking
+
+    async def _look_at_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> Holder:
+        if node.node == self._node:
+            return Holder(
+                node=self._node,
+                name=self._name,
+                address=node.address,
+                model_id=facts.model_id,
+                is_complete=facts.is_complete,
+                sample=facts.sample,
+            )
+        return await self._ask(await self.control(node), model, facts.model_id, node.address)
+
+    async def _ask_peers(
+        self, controls: Sequence[ControlLink], model: str, model_id: str
+    ) -> dict[str, Holder | str]:
+        """Ask peers what they have; return by name what each has, or why it did not say."""
+
+        async def ask(control: ControlLink) -> Holder | str:
+            address = self._peers.address_of(NodeId(control.link.peer.node))
+            try:
+                async with asyncio.timeout(PEER_ANSWER_S):
+                    return await self._ask(control, model, model_id, address)
+            except ShardnetError as error:
+                return str(error)
+            except TimeoutError:
+                return f"{control.peer_name}: no answer for {PEER_ANSWER_S:g} s"
+
+        answers = await asyncio.gather(*(ask(control) for control in controls))
+        return {c.peer_name: answer for c, answer in zip(controls, answers, strict=True)}
+
+    async def _ask(self, control: ControlLink, model: str, model_id: str, address: str) -> Holder:
+        message = IdentifyModel(request=control.next_request(), model=model, model_id=model_id)
+        answer = await control.ask(message, ModelIdentity)
+        return Holder(
+            node=NodeId(control.link.peer.node),
+            name=control.peer_name,
+            address=address,
+            model_id=answer.model_id,
+            is_complete=answer.complete,
+            sample=answer.sample,
+        )
+
+    # --- fetching
+
+    async def _have_replica(self, model: str, model_id: str, sources: Sequence[str]) -> Path:
+        """Return the replica of a model, begun with what one of the sources tells if need be.
+
+        The path `model` means it from now on.
+        """
+        folder = await self._disk.run(partial(self._cache.find, model_id))
+        if folder is None:
+            folder = await self._begin_replica(model_id, sources)
+        await self._disk.run(partial(self._cache.remember, model, model_id))
+        return folder
+
+    async def _begin_replica(self, model_id: str, sources: Sequence[str]) -> Path:
+        failures = []
+        for source in sources:
+            try:
+                link = await self._dial(source)
+                try:
+                    return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
+                finally:
+                    await link.close()
+            except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
+                failures.append(str(error))
+        raise PeerFailedError(
+            f"no node tells what model {model_id[:12]} is: {'; '.join(failures) or 'nobody to ask'}"
+        )
+
+    async def _fetch_skeleton(self, client: BulkClient, model_id: str) -> Path:
+        """Fetch the files of a model without their tensors, as a replica that has none yet."""
+        heads = await client.skeleton()
+        check_heads(heads, client.name)
+        with self._at_work(), self._cache.staging() as staged:
+            files = await self._disk.run(partial(lay_out, staged, heads))
+            try:
+                for head in heads:
+                    async with aclosing(client.head(head)) as pieces:
+                        async for at, piece in pieces:
+                            await self._disk.run(partial(files.write, head.name, at, piece))
+            finally:
+                self._disk.submit(files.close)
+            await self._disk.run(partial(begin_replica, staged, model_id, client.name))
+            return self._cache.install(staged, model_id)
+
+    async def _fetch(self, folder: Path, order: LoadStage, on_progress: FetchProgress) -> None:
+        began = time.monotonic()
+        with self._at_work():
+            replica = await self._disk.run(partial(Replica, folder))
+            try:
+                tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
+                await self._make_room(replica.lacking_bytes(tensors), order.model_id)
+                fetched = await Fetch(
+                    model_id=order.model_id,
+                    replica=replica,
+                    sources=order.sources,
+                    dial=self._dial,
+                    writer=self._disk,
+                    on_progress=on_progress,
+                    log=self._log,
+                ).run(tensors)
+            finally:
+                self._disk.submit(replica.close)
+        if fetched.n_bytes:
+            self._log(
+                f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.model} from "
+                f"{', '.join(fetched.sources)} in {time.monotonic() - began:.1f} s"
+            )
+
+    async def _make_room(self, n_bytes: int, model_id: str) -> None:
+        if n_bytes:
+            room = partial(self._cache.make_room, n_bytes, keep=model_id)
+            for model in await self._disk.run(room):
+                self._log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Have `close` wait for what is done meanwhile."""
+        self._n_at_work += 1
+        try:
+            yield
+        finally:
+            self._n_at_work -= 1
+            if not self._n_at_work:
+                self._idle.set()
+                self._idle = asyncio.Event()
+
+
+def _nobody_has(model: str, name: str, answers: Mapping[str, Holder | str]) -> CheckpointError:
+    said = "; ".join(
+        answer if isinstance(answer, str) else f"{peer} has none"
+        for peer, answer in answers.items()
+    )
+    if not os.path.isabs(model):
+        return CheckpointError(
+            f"{model} is neither a folder where it was asked for, nor on {name} nor on a peer "
+            f"({said or 'no peers'}): `shardnet pull {model}` downloads it, if the Hub has it"
+        )
+    return CheckpointError(
+        f"there is no checkpoint folder at {model} on {name} nor on a peer ({said or 'no peers'}): "
+        "check the path of --model, or copy the checkpoint to one of the nodes"
+    )

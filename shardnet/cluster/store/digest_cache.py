@@ -1,0 +1,68 @@
+"""Digests of the parts of checkpoints on this node, computed once for a file as it is.
+
+Knows the file they are kept in, one per checkpoint folder. Must not know links. One thread at a
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+from shardnet.checkpoint.replica import Part, TensorFiles
+from shardnet.checkpoint.replica_journal import Stamp
+
+
+class DigestBook:
+    """SHA-256 of parts, in hex. An entry holds as long as its file has the same stamp."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[tuple[str, int], tuple[str, Stamp]] = {}
+        with contextlib.suppress(OSError):
+            for line in path.read_bytes().split(b"\n"):
+                self._take(line)
+
+    @classmethod
+    def for_checkpoint(cls, cache: Path, folder: Path) -> DigestBook:
+        """Open the book of a checkpoint folder, kept below the folder `cache`."""
+        name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
+        return cls(cache / "digests" / f"{name[:32]}.jsonl")
+
+    def digest(self, part: Part, files: TensorFiles) -> str:
+        """Return the digest of a part, computed from `files` unless it is known.
+
+        Raises CheckpointError when the part cannot be read. That the book cannot be written is no
+        error: then it is computed again.
+        """
+        stamp = files.stamp(part.file)
+        known = self._known.get((part.tensor, part.number))
+        if known is not None and known[1] == stamp:
+            return known[0]
+        sha256 = files.digest(part)
+        if files.stamp(part.file) == stamp:
+            self._put(part, sha256, stamp)
+        return sha256
+
+    def _put(self, part: Part, sha256: str, stamp: Stamp) -> None:
+        entry = {"tensor": part.tensor, "part": part.number, "sha256": sha256, "stamp": stamp}
+        line = b"\n" + json.dumps(entry).encode()
+        self._take(line)
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(line)
+
+    def _take(self, line: bytes) -> None:
+        """Take in one line; an unfinished one tells nothing."""
+        with contextlib.suppress(ValueError):
+            match json.loads(line):
+                case {
+                    "tensor": str(tensor),
+                    "part": int(part),
+                    "sha256": str(sha256),
+                    "stamp": [int(size), int(time_ns)],
+                }:
+                    self._known[tensor, part] = (sha256, (size, time_ns))

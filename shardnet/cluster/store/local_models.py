@@ -1,0 +1,112 @@
+"""The models that are on this machine: checkpoint folders by path, replicas by id.
+
+Knows which folder a path or an id means here. Blocks on the disk: to be called on a thread for
+that, always the same one. Must not know other nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import Part, TensorFiles, part_of
+from shardnet.cluster.store.digest_cache import DigestBook
+from shardnet.cluster.store.model_cache import ModelCache, ModelUse
+from shardnet.errors import CheckpointError
+from shardnet.runtime.stage.loading import ModelFacts, find_folder, identify, stamp
+
+
+class Holdings:
+    """What this machine has, replicas in `cache` included."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        self._cache = cache
+        self._facts: dict[Path, ModelFacts] = {}
+
+    def at(self, model: str) -> ModelFacts | None:
+        """Look at what the path `model` means here: the folder there, else the replica that stood
+        for it last.
+
+        None where there is neither. Raises CheckpointError for a folder that is damaged.
+        """
+        folder = find_folder(model)
+        if folder is None:
+            model_id = self._cache.recall(model)
+            folder = self._cache.find(model_id) if model_id is not None else None
+        return self.look_at(folder) if folder is not None else None
+
+    def by_id(self, model_id: str) -> ModelFacts | None:
+        """Find a model by its id: a checkpoint folder that was looked at before, else a replica."""
+        for facts in [*self._facts.values()]:
+            if facts.model_id == model_id and facts.is_complete and os.path.exists(facts.path):
+                now = self.look_at(facts.path)
+                if now.model_id == model_id:
+                    return now
+        folder = self._cache.find(model_id)
+        return self.look_at(folder) if folder is not None else None
+
+    def open(self, model_id: str) -> OpenModel:
+        """Open a model to read parts of it. Raises CheckpointError when it is not here."""
+        facts = self.by_id(model_id)
+        if facts is None:
+            raise CheckpointError(f"model {model_id[:12]} is not here any more")
+        if facts.is_complete:
+            book = DigestBook.for_checkpoint(self._cache.folder, facts.path)
+            return OpenModel(facts.path, book=book)
+        with contextlib.ExitStack() as unless_it_opens:
+            use = self._cache.use(model_id)
+            unless_it_opens.callback(use.close)
+            opened = OpenModel(facts.path, use=use)
+            unless_it_opens.pop_all()
+        return opened
+
+    def look_at(self, folder: Path) -> ModelFacts:
+        """Look at a folder, again only when it has changed."""
+        known = self._facts.get(folder)
+        if known is None or known.stamp != stamp(folder):
+            known = self._facts[folder] = identify(folder)
+        return known
+
+
+class OpenModel:
+    """A model of this machine, open: a folder with a `book` of digests, or a replica in `use`."""
+
+    def __init__(
+        self, folder: Path, *, book: DigestBook | None = None, use: ModelUse | None = None
+    ) -> None:
+        self._book = book
+        self._use = use
+        self.checkpoint = Checkpoint.open(folder)
+        self.files = TensorFiles(self.checkpoint.folder)
+
+    def part(self, tensor: str, number: int) -> Part:
+        """Find a part that is here. Raises CheckpointError when it is not."""
+        part = part_of(self.checkpoint, tensor, number)
+        if not self._holds(part):
+            raise CheckpointError(f"{part} of model {self.checkpoint.model_id[:12]} is not here")
+        return part
+
+    def digest(self, tensor: str, number: int) -> str | None:
+        """Return the SHA-256 of a part in hex, None when it is not here.
+
+        Raises CheckpointError when the model has no such part, or it cannot be read.
+        """
+        part = part_of(self.checkpoint, tensor, number)
+        if self._book is not None:
+            return self._book.digest(part, self.files)
+        return self._journalled(part)
+
+    def close(self) -> None:
+        """Close the files and end the use."""
+        self.files.close()
+        if self._use is not None:
+            self._use.close()
+
+    def _holds(self, part: Part) -> bool:
+        return self.checkpoint.journal is None or self._journalled(part) is not None
+
+    def _journalled(self, part: Part) -> str | None:
+        journal = self.checkpoint.journal
+        return journal.digests.get(part.tensor, {}).get(part.number) if journal else None

@@ -1,0 +1,280 @@
+"""The models that came from other nodes: replicas on this machine's disk, within a size limit.
+
+Knows where replicas lie, which are in use by any process of this machine, and which to give up
+first. Must not know links, nor what is inside a replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardnet.checkpoint.replica import disk_error
+from shardnet.cluster.machine.cache_dir import write_whole
+from shardnet.errors import BusyError, CapacityError, UsageError
+
+DEFAULT_SHARE_OF_DISK = 0.5
+"""Without a limit replicas take at most this share of what the disk has left beside them."""
+LEFTOVER_S = 86400.0
+"""What is half made for longer than this is nobody's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A replica. `name` is the path it was last asked for by, `used_s` when, seconds since 1970."""
+
+    model_id: str
+    name: str
+    size_bytes: int
+    whole_bytes: int
+    used_s: float
+    in_use: bool
+
+
+class ModelCache:
+    """The replicas below `folder`, of which `limit_bytes` may stay."""
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self._limit_bytes = limit_bytes
+        self._models = folder / "models"
+        self._paths = folder / "paths"
+
+    def find(self, model_id: str) -> Path | None:
+        """Return the folder of a replica, None where there is none."""
+        folder = self._models / model_id
+        return folder if _is_id(model_id) and os.path.isdir(folder) else None
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Give an empty folder beside the replicas; what is left of it is deleted in the end.
+
+        Raises CapacityError or CheckpointError when it cannot be made.
+        """
+        try:
+            self._models.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(dir=self._models, prefix=".new-"))
+        except OSError as error:
+            raise disk_error(error, self._models) from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def install(self, staged: Path, model_id: str) -> Path:
+        """Give a staged replica its place, unless one is there by now. Returns the place."""
+        folder = self._models / model_id
+        try:
+            staged.rename(folder)
+        except OSError as error:
+            if not folder.is_dir():
+                raise disk_error(error, folder) from error
+        return folder
+
+    # --- which path means which model
+
+    def remember(self, path: str, model_id: str) -> None:
+        """Note that a path meant this model, for `recall`. Failing to is no error."""
+        with contextlib.suppress(OSError):
+            write_whole(self._hint(path), json.dumps({"path": path, "id": model_id}).encode())
+
+    def recall(self, path: str) -> str | None:
+        """Return the id of the model that a path meant last, None where that is not known."""
+        hint = _read_hint(self._hint(path))
+        return hint[1] if hint is not None and hint[0] == path else None
+
+    def _hint(self, path: str) -> Path:
+        name = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        return self._paths / f"{name}.json"
+
+    # --- use and eviction
+
+    def use(self, model_id: str) -> ModelUse:
+        """Keep a replica from being deleted, by any process, until the use is closed."""
+        try:
+            return ModelUse(self._lock_path(model_id))
+        except OSError as error:
+            raise disk_error(error, self._models) from error
+
+    def models(self) -> list[CachedModel]:
+        """Return all replicas, the one used last first.
+
+        Raises CheckpointError when the folder cannot be looked at.
+        """
+        try:
+            names = {model_id: path for path, model_id in self._hints()}
+            found = [
+                self._describe(folder, names.get(folder.name, ""))
+                for folder in self._models.glob("*")
+                if _is_id(folder.name) and folder.is_dir()
+            ]
+        except OSError as error:
+            raise disk_error(error, self._models) from error
+        return sorted(found, key=lambda model: -model.used_s)
+
+    def remove(self, model_id: str) -> int:
+        """Delete a replica; return the bytes that are free now.
+
+        Raises BusyError while a process of this machine uses it, UsageError when it is not there.
+        """
+        folder = self.find(model_id)
+        if folder is None:
+            raise UsageError(f"{self._models}: there is no model {model_id[:12]} here")
+        lock = self._lock_path(model_id)
+        try:
+            with lock.open("ab") as file:
+                if not _lock_alone(file.fileno()):
+                    raise BusyError(
+                        f"model {model_id[:12]} is in use by a node of this machine: run `shardnet "
+                        "unload`, or stop the node"
+                    )
+                freed = _size_bytes(folder)
+                doomed = folder.with_name(f".old-{os.getpid()}-{model_id}")
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        return freed
+
+    def make_room(self, n_bytes: int, keep: str) -> list[CachedModel]:
+        """Delete what was used longest ago until `n_bytes` more fit; return what was deleted.
+
+        Models in use and `keep` stay. Raises CapacityError when that is not enough.
+        """
+        self._sweep()
+        models = self.models()
+        used = sum(model.size_bytes for model in models)
+        try:
+            free = shutil.disk_usage(self._models).free
+        except OSError as error:
+            raise disk_error(error, self._models) from error
+        limit = self._limit_bytes
+        if limit is None:
+            limit = int((free + used) * DEFAULT_SHARE_OF_DISK)
+        deleted: list[CachedModel] = []
+        while models and (used + n_bytes > limit or n_bytes > free):
+            oldest = models.pop()
+            if oldest.model_id == keep or oldest.in_use:
+                continue
+            with contextlib.suppress(BusyError):
+                freed = self.remove(oldest.model_id)
+                used, free = used - freed, free + freed
+                deleted.append(oldest)
+        if used + n_bytes > limit:
+            raise CapacityError(
+                f"{self._models}: {n_bytes} bytes of weights more would make {used + n_bytes}, "
+                f"above the limit of {limit}: raise --cache-limit, or run `shardnet cache rm`"
+            )
+        if n_bytes > free:
+            raise CapacityError(
+                f"{self._models}: {n_bytes} bytes of weights are to come and {free} are free: free "
+                "room there, or name another place with SHARDNET_CACHE_DIR"
+            )
+        return deleted
+
+    def _sweep(self) -> None:
+        """Delete what processes that were killed have left half made or half deleted."""
+        for folder in [*self._models.glob(".new-*"), *self._models.glob(".old-*")]:
+            with contextlib.suppress(OSError):
+                if folder.stat().st_mtime < time.time() - LEFTOVER_S:
+                    shutil.rmtree(folder)
+
+    def _lock_path(self, model_id: str) -> Path:
+        return self._models / f"{model_id}.lock"
+
+    def _describe(self, folder: Path, name: str) -> CachedModel:
+        lock = self._lock_path(folder.name)
+        try:
+            used_s = lock.stat().st_mtime
+        except OSError:
+            used_s = folder.stat().st_mtime
+        files = [file.stat() for file in folder.iterdir()]
+        return CachedModel(
+            model_id=folder.name,
+            name=name,
+            size_bytes=_size_bytes(folder),
+            whole_bytes=sum(status.st_size for status in files),
+            used_s=used_s,
+            in_use=_is_locked(lock),
+        )
+
+    def _hints(self) -> Iterator[tuple[str, str]]:
+        files = sorted(self._paths.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        return (hint for file in files if (hint := _read_hint(file)) is not None)
+
+
+class ModelUse:
+    """A replica in use: a lock that others can share and that deleting needs alone.
+
+    Lock files stay when a replica is deleted: a new file would be another lock.
+    """
+
+    def __init__(self, lock: Path) -> None:
+        lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = lock.open("ab")
+        _lock_shared(self._file.fileno())
+        os.utime(lock)
+
+    def close(self) -> None:
+        """End the use."""
+        self._file.close()
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _read_hint(file: Path) -> tuple[str, str] | None:
+    try:
+        match json.loads(file.read_bytes()):
+            case {"path": str(path), "id": str(model_id)}:
+                return path, model_id
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _size_bytes(folder: Path) -> int:
+    """Bytes on disk; sparse files count as what they take."""
+    return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
+
+
+def _is_locked(lock: Path) -> bool:
+    try:
+        with lock.open("rb") as file:
+            return not _lock_alone(file.fileno())
+    except OSError:
+        return False
+
+
+def _lock_shared(file: int) -> None:
+    """Lock an open file, as others may too; waits while a replica is being deleted.
+
+    Locks belong to the open file and end with it, so they hold within one process as well.
+    """
+    if sys.platform != "win32":  # an open file cannot be deleted there
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _lock_alone(file: int) -> bool:
+    """Lock an open file against all others. Returns False when somebody has it."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""ModelConfig, the fields of config.json, and quantisation. No torch."""

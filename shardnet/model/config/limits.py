@@ -1,0 +1,12 @@
+"""Limits that the planner and the code that computes share. Imports nothing."""
+
+from __future__ import annotations
+
+MAX_LAYERS = 10_000
+"""Most layers that a config may claim, so that a damaged one cannot fill the memory."""
+
+MAX_EXPERTS = 32767
+"""Most experts that a config may claim: an expert's number travels in 16 bits."""
+
+GRAPH_BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Row counts for which decode steps are captured on CUDA (fused/decode_graphs.py)."""

@@ -1,0 +1,231 @@
+"""The maths of one model, in our own words, whatever family and file it came from.
+
+Knows what a forward pass, the planner and the KV cache have to be told. Must not know config.json
+(config/fields.py and the readers beside it) nor tensors: it imports no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from shardnet.types import DType, LayerRange, RoutingShape
+
+DEFAULT_CONTEXT = 8192
+"""Positions of one sequence where nothing else is asked and the model allows more."""
+
+
+class Activation(enum.Enum):
+    """The nonlinearity of the MLP. The value is transformers' name."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_NEW = "gelu_new"
+    GELU_TANH = "gelu_pytorch_tanh"
+    RELU = "relu"
+
+
+class RopeKind(enum.Enum):
+    """How the rotary frequencies are scaled. The value is transformers' `rope_type`."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+    YARN = "yarn"
+    LONGROPE = "longrope"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding.
+
+    `share` is the part of each head that is rotated, `magnitude` what cosine and sine are
+    multiplied by. `original_max_positions` are those of the training before scaling. The fields
+    after it are used by one kind each: LLAMA3's two, YARN's three, LONGROPE's two, one factor per
+    frequency.
+    """
+
+    kind: RopeKind = RopeKind.DEFAULT
+    theta: float = 10000.0
+    share: float = 1.0
+    factor: float = 1.0
+    magnitude: float = 1.0
+    original_max_positions: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def rotated(self, head_size: int) -> int:
+        """Return how many of a head's columns are rotated."""
+        return int(head_size * self.share)
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether contexts beyond `original_max_positions` have tables of their own."""
+        return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts that stand for the MLP in some layers.
+
+    `intermediate_size` is one expert's, `shared_intermediate_size` that of the expert that every
+    row visits, 0 where there is none. `normalize_top_k`: the chosen experts' weights are made to
+    add up to 1. `layers` are the absolute numbers of the layers that have experts. `swiglu_limit` L
+    and `swiglu_alpha` are of gates clamped to L that are multiplied by their sigmoid of alpha times
+    the gate; None where the activation is the model's. Experts stand in `n_groups` groups, and a
+    row chooses among those of its best `top_groups`. Chosen experts' answers are multiplied by
+    `answer_scale`, the shared one's is not.
+    """
+
+    n_experts: int
+    top_k: int
+    intermediate_size: int
+    normalize_top_k: bool
+    shared_intermediate_size: int = 0
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    n_groups: int = 1
+    top_groups: int = 1
+    answer_scale: float = 1.0
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention over latents (arXiv 2405.04434): of each position one for all heads is cached.
+
+    A latent has `rank` columns, and `rope_size` rotated ones beside it. A head's own keys have
+    `nope_size` columns, its values `value_size`. Queries come through `query_rank` columns, None
+    for straight. `interleaved`: pairs that are rotated together stand side by side.
+    """
+
+    rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of a position: what is cached."""
+        return self.rank + self.rope_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The maths of one model.
+
+    `family` is a name in families/registry.py. `rope` is None for a family with learned positions;
+    `local_rope` is that of layers with a window, where they have their own. `windows` says per
+    layer how many positions a row sees, itself included; None is all of them, and so is an empty
+    tuple for all layers. `attention_scale` multiplies the scores, None for 1 / sqrt(head size); a
+    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may look at nothing.
+    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says
+    the weights are stored in, None where it does not say. `eos_token_ids` is empty where the config
+    names none.
+
+    With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
+    """
+
+    family: str
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    activation: Activation
+    attention_bias: bool
+    mlp_bias: bool
+    rope: Rope | None
+    tie_word_embeddings: bool
+    checkpoint_dtype: DType | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    local_rope: Rope | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    norm_offset: float = 0.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    has_sinks: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    @property
+    def default_context(self) -> int:
+        """Positions of one sequence where no `--context` is given.
+
+        Where a longer context would have other rotary tables, it is the one trained with.
+        """
+        most = min(self.max_positions, DEFAULT_CONTEXT)
+        if self.rope is not None and self.rope.depends_on_context:
+            most = min(most, self.rope.original_max_positions)
+        return most
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a row of the absolute `layer` sees, None for all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def smallest_window(self) -> int | None:
+        """The smallest window of any layer, None where no layer has one."""
+        return min((window for window in self.windows if window is not None), default=None)
+
+    @property
+    def key_size(self) -> int:
+        """Columns of a key, and of the query that looks at it."""
+        return self.latent.width if self.latent else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Columns of a cached value, 0 where it is a part of the key."""
+        return 0 if self.latent else self.head_size
+
+    def layer_experts(self, layer: int) -> Experts | None:
+        """The experts of the absolute `layer`, None where it has an MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits where, None where there are none."""
+        if self.experts is None:
+            return None
+        return RoutingShape(n_layers=self.n_layers, top_k=self.experts.top_k)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The absolute numbers of the layers that have experts."""
+        return () if self.experts is None else self.experts.layers
+
+    def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
+        """The windows that layers of a stage have, each once."""
+        return tuple(dict.fromkeys(self.window(layer) for layer in layers))
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        """The rotary positions of the absolute `layer`."""
+        is_local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if is_local else self.rope
+
+    def thinned(self, n_layers: int) -> ModelConfig:
+        """Return the model with `n_layers` of its layers, evenly spread over it."""
+        kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
+        experts = self.experts
+        if experts is not None:
+            sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
+            experts = replace(experts, layers=sparse)
+        windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
+        return replace(self, n_layers=n_layers, windows=windows, experts=experts)

@@ -1,0 +1,148 @@
+"""A stage of the families with rotary positions: embedding, layers one behind the other, head.
+
+Knows what is the same in all of them; each family's file brings its layer. Must not know files,
+wire or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import ModelConfig, Rope
+from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
+from shardnet.model.fused.layers import NativeLayers
+from shardnet.model.fused.sublayers import with_native_halves
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import Step
+from shardnet.model.layers.decoder_layer import Layer
+from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.rotary import rotary_tables
+from shardnet.model.layers.weight_source import WeightSource
+from shardnet.types import LayerRange
+
+LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
+"""Takes the parameters of the layer with an absolute number."""
+
+
+class DecoderStage:
+    """The layers `layers` of a model, with the embedding and the head where they belong."""
+
+    def __init__(
+        self,
+        load_layer: LoadLayer,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._embedding: _Embedding | None = None
+        self._head: _Head | None = None
+        if layers.start == 0:
+            self._embedding = _Embedding.load(config, weights, dtype)
+        if layers.end == config.n_layers:
+            self._head = _Head.load(config, weights)
+        ropes = [_rope(config, layer) for layer in layers]
+        distinct = list(dict.fromkeys(ropes))
+        self._tables = [
+            rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
+        ]
+        self._layers = [
+            (
+                with_native_halves(load_layer(config, weights, layer), native_kernels()),
+                distinct.index(rope),
+            )
+            for layer, rope in zip(layers, ropes, strict=True)
+        ]
+        self._joined = NativeLayers.of([layer for layer, _ in self._layers], native_kernels())
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_by(self, capture: Capture) -> None:
+        """Have steps of few rows replay what `capture` makes of layers that can be captured."""
+        self._graphs = DecodeGraphs(self._layers, self._tables, capture)
+
+    def embed(self, step: Step) -> Tensor:
+        """Look the token ids up: [T, E]."""
+        assert self._embedding is not None
+        return self._embedding(step.token_ids)
+
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
+        rotaries = [table.at(step.positions) for table in self._tables]
+        if self._graphs is not None:
+            replayed = self._graphs.begin(hidden, rotaries, step)
+            if replayed is not None:
+                yield from replayed
+                return
+        if self._joined is not None:
+            whole = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
+            if whole is not None:
+                yield from [whole] * len(self._layers)
+                return
+        for index, (layer, rope) in enumerate(self._layers):
+            hidden = layer(hidden, index, rotaries[rope], step)
+            yield hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Final norm: [R, E] in and out."""
+        assert self._head is not None
+        return self._head.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
+        assert self._head is not None
+        return self._head(hidden)
+
+
+def _rope(config: ModelConfig, layer: int) -> Rope:
+    rope = config.layer_rope(layer)
+    assert rope is not None, "families of this kind have rotary positions"
+    return rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Embedding:
+    table: Tensor  # [V, E]
+    multiplier: float
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, dtype: torch.dtype) -> _Embedding:
+        """A multiplier is rounded to the compute dtype first, as Gemma's own code does it."""
+        multiplier = torch.tensor(config.embedding_multiplier).to(dtype).item()
+        return cls(table=weights.table("model.embed_tokens"), multiplier=multiplier)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        rows = self.table.index_select(0, token_ids)
+        return rows if self.multiplier == 1 else rows.mul_(self.multiplier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    norm: Norm
+    lm_head: Linear
+    divisor: float
+    soft_cap: float | None
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
+        table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        return cls(
+            norm=weights.norm("model.norm", config.norm_eps, config.norm_offset),
+            lm_head=weights.linear(table),
+            divisor=config.logit_divisor,
+            soft_cap=config.logit_soft_cap,
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head(self.norm(hidden))  # [R, V]
+        if self.divisor != 1:
+            logits = logits / self.divisor
+        if self.soft_cap is not None:
+            logits = logits.float().div(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits

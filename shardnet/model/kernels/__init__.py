@@ -1,0 +1,1 @@
+"""Linear kernels and the compiled library."""

@@ -1,0 +1,1 @@
+"""Norms, rotary positions, attention, KV cache, MLP, experts, decoder layer."""

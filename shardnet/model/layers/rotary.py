@@ -1,0 +1,122 @@
+"""Rotary positions: tables of cosines and sines for one context, and how heads are rotated.
+
+Knows every kind of scaling (transformers, modeling_rope_utils.py). Must not know families.
+
+Two kinds depend on the length of the sequence. transformers changes its tables while a sequence
+grows, and leaves the keys that are cached as they were. Here the tables follow from the context
+that was asked for, once: up to the positions trained with they are transformers' own, in a longer
+context they are those of a sequence that fills it (docs/models.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import Rope, RopeKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Tables of rotary positions: [P, 1, R] each, in the compute dtype, R the rotated columns.
+
+    `sin` carries the sign that rotating by half a head brings (rotate_half in transformers).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> Rotary:
+        """Pick the rows of the [T] positions of a micro-batch: tables of [T, 1, R]."""
+        return Rotary(
+            cos=self.cos.index_select(0, positions), sin=self.sin.index_select(0, positions)
+        )
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Rotate the first R columns of [T, heads, D] queries or keys by their rows' positions."""
+        n_rotated = self.cos.shape[-1]
+        if n_rotated < heads.shape[-1]:
+            rest = heads[..., n_rotated:]
+            return torch.cat((self.rotate(heads[..., :n_rotated]), rest), -1)
+        return torch.addcmul(heads * self.cos, heads.roll(n_rotated // 2, -1), self.sin)
+
+
+def rotary_tables(
+    rope: Rope, head_size: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """Compute the tables for positions `[0, context)`, in float32, then rounded to `dtype`."""
+    frequencies = rotary_frequencies(rope, head_size, context)  # [R / 2]
+    angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)  # [P, R / 2]
+    cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+    return Rotary(
+        cos=torch.cat((cos, cos), -1).unsqueeze(1).to(device, dtype),
+        sin=torch.cat((-sin, sin), -1).unsqueeze(1).to(device, dtype),
+    )
+
+
+def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
+    """Compute the rotary frequencies [R / 2] in float32, for sequences of up to `context`.
+
+    In transformers' order of operations: at position 3000 one bit of a frequency is seen.
+    """
+    n_rotated = rope.rotated(head_size)
+    steps = torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated
+    powers = rope.theta**steps
+    plain = 1.0 / powers
+    match rope.kind:
+        case RopeKind.DEFAULT:
+            return plain
+        case RopeKind.LINEAR:
+            return plain / rope.factor
+        case RopeKind.DYNAMIC:
+            return 1.0 / _dynamic_theta(rope, n_rotated, context) ** steps
+        case RopeKind.YARN:
+            return _yarn(rope, powers)
+        case RopeKind.LONGROPE:
+            is_long = context > rope.original_max_positions
+            factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+            return 1.0 / (factors * powers)
+        case RopeKind.LLAMA3:
+            return _llama3(rope, plain)
+
+
+def _dynamic_theta(rope: Rope, n_rotated: int, context: int) -> float:
+    """NTK-aware scaling: the base grows with what the context exceeds the training by."""
+    length = max(context, rope.original_max_positions) / rope.original_max_positions
+    stretch = rope.factor * length - (rope.factor - 1)
+    return float(rope.theta * stretch ** (n_rotated / (n_rotated - 2)))
+
+
+def _yarn(rope: Rope, powers: Tensor) -> Tensor:
+    """Fast frequencies stay, slow ones are stretched, between them a ramp (arXiv 2309.00071)."""
+    n_rotated = 2 * len(powers)
+
+    def column(rotations: float) -> float:
+        """Where a frequency turns so many times in the positions trained with."""
+        ratio = rope.original_max_positions / (rotations * 2 * math.pi)
+        return n_rotated * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = column(rope.beta_fast), column(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, n_rotated - 1)
+    width = high - low or 0.001
+    columns = torch.arange(len(powers), dtype=torch.float32)
+    kept = 1 - ((columns - low) / width).clamp(0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Short wavelengths stay, long ones are stretched, between them a ramp."""
+    wavelengths = 2 * math.pi / plain
+    low = rope.original_max_positions / rope.low_freq_factor
+    high = rope.original_max_positions / rope.high_freq_factor
+    smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * plain / rope.factor + smooth * plain
+    scaled = torch.where(wavelengths > low, plain / rope.factor, between)
+    return torch.where(wavelengths < high, plain, scaled)

@@ -1,0 +1,296 @@
+"""The engine: requests in, text out. The head's shell around the scheduler and the pipeline.
+
+Knows which requests live, and brings what the scheduler says to the pipeline and what comes back to
+the requests. Must not decide what is sent (scheduler.py) nor how it travels (pipeline.py), and
+knows nothing of nodes or plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from shardnet.errors import DeadlineError, ShardnetError, UsageError
+from shardnet.runtime.engine.live_request import LiveRequest
+from shardnet.runtime.engine.requests import GenerationEvent, GenerationFinished, GenerationRequest
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.sequences import (
+    CloseSlot,
+    FinishReason,
+    FreeSlot,
+    OpenSlot,
+    Outcome,
+    SendStep,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    TokenSampled,
+)
+from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.stage.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
+from shardnet.types import LiveState, SequenceId
+
+SLOWDOWN = 2.2
+"""A running sequence's tokens may take so many times as long while a prompt travels beside it."""
+
+FIRST_MIXED_ROWS = 12
+"""Prompt rows beside decode rows before it is known what rows cost on this ring."""
+
+LONGEST_DEADLINE_S = 1e8
+"""Three years: what is longer is no deadline, and more than timers take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What an engine has in hand. Blocks are those of one stage, warm ones among the used."""
+
+    running: int
+    waiting: int
+    paused: int
+    warm_slots: int
+    warm_blocks: int
+    used_blocks: int
+    room_blocks: int
+
+
+class Engine:
+    """Runs the requests of one ring. All calls are made on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        make_pipeline: Callable[
+            [Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline
+        ],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._scheduler = scheduler
+        scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
+        self.pipeline = make_pipeline(self._on_answered, self._on_failed)
+        self._clock_ns = clock_ns
+        self._live: dict[SequenceId, LiveRequest] = {}
+        self._next_sequence = 1
+        self._step_cost = StepCost()
+        self.n_steps = 0
+        """Steps that came round."""
+        self.compute_us: Counter[int] = Counter()
+        """Time that each rank has computed on them, microseconds."""
+        self._broken: ShardnetError | None = None
+
+    @property
+    def n_active(self) -> int:
+        """Requests that wait or run."""
+        return self._scheduler.n_active
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What it has in hand now."""
+        n_paused = sum(live.state is LiveState.PAUSED for live in self._live.values())
+        n_waiting = len(self._scheduler.waiting)
+        book = self._scheduler.book
+        return EngineCounters(
+            running=self._scheduler.n_active - n_waiting,
+            waiting=n_waiting - n_paused,
+            paused=n_paused,
+            warm_slots=len(book.warm()),
+            warm_blocks=book.warm_blocks,
+            used_blocks=book.booked_blocks,
+            room_blocks=book.room_blocks,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Run one request and yield its events, the last a GenerationFinished.
+
+        Closing the iterator early cancels the request and frees its slot on every stage. Raises
+        SamplingError, UsageError, CapacityError or BusyError before a slot is taken, DeadlineError
+        when its deadline passes, and whatever ended the ring or the request.
+        """
+        request.check()
+        if self._broken is not None:
+            raise self._broken
+        drafter = self._drafter(request)
+        sequence_id = SequenceId(self._next_sequence)
+        self._next_sequence += 1
+        self._scheduler.submit(
+            SequenceRequest(
+                sequence_id=sequence_id,
+                prompt=request.prompt,
+                max_tokens=request.max_tokens,
+                stop_ids=request.stop_ids,
+                priority=request.priority,
+                deterministic=request.deterministic,
+                whole_prompt=request.outputs.needs_whole_prompt,
+                drafter=drafter,
+            )
+        )
+        live = LiveRequest(request=request, drafter=drafter, submitted_ns=self._clock_ns())
+        self._live[sequence_id] = live
+        expiry = self._set_deadline(sequence_id, request)
+        try:
+            self._pump()
+            self._tell_places()
+            while True:
+                event = await live.events.get()
+                if isinstance(event, ShardnetError):
+                    raise event
+                yield event
+                if isinstance(event, GenerationFinished):
+                    return
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+            self._live.pop(sequence_id, None)
+            if drafter is not None:
+                drafter.guesser.close()
+            if self._scheduler.end(sequence_id):
+                self._pump()
+                self._tell_places()
+
+    def fail(self, error: ShardnetError) -> None:
+        """End every request with `error`, and refuse new ones: the ring is gone."""
+        self._broken = error
+        for sequence_id, live in self._live.items():
+            self._scheduler.end(sequence_id)
+            live.fail(error)
+
+    def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
+        """Make the request's drafter. Raises UsageError where guesses could change its bits."""
+        if request.speculation is None:
+            return None
+        if request.deterministic and self._scheduler.limits.exact_rows == 1:
+            raise UsageError(
+                "--deterministic and --speculate exclude each other here: on this ring a row's "
+                "bits depend on the rows beside it; leave one of them out"
+            )
+        return AdaptiveDrafter(
+            guesser=request.speculation.make_guesser(self._pump),
+            cost=self._step_cost,
+            most=request.speculation.most,
+        )
+
+    def _pump(self) -> None:
+        """Carry out what the scheduler wants sent now."""
+        if self._broken is not None:
+            return
+        instructions = self._scheduler.next_instructions()
+        for instruction in instructions:
+            match instruction:
+                case SendStep(batch=batch):
+                    self.pipeline.send(batch)
+                case OpenSlot(sequence_id=sequence_id, n_kept=n_kept):
+                    live = self._live[sequence_id]
+                    was_paused = live.state is LiveState.PAUSED
+                    live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
+                    self.pipeline.operate(_opened(instruction, live.request))
+                case CloseSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                    if instruction.is_pause and sequence_id in self._live:
+                        self._live[sequence_id].move(LiveState.PAUSED)
+                    self.pipeline.operate(
+                        SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+                    )
+                case FreeSlot(slot=slot):
+                    self.pipeline.operate(SlotFreed(slot=slot))
+                case _:
+                    assert_never(instruction)
+        if any(isinstance(instruction, OpenSlot) for instruction in instructions):
+            self._tell_places()
+
+    def _set_deadline(
+        self, sequence_id: SequenceId, request: GenerationRequest
+    ) -> asyncio.TimerHandle | None:
+        if request.deadline_s is None:
+            return None
+        delay_s = min(request.deadline_s, LONGEST_DEADLINE_S)
+        return asyncio.get_running_loop().call_later(delay_s, self._expire, sequence_id)
+
+    def _expire(self, sequence_id: SequenceId) -> None:
+        """End a request whose deadline has passed, wherever it is."""
+        live = self._live.pop(sequence_id, None)
+        if live is None:
+            return
+        self._scheduler.end(sequence_id)
+        live.fail(
+            DeadlineError(
+                f"the request did not end within its deadline of {live.request.deadline_s:g} s, "
+                f"after {live.n_tokens} tokens: allow more time, or ask for fewer tokens"
+            )
+        )
+        self._pump()
+        self._tell_places()
+
+    def _tell_places(self) -> None:
+        """Tell those that wait how many go before them."""
+        for ahead, sequence_id in enumerate(self._scheduler.waiting):
+            live = self._live.get(sequence_id)
+            if live is not None:
+                live.tell_place(ahead)
+
+    def _on_answered(self, answered: StepAnswered) -> None:
+        outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
+        self._learn_cost(answered)
+        for group in answered.batch.groups:
+            live = self._live.get(group.sequence_id)
+            if live is not None:
+                live.take_step(group, answered)
+        self._deliver(outcomes, answered)
+        self._pump()
+
+    def _on_failed(self, failed: StepFailed) -> None:
+        self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
+        self._pump()
+
+    def _learn_cost(self, answered: StepAnswered) -> None:
+        """Count a step; take from one with decode rows what rows cost, and how many may mix."""
+        self.n_steps += 1
+        queued_us = 0
+        for timing in answered.answer.timings:
+            self.compute_us[timing.rank] += timing.compute_us
+            queued_us += timing.queue_us
+        first = answered.batch.groups[0]
+        if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
+            took_s = max(1, answered.round_trip_us - queued_us) / 1e6
+            self._step_cost.learn(answered.batch.n_rows, took_s)
+            if answered.batch.n_sampled < answered.batch.n_rows:
+                self._scheduler.mix(answered.batch.n_sampled, self._step_cost, SLOWDOWN)
+
+    def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
+        for outcome in outcomes:
+            live = self._live.get(outcome.sequence_id)
+            if live is None:
+                continue
+            match outcome:
+                case TokenSampled(row=row):
+                    logprobs = answered.answer.logprobs[row] if answered else None
+                    if live.take_token(outcome.token_id, logprobs, self._clock_ns()):
+                        self._scheduler.end(outcome.sequence_id)
+                        self._finish(outcome.sequence_id, FinishReason.STOP)
+                case SequenceFinished(reason=reason):
+                    self._finish(outcome.sequence_id, reason)
+                case SequenceFailed(error=error):
+                    self._live.pop(outcome.sequence_id).fail(error)
+                case _:
+                    assert_never(outcome)
+
+    def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
+        self._live.pop(sequence_id).finish(reason, self._clock_ns())
+
+
+def _opened(instruction: OpenSlot, request: GenerationRequest) -> SequenceOpened:
+    """Tell the stages of a sequence; the tail alone looks at how it is sampled."""
+    holds_back = request.sampling.min_tokens > 0
+    return SequenceOpened(
+        sequence_id=instruction.sequence_id,
+        slot=instruction.slot,
+        sampling=request.sampling,
+        n_kept=instruction.n_kept,
+        source=instruction.source,
+        n_prompt=len(request.prompt),
+        stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
+        outputs=request.outputs,
+    )

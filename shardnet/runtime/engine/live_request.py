@@ -1,0 +1,155 @@
+"""A request whose end its client has not seen: its text, its times, and the events it waits for.
+
+Knows one request. Must not know the scheduler, the pipeline or other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.engine.outputs import OutputCollector, OutputEvent
+from shardnet.runtime.engine.requests import (
+    GenerationEvent,
+    GenerationFinished,
+    GenerationRequest,
+    RequestMoved,
+    RequestTiming,
+    StageMean,
+    TokenGenerated,
+)
+from shardnet.runtime.ring.pipeline import StepAnswered
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.sequences import FinishReason
+from shardnet.types import LiveState, RowGroup, TokenLogprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class _StageSums:
+    n_steps: int = 0
+    round_trip_us: int = 0
+    compute_us: dict[int, int] = field(default_factory=dict)
+    queue_us: dict[int, int] = field(default_factory=dict)
+
+    def add(self, answered: StepAnswered) -> None:
+        self.n_steps += 1
+        self.round_trip_us += answered.round_trip_us
+        for timing in answered.answer.timings:
+            rank = timing.rank
+            self.compute_us[rank] = self.compute_us.get(rank, 0) + timing.compute_us
+            self.queue_us[rank] = self.queue_us.get(rank, 0) + timing.queue_us
+
+    def means(self) -> tuple[StageMean, ...]:
+        """Split what is neither compute nor queueing over the hops; a ring of one has none."""
+        if not self.n_steps:
+            return ()
+        n_hops = len(self.compute_us) if len(self.compute_us) > 1 else 0
+        in_stages = sum(self.compute_us.values()) + sum(self.queue_us.values())
+        wire_us = max(0, self.round_trip_us - in_stages) / n_hops if n_hops else 0.0
+        return tuple(
+            StageMean(
+                rank=rank,
+                compute_ms=self.compute_us[rank] / self.n_steps / 1000,
+                queue_ms=self.queue_us[rank] / self.n_steps / 1000,
+                wire_ms=wire_us / self.n_steps / 1000,
+            )
+            for rank in sorted(self.compute_us)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRequest:
+    """One request. Times are the head's clock's, in nanoseconds."""
+
+    request: GenerationRequest
+    drafter: AdaptiveDrafter | None
+    submitted_ns: int
+    events: asyncio.Queue[GenerationEvent | ShardnetError] = field(default_factory=asyncio.Queue)
+    state: LiveState = LiveState.QUEUED
+    n_tokens: int = 0
+    outputs: OutputCollector | None = None
+    _sums: _StageSums = field(default_factory=_StageSums)
+    _told_ahead: int | None = None
+    _first_ns: int = 0
+    _last_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.request.outputs.asks:
+            self.outputs = OutputCollector(self.request.outputs, len(self.request.prompt))
+
+    def move(self, state: LiveState, *, n_kept: int = 0) -> None:
+        """Take note that it runs, goes on or is paused."""
+        self.state = state
+        self.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
+
+    def tell_place(self, ahead: int) -> None:
+        """Tell how many requests go before it: at first, and when that has halved."""
+        if self.state is not LiveState.QUEUED:
+            return
+        if self._told_ahead is None or ahead <= self._told_ahead // 2 < self._told_ahead:
+            self._told_ahead = ahead
+            self.events.put_nowait(RequestMoved(state=LiveState.QUEUED, ahead=ahead))
+
+    def take_step(self, group: RowGroup, answered: StepAnswered) -> None:
+        """Take what a step with these rows took, if they were no prompt's, and their outputs.
+
+        Those of sampled rows count when their token does.
+        """
+        if group.position >= len(self.request.prompt):
+            self._sums.add(answered)
+        if self.outputs is None:
+            return
+        answer = answered.answer
+        self._give(
+            self.outputs.arrive(
+                [s for s in answer.prompt_logprobs if s.sequence_id == group.sequence_id],
+                [b for b in answer.blocks if b.sequence_id == group.sequence_id],
+            )
+        )
+        self._give(self.outputs.release(group.position + group.n_rows - group.n_sampled))
+
+    def take_token(self, token_id: int, logprobs: TokenLogprobs | None, now_ns: int) -> bool:
+        """Take one more token. Return whether its text holds a stop string: it is the last."""
+        self._last_ns = now_ns
+        self._first_ns = self._first_ns or now_ns
+        if self.outputs is not None:
+            self._give(self.outputs.release(len(self.request.prompt) + self.n_tokens))
+        self.n_tokens += 1
+        is_stop_id = token_id in self.request.stop_ids
+        text, stopped = ("", False) if is_stop_id else self.request.text.push(token_id)
+        self.events.put_nowait(TokenGenerated(token_id=token_id, text=text, logprobs=logprobs))
+        return stopped
+
+    def finish(self, reason: FinishReason, now_ns: int) -> None:
+        """Tell that it is done, with what was held back."""
+        if self.outputs is not None:
+            self._give(self.outputs.finish())
+        self.events.put_nowait(
+            GenerationFinished(
+                reason=reason, text=self.request.text.finish(), timing=self._timing(now_ns)
+            )
+        )
+
+    def fail(self, error: ShardnetError) -> None:
+        """Tell that there is nothing more, and why."""
+        self.events.put_nowait(error)
+
+    def _give(self, events: Sequence[OutputEvent]) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+    def _timing(self, now_ns: int) -> RequestTiming:
+        """Sum its times up; without any token it ended now, when its prompt was computed."""
+        last_ns = self._last_ns or now_ns
+        first_ns = self._first_ns or last_ns
+        decode_s = (last_ns - first_ns) / 1e9
+        return RequestTiming(
+            ttft_s=(first_ns - self.submitted_ns) / 1e9,
+            decode_tok_s=(self.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
+            total_s=(last_ns - self.submitted_ns) / 1e9,
+            per_stage=self._sums.means(),
+            n_drafted=self.drafter.n_proposed if self.drafter else 0,
+            n_accepted=self.drafter.n_accepted if self.drafter else 0,
+        )

@@ -1,0 +1,1 @@
+"""The ring as its head sees it, and its data links."""

@@ -1,0 +1,391 @@
+"""The ring's data links: frames to what a stage takes in, what a stage gives to frames.
+
+The only place in `runtime` that knows both. Must not compute, nor decide what to send.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from shardnet.errors import RemoteProtocolError, error_for_code
+from shardnet.runtime.ring.pipeline import StepAnswer
+from shardnet.runtime.stage.compute import (
+    Activations,
+    PromptLogprobs,
+    Samples,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    SlotOperation,
+    StageInput,
+    StageOutput,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, MicroBatch, SequenceId, SlotId, StepId, TokenLogprobs
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages import metas
+from shardnet.wire.messages.metas import (
+    CloseSequence,
+    Extras,
+    FreeSlot,
+    OpenSequence,
+    Outputs,
+    RowLogprobs,
+    Sampling,
+    TopLogprob,
+    error_frame,
+    extras_frame,
+    read_error,
+    read_extras,
+    read_sequence,
+    sequence_frame,
+)
+from shardnet.wire.messages.metas import (
+    SlotOperation as SlotMessage,
+)
+from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
+
+_NO_EXTRAS = Extras()
+
+MAX_STEP_ROWS_BYTES = 1 << 29
+"""Logits and hidden states of one step that the head takes: 256 rows of half a million columns."""
+
+
+class LinkSource:
+    """What the previous stage sends, as a stage takes it in."""
+
+    def __init__(self, link: Link, epoch: Epoch) -> None:
+        self._link = link
+        self._epoch = epoch
+        self._extras = _PendingExtras(link)
+
+    async def receive(self) -> StageInput:
+        """Return the next input. Raises LinkError when the link ends or breaks the protocol."""
+        while True:
+            frame = await self._link.receive()
+            _check_epoch(frame, self._epoch, self._link)
+            extras = self._extras.before(frame)
+            match frame.kind:
+                case FrameKind.DATA:
+                    return self._step(read_data(frame), extras)
+                case FrameKind.SEQUENCE:
+                    return _slot_operation(read_sequence(frame))
+                case FrameKind.ERROR:
+                    return _step_failed(frame)
+                case FrameKind.EXTRAS:
+                    self._extras.keep(frame)
+                case _:
+                    raise _unexpected(frame, self._link)
+
+    def _step(self, step: Step, extras: Extras) -> StepArrived:
+        return StepArrived(
+            batch=step.batch,
+            activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
+            timings=tuple(extras.timings),
+            arrived_ns=self._link.arrived_ns,
+            routing=tuple(extras.routing),
+        )
+
+
+class TailLink:
+    """What the tail sends to the head."""
+
+    def __init__(self, link: Link, epoch: Epoch) -> None:
+        self._link = link
+        self._epoch = epoch
+        self._extras = _PendingExtras(link)
+        self._rows = _PendingRows(link)
+
+    async def receive(self) -> StepAnswer | StepFailed:
+        """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
+        while True:
+            frame = await self._link.receive()
+            extras = self._extras.before(frame)
+            match frame.kind:
+                case FrameKind.TOKENS:
+                    blocks = self._rows.before(frame) if self._rows.blocks else []
+                    return _answer(frame, extras, blocks)
+                case FrameKind.ERROR:
+                    self._rows.before(frame)
+                    return _step_failed(frame)
+                case FrameKind.EXTRAS:
+                    self._extras.keep(frame)
+                case FrameKind.ROWS:
+                    self._rows.keep(frame)
+                case _:
+                    raise _unexpected(frame, self._link)
+
+
+class LinkSink:
+    """What a stage gives, as frames to the next stage or, from the tail, to the head."""
+
+    def __init__(self, link: Link, epoch: Epoch) -> None:
+        self._link = link
+        self._epoch = epoch
+
+    def send(self, output: StageOutput) -> None:
+        """Send one output. Raises LinkError when the link has ended."""
+        match output:
+            case StepComputed(batch=batch, result=result):
+                extras = self._extras(output)
+                if isinstance(result, Samples) and result.blocks:
+                    self._link.send(*_rows(batch, result), extras, self._result(output))
+                else:
+                    self._link.send(extras, self._result(output))
+            case StepFailed(step=step, error=error):
+                self._link.send(error_frame(error, epoch=self._epoch, step=step))
+            case SequenceOpened() | SequenceClosed() | SlotFreed():
+                self._link.send(sequence_frame(_slot_message(output), epoch=self._epoch))
+            case _:
+                assert_never(output)
+
+    async def drain(self) -> None:
+        """Wait until the link has room. Raises LinkError when it ends meanwhile."""
+        await self._link.drain()
+
+    def _result(self, computed: StepComputed) -> Frame:
+        batch, result = computed.batch, computed.result
+        if isinstance(result, Samples):
+            return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
+        return data_frame(
+            Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+        )
+
+    def _extras(self, computed: StepComputed) -> Frame:
+        result = computed.result
+        extras = Extras(timings=list(computed.timings), routing=list(computed.routing))
+        if isinstance(result, Samples):
+            extras = Extras(
+                timings=extras.timings,
+                logprobs=_logprob_rows(result),
+                prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
+                routing=extras.routing,
+            )
+        return extras_frame(extras, epoch=self._epoch, step=computed.batch.step)
+
+
+class _PendingExtras:
+    """The extras that came and whose own step must come next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._step = 0
+        self._extras = _NO_EXTRAS
+
+    def keep(self, frame: Frame) -> None:
+        """Keep what came for the step that follows."""
+        self._step, self._extras = frame.step, read_extras(frame)
+
+    def before(self, frame: Frame) -> Extras:
+        """Give what came before `frame`, once.
+
+        Raises RemoteProtocolError when extras came for another step.
+        """
+        step, extras = self._step, self._extras
+        self._step, self._extras = 0, _NO_EXTRAS
+        if step and (step != frame.step or frame.kind in (FrameKind.EXTRAS, FrameKind.ROWS)):
+            raise RemoteProtocolError(
+                f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
+                f"step {frame.step}"
+            )
+        return extras
+
+
+class _PendingRows:
+    """The logits and hidden states that came and whose own step must come next."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._step = 0
+        self.blocks: list[RowBlock] = []
+        self._n_bytes = 0
+
+    def keep(self, frame: Frame) -> None:
+        """Keep what came for the step that follows.
+
+        Raises RemoteProtocolError when it is of another step than the last, or too much.
+        """
+        if self.blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        self._n_bytes += len(frame.payload)
+        if self._n_bytes > MAX_STEP_ROWS_BYTES:
+            raise RemoteProtocolError(
+                f"{_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for step "
+                f"{frame.step}"
+            )
+        self._step = frame.step
+        self.blocks.append(read_rows(frame))
+
+    def before(self, frame: Frame) -> list[RowBlock]:
+        """Give what came before `frame`, once. Raises RemoteProtocolError for another step's."""
+        blocks, self.blocks, self._n_bytes = self.blocks, [], 0
+        if blocks and frame.step != self._step:
+            raise self._out_of_turn(frame)
+        return blocks
+
+    def _out_of_turn(self, frame: Frame) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"{_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
+            f"step {frame.step}"
+        )
+
+
+class TailSink(LinkSink):
+    """The tail's sink: answers go to the head; slot operations have reached everyone and end."""
+
+    def send(self, output: StageOutput) -> None:
+        """Send one answer."""
+        if isinstance(output, StepComputed | StepFailed):
+            super().send(output)
+
+
+def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
+    token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
+    return StepAnswer(
+        epoch=Epoch(frame.epoch),
+        step=StepId(frame.step),
+        token_ids=token_ids,
+        logprobs=_logprobs(extras, len(token_ids)),
+        timings=tuple(extras.timings),
+        prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
+        blocks=blocks,
+        routing=extras.routing,
+    )
+
+
+def _name(link: Link) -> str:
+    return f"{link.peer.name} ({link.peer_address})"
+
+
+def _check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+    if frame.epoch != epoch:
+        raise RemoteProtocolError(
+            f"{_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
+            f"{epoch}"
+        )
+
+
+def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
+    )
+
+
+def _slot_operation(message: SlotMessage) -> SlotOperation:
+    match message:
+        case OpenSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
+            return SequenceOpened(
+                sequence_id=SequenceId(sequence_id),
+                slot=SlotId(slot),
+                sampling=message.sampling.params(),
+                n_kept=n_kept,
+                source=None if source is None else SlotId(source),
+                n_prompt=message.n_prompt,
+                stop_ids=message.stop_ids,
+                outputs=message.outputs.params(),
+            )
+        case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            return SequenceClosed(
+                sequence_id=SequenceId(sequence_id), slot=SlotId(slot), n_kept=n_kept
+            )
+        case FreeSlot(slot=slot):
+            return SlotFreed(slot=SlotId(slot))
+        case _:
+            assert_never(message)
+
+
+def _slot_message(operation: SlotOperation) -> SlotMessage:
+    match operation:
+        case SequenceOpened(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
+            return OpenSequence(
+                sequence_id=sequence_id,
+                slot=slot,
+                sampling=Sampling.of(operation.sampling),
+                n_kept=n_kept,
+                source=source,
+                n_prompt=operation.n_prompt,
+                stop_ids=operation.stop_ids,
+                outputs=Outputs.of(operation.outputs),
+            )
+        case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+        case SlotFreed(slot=slot):
+            return FreeSlot(slot=slot)
+        case _:
+            assert_never(operation)
+
+
+def _step_failed(frame: Frame) -> StepFailed:
+    report = read_error(frame)
+    return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
+
+
+def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
+    return [
+        RowLogprobs(
+            row=row,
+            token_id=logprobs.token_id,
+            logprob=logprobs.logprob,
+            top=_top(logprobs),
+        )
+        for row, logprobs in enumerate(samples.logprobs)
+        if logprobs is not None
+    ]
+
+
+def _prompt_rows(samples: Samples) -> list[metas.PromptLogprobs]:
+    return [
+        metas.PromptLogprobs(
+            sequence_id=scored.sequence_id,
+            position=scored.position,
+            token_id=scored.logprobs.token_id,
+            logprob=scored.logprobs.logprob,
+            top=_top(scored.logprobs),
+        )
+        for scored in samples.prompt_logprobs
+    ]
+
+
+def _prompt_logprobs(extras: Extras) -> list[PromptLogprobs]:
+    return [
+        PromptLogprobs(
+            sequence_id=SequenceId(entry.sequence_id),
+            position=entry.position,
+            logprobs=_token_logprobs(entry),
+        )
+        for entry in extras.prompt_logprobs
+    ]
+
+
+def _rows(batch: MicroBatch, samples: Samples) -> list[Frame]:
+    return [
+        frame
+        for block in samples.blocks
+        for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
+    ]
+
+
+def _top(logprobs: TokenLogprobs) -> list[TopLogprob]:
+    return [TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
+
+
+def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
+    """Put the rows' logprobs at their places. Raises RemoteProtocolError for a row of none."""
+    rows: list[TokenLogprobs | None] = [None] * n_rows
+    for entry in extras.logprobs:
+        if entry.row >= n_rows:
+            raise RemoteProtocolError(f"logprobs of row {entry.row} came with {n_rows} tokens")
+        rows[entry.row] = _token_logprobs(entry)
+    return rows
+
+
+def _token_logprobs(entry: RowLogprobs | metas.PromptLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=tuple((top.token_id, top.logprob) for top in entry.top),
+    )

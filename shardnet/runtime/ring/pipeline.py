@@ -1,0 +1,245 @@
+"""The ring as its head sees it: steps go in, answers come out.
+
+Knows the steps in flight, when each was sent, and what a stuck ring looks like. It is the source of
+the head's own stage and takes the answers of the tail, over a link or, in a ring of one, directly.
+Must not know sequences' texts, why a step was made, or how nodes are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.runtime.stage.compute import (
+    Activations,
+    PromptLogprobs,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    SlotOperation,
+    StageInput,
+    StageOutput,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
+from shardnet.runtime.stage.routing import join_routing
+from shardnet.types import Epoch, MicroBatch, OutputKind, RoutingShape, StepId, TokenLogprobs
+from shardnet.wire.messages.metas import StageExperts, StageTiming
+from shardnet.wire.payloads.rows import RowBlock
+
+STUCK_FACTOR = 10
+STUCK_AT_LEAST_S = 60.0
+"""A step older than 10 times the longest one, and than this, means a stuck stage."""
+STUCK_UNMEASURED_S = 600.0
+"""Than this where nobody has measured how long a prompt chunk takes here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAnswer:
+    """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest.
+
+    `routing` has the parts of all stages; the pipeline joins them to rows in `blocks`.
+    """
+
+    epoch: Epoch
+    step: StepId
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
+    timings: tuple[StageTiming, ...]
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    blocks: Sequence[RowBlock] = ()
+    routing: Sequence[StageExperts] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAnswered:
+    """A step came round. `round_trip_us` is read from the head's clock."""
+
+    batch: MicroBatch
+    answer: StepAnswer
+    round_trip_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    batch: MicroBatch
+    sent_ns: int
+
+
+class Pipeline:
+    """Sends steps into the ring's first stage and matches answers to them.
+
+    `vocab_size` bounds the ids that an answer may hold. `routing` is how many experts rows visit,
+    None where a model has none. `clock_ns` is a monotonic clock. `chunk_s` is how long a whole
+    prompt chunk is predicted to take, None where that was not measured: the first one is not stuck
+    only because nothing as long has come round before.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: Epoch,
+        vocab_size: int,
+        clock_ns: Callable[[], int],
+        on_answered: Callable[[StepAnswered], None],
+        on_failed: Callable[[StepFailed], None],
+        routing: RoutingShape | None = None,
+        chunk_s: float | None = None,
+    ) -> None:
+        self._epoch = epoch
+        self._vocab_size = vocab_size
+        self._routing = routing
+        self._clock_ns = clock_ns
+        self._on_answered = on_answered
+        self._on_failed = on_failed
+        self._inputs: asyncio.Queue[StageInput] = asyncio.Queue()
+        self._in_flight: dict[StepId, _InFlight] = {}
+        self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
+        self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
+        self.dropped: Counter[str] = Counter()
+        """Answers that were dropped, by reason."""
+
+    def send(self, batch: MicroBatch) -> None:
+        """Send a step. The scheduler's credit bounds how many wait here."""
+        now = self._clock_ns()
+        self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
+        self._inputs.put_nowait(
+            StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now)
+        )
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Send a slot operation, in data order with the steps."""
+        self._inputs.put_nowait(operation)
+
+    async def receive(self) -> StageInput:
+        """Hand the next input to the head's own stage (StageSource)."""
+        return await self._inputs.get()
+
+    def answer(self, answer: StepAnswer | StepFailed) -> None:
+        """Take what the tail sent.
+
+        Answers of an old epoch are dropped and counted. Raises RemoteProtocolError when the answer
+        fits no step in flight, its number of ids is wrong or an id is outside the vocabulary, or
+        when a stage's part of the routing is missing.
+        """
+        if isinstance(answer, StepFailed):
+            if self._in_flight.pop(answer.step, None) is None:
+                raise RemoteProtocolError(f"the tail failed step {answer.step}, not in flight")
+            self._on_failed(answer)
+            return
+        if answer.epoch != self._epoch:
+            self.dropped["old epoch"] += 1
+            return
+        sent = self._in_flight.pop(answer.step, None)
+        if sent is None:
+            raise RemoteProtocolError(f"the tail answered step {answer.step}, not in flight")
+        if answer.routing:
+            blocks = join_routing(sent.batch, answer.routing, self._routing)
+            answer = replace(answer, blocks=[*answer.blocks, *blocks], routing=())
+        self._check(sent.batch, answer)
+        took_ns = self._clock_ns() - sent.sent_ns
+        self._longest_ns = max(self._longest_ns, took_ns)
+        self._on_answered(
+            StepAnswered(batch=sent.batch, answer=answer, round_trip_us=took_ns // 1000)
+        )
+
+    def check_progress(self, progress: Sequence[tuple[str, int]]) -> None:
+        """Look for a stuck stage.
+
+        `progress` has, in ring order, each node's name and the last step it completed. Raises
+        PeerFailedError naming the first node that has not done the oldest step in flight although
+        that step is older than any reason.
+        """
+        if not self._in_flight:
+            return
+        step, oldest = next(iter(self._in_flight.items()))
+        age_s = (self._clock_ns() - oldest.sent_ns) / 1e9
+        limit_s = max(self._at_least_s, STUCK_FACTOR * self._longest_ns / 1e9)
+        if age_s < limit_s:
+            return
+        node = next((name for name, done in progress if done < step), progress[-1][0])
+        raise PeerFailedError(
+            f"node {node} is stuck: step {step} has waited {age_s:.0f} s there, and no step should "
+            f"take {limit_s:.0f} s; restart that node"
+        )
+
+    def _check(self, batch: MicroBatch, answer: StepAnswer) -> None:
+        if len(answer.token_ids) != batch.n_sampled:
+            raise RemoteProtocolError(
+                f"step {batch.step} sampled {batch.n_sampled} rows, the tail answered with "
+                f"{len(answer.token_ids)} tokens"
+            )
+        for token_id in answer.token_ids:
+            if token_id >= self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail sampled token {token_id}, the vocabulary has {self._vocab_size}"
+                )
+        if answer.prompt_logprobs or answer.blocks:
+            self._check_outputs(batch, answer)
+
+    def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
+        """Check that what came beside the tokens belongs to rows of the step."""
+        rows = {
+            group.sequence_id: range(group.position, group.position + group.n_rows)
+            for group in batch.groups
+        }
+        spans = [(scored.sequence_id, scored.position, 1) for scored in answer.prompt_logprobs]
+        spans += [(block.sequence_id, block.position, block.n_rows) for block in answer.blocks]
+        for sequence_id, position, n_rows in spans:
+            inside = rows.get(sequence_id, range(0))
+            if position not in inside or position + n_rows - 1 not in inside:
+                raise RemoteProtocolError(
+                    f"the tail sent outputs of sequence {sequence_id} at positions {position} to "
+                    f"{position + n_rows - 1} for step {batch.step}, which has no such rows"
+                )
+        for block in answer.blocks:
+            if block.kind is OutputKind.LOGITS and block.width != self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail sent logits {block.width} wide, the vocabulary has "
+                    f"{self._vocab_size}"
+                )
+
+
+class RingOfOne:
+    """The sink of a stage that is head and tail: answers go straight to the pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def send(self, output: StageOutput) -> None:
+        """Hand an answer to the pipeline; slot operations end here."""
+        answer = as_answer(output)
+        if answer is not None:
+            self._pipeline.answer(answer)
+
+    async def drain(self) -> None:
+        """Nothing waits here."""
+
+
+def as_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
+    """Turn the last stage's output into what the head gets: None for slot operations."""
+    match output:
+        case StepComputed(batch=batch, result=result, timings=timings):
+            if isinstance(result, Activations):
+                raise ShardnetError(f"the last stage made activations of step {batch.step}")
+            return StepAnswer(
+                epoch=batch.epoch,
+                step=batch.step,
+                token_ids=result.token_ids,
+                logprobs=result.logprobs,
+                timings=timings,
+                prompt_logprobs=result.prompt_logprobs,
+                blocks=result.blocks,
+                routing=output.routing,
+            )
+        case StepFailed():
+            return output
+        case SequenceOpened() | SequenceClosed() | SlotFreed():
+            return None
+        case _:
+            assert_never(output)

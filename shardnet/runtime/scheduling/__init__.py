@@ -1,0 +1,1 @@
+"""Which rows travel next. Pure."""

@@ -1,0 +1,232 @@
+"""The book of slots: who owns which, what lies warm in it, how many KV blocks are booked. Pure.
+
+Knows slots, the token ids whose keys and values they hold, and the blocks that every stage has for
+them (design decisions 6 and 7). Must not know steps, sampling or time.
+
+A slot is owned by one sequence or warm: nobody's, its content kept until the room is needed. What
+the book says holds on every stage in data order, so a slot may be taken over or copied while rows
+for it are still on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slot:
+    """One slot. Its first `n_held` positions hold keys and values of the first of `tokens`.
+
+    `n_chunked` of them were computed as whole prompt chunks. `n_written` is the most positions that
+    were ever written, drafts that proved wrong too. `n_shared` counts the sequences that began with
+    a copy of it.
+    """
+
+    slot: SlotId
+    tokens: Sequence[int] = ()
+    n_held: int = 0
+    n_chunked: int = 0
+    n_written: int = 0
+    n_blocks: int = 0
+    n_shared: int = 0
+    is_warm: bool = False
+    used_at: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How a sequence comes to its slot: with the first `n_kept` positions in place.
+
+    They are there already, or copied from the slot `source`. The warm slots `given_up` for it are
+    to be freed before.
+    """
+
+    slot: Slot
+    n_kept: int
+    source: SlotId | None = None
+    given_up: tuple[Slot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The first `n_kept` positions of `slot` can be kept; `is_whole`: no others are there."""
+
+    slot: Slot
+    n_kept: int
+    is_whole: bool
+
+    @property
+    def rank(self) -> tuple[int, bool, bool]:
+        """Which of two is better: longer, then without a copy."""
+        return (self.n_kept, self.is_whole, self.slot.is_warm)
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotBook:
+    """All slots of a ring. `room_blocks` is the smallest room of its stages, per stage.
+
+    `window` is the smallest sliding window of the model's layers, None where none has one: such
+    layers forget (design decision 6), and a slot cannot be rewound below its `floor`.
+    """
+
+    room_blocks: int
+    window: int | None = None
+    least_copied: int = 16
+    """A shorter common prefix is not worth a copy."""
+    _slots: dict[SlotId, Slot] = field(default_factory=dict)
+    _free_ids: list[SlotId] = field(default_factory=list)
+    _booked: int = 0
+    _uses: int = 0
+
+    @property
+    def booked_blocks(self) -> int:
+        """Blocks booked on every stage, warm slots included."""
+        return self._booked
+
+    @property
+    def warm_blocks(self) -> int:
+        """Blocks that warm slots hold: they can be had back."""
+        return sum(slot.n_blocks for slot in self._slots.values() if slot.is_warm)
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that a sequence could still get, once all warm slots are given up."""
+        return self.room_blocks - self._booked + self.warm_blocks
+
+    def prefix(self, prompt: Sequence[int], *, chunk_rows: int = 0) -> Prefix | None:
+        """Return the longest prefix of `prompt` that a slot holds, None where none holds any.
+
+        The last token is never counted: its row must be computed to be sampled. With `chunk_rows`
+        only whole prompt chunks of that many rows count (design decision 4).
+        """
+        best: Prefix | None = None
+        for slot in self._slots.values():
+            common = common_prefix(slot.tokens, prompt, min(len(prompt) - 1, slot.n_held))
+            n_kept = (
+                min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
+            )
+            if n_kept < self.floor(slot):
+                continue
+            found = Prefix(slot=slot, n_kept=n_kept, is_whole=common == slot.n_held)
+            if n_kept and (best is None or found.rank > best.rank):
+                best = found
+        return best
+
+    def floor(self, slot: Slot) -> int:
+        """Return how many positions of the slot must be kept, if any are to be.
+
+        A layer with a window has of each slot at least the window and the last `REWIND_ROWS` rows
+        (model/layers/kv_cache.py); what was before may be gone.
+        """
+        if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
+            return 0
+        return slot.n_written - REWIND_ROWS
+
+    def start(self, prompt: Sequence[int], n_blocks: int, *, chunk_rows: int = 0) -> Start:
+        """Give a sequence its slot, booked for `n_blocks`, which must be available.
+
+        A warm slot is continued if all of it is a prefix of the prompt, or if there is no room for
+        a copy; otherwise the common prefix is copied. `chunk_rows` is that of `prefix`.
+        """
+        assert blocks_for(len(prompt)) <= n_blocks <= self.available_blocks
+        prefix = self.prefix(prompt, chunk_rows=chunk_rows)
+        if prefix is None or prefix.n_kept < self.least_copied:
+            return self.start_empty(n_blocks)
+        source = prefix.slot
+        room_beside = self.available_blocks - (source.n_blocks if source.is_warm else 0)
+        if source.is_warm and (prefix.is_whole or n_blocks > room_beside):
+            return self._continue(prefix, n_blocks)
+        if n_blocks > room_beside:
+            return self.start_empty(n_blocks)
+        given_up = self._make_room(n_blocks, spare=source)
+        source.n_shared += 1
+        self._touch(source)
+        slot = self._new(n_blocks)
+        slot.n_chunked = min(source.n_chunked, prefix.n_kept)
+        slot.n_written = source.n_written  # the copy lacks what the source has forgotten
+        return Start(slot=slot, n_kept=prefix.n_kept, source=source.slot, given_up=given_up)
+
+    def start_empty(self, n_blocks: int) -> Start:
+        """Give a sequence an empty slot, booked for `n_blocks`, which must be available."""
+        given_up = self._make_room(n_blocks)
+        return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
+
+    def grow(self, slot: Slot, n_positions: int) -> tuple[Slot, ...] | None:
+        """Book the slot for `n_positions`. Returns the warm slots given up for it.
+
+        None, and nothing changed, where the blocks cannot be had.
+        """
+        more = blocks_for(n_positions) - slot.n_blocks
+        if more <= 0:
+            return ()
+        if more > self.available_blocks:
+            return None
+        given_up = self._make_room(more)
+        self._book(slot, slot.n_blocks + more)
+        return given_up
+
+    def keep_warm(self, slot: Slot) -> None:
+        """Let a sequence's slot lie with what it holds, for whoever comes."""
+        slot.is_warm = True
+        self._book(slot, blocks_for(slot.n_held))
+        self._touch(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Free a slot."""
+        self._booked -= slot.n_blocks
+        del self._slots[slot.slot]
+        self._free_ids.append(slot.slot)
+
+    def warm(self) -> list[Slot]:
+        """List the warm slots, the one to give up first first: unshared, longest unused."""
+        warm = [slot for slot in self._slots.values() if slot.is_warm]
+        return sorted(warm, key=lambda slot: (slot.n_shared > 0, slot.used_at))
+
+    def _continue(self, prefix: Prefix, n_blocks: int) -> Start:
+        slot = prefix.slot
+        slot.is_warm = False
+        slot.n_chunked = min(slot.n_chunked, prefix.n_kept)
+        given_up = self._make_room(n_blocks - slot.n_blocks)
+        self._book(slot, n_blocks)
+        return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)
+
+    def _make_room(self, n_blocks: int, *, spare: Slot | None = None) -> tuple[Slot, ...]:
+        """Give warm slots up until `n_blocks` are free."""
+        given_up = []
+        for slot in self.warm():
+            if self.room_blocks - self._booked >= n_blocks:
+                break
+            if slot is not spare:
+                self.drop(slot)
+                given_up.append(slot)
+        assert self.room_blocks - self._booked >= n_blocks
+        return tuple(given_up)
+
+    def _new(self, n_blocks: int) -> Slot:
+        slot = Slot(slot=self._free_ids.pop() if self._free_ids else SlotId(len(self._slots)))
+        self._slots[slot.slot] = slot
+        self._book(slot, n_blocks)
+        return slot
+
+    def _book(self, slot: Slot, n_blocks: int) -> None:
+        self._booked += n_blocks - slot.n_blocks
+        slot.n_blocks = n_blocks
+
+    def _touch(self, slot: Slot) -> None:
+        self._uses += 1
+        slot.used_at = self._uses
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """Return how many of the first `limit` tokens are equal.
+
+    Goes by blocks: comparing slices is many times faster than comparing tokens.
+    """
+    for start in range(0, limit, BLOCK_POSITIONS):
+        end = min(start + BLOCK_POSITIONS, limit)
+        if list(one[start:end]) != list(other[start:end]):
+            return next(i for i in range(start, end) if one[i] != other[i])
+    return limit

@@ -1,0 +1,378 @@
+"""The scheduler: which rows travel next. Pure.
+
+Knows positions, rows and the steps in flight; who runs is the roster's. It takes events (a request,
+an answered step, a cancellation) and returns instructions and outcomes. It must not know time,
+tensors, tokens' text, sockets or asyncio: the engine around it carries its instructions out.
+
+Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
+
+- while sequences decode, as many steps are in flight as there are stages: each carries its share
+  of the sequences, and up to `mixed_rows` prompt rows on top, as many as slow them down within
+  bounds; with prompts alone, twice as many steps;
+- prompt chunks end at multiples of a fixed size counted from position 0;
+- the KV room of rows is booked before they are sent (scheduling/admission_queue.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from shardnet.errors import LocalProtocolError, ShardnetError
+from shardnet.runtime.scheduling.admission_queue import Roster
+from shardnet.runtime.scheduling.kv_block_manager import SlotBook, common_prefix
+from shardnet.runtime.scheduling.sequences import (
+    FinishReason,
+    Instruction,
+    LiveSequence,
+    Outcome,
+    SendStep,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    TokenSampled,
+)
+from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    StepId,
+)
+
+MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""How many prompt rows may travel beside decode rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """How many rows travel in one step.
+
+    `chunk_rows` of prompts while nobody decodes, at most `mixed_rows` beside decode rows. Up to
+    `cheap_rows` rows a step costs about what one row does: drafts fill it up to there. `exact_rows`
+    is design decision 4's, for deterministic sequences.
+    """
+
+    chunk_rows: int = PREFILL_CHUNK_ROWS
+    mixed_rows: int = MIXED_ROWS[-1]
+    cheap_rows: int = 32
+    exact_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The next `n_rows` rows of a sequence, `drafts` the tokens that the last of them guess."""
+
+    sequence: LiveSequence
+    n_rows: int
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduler:
+    """Sequences of one ring.
+
+    `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
+    the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
+    window of the model's layers, None where none has one.
+    """
+
+    epoch: Epoch
+    n_stages: int
+    room_blocks: int
+    context: int
+    max_slots: int
+    max_waiting: int = 1024
+    window: int | None = None
+    limits: StepLimits = field(default_factory=StepLimits)
+    mixed_rows: int = field(init=False)
+    """Prompt rows that travel beside decode rows now, at most."""
+    _roster: Roster = field(init=False)
+    _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
+        default_factory=dict
+    )
+    _next_step: int = 1
+
+    def __post_init__(self) -> None:
+        self._roster = Roster(
+            room_blocks=self.room_blocks,
+            context=self.context,
+            max_slots=self.max_slots,
+            max_waiting=self.max_waiting,
+            window=self.window,
+            chunk_rows=self.limits.chunk_rows,
+        )
+        self.mixed_rows = self.limits.mixed_rows
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be in flight: the credit of the ring."""
+        return 2 * self.n_stages
+
+    @property
+    def n_active(self) -> int:
+        """Sequences waiting, running or paused."""
+        return len(self._roster.waiting) + len(self._roster.running)
+
+    @property
+    def book(self) -> SlotBook:
+        """What lies in the ring's slots, and the blocks that are booked."""
+        return self._roster.book
+
+    @property
+    def waiting(self) -> list[SequenceId]:
+        """Who waits or is paused, the next first."""
+        return [sequence.sequence_id for sequence in self._roster.waiting]
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue a request. Raises what Roster.submit raises."""
+        self._roster.submit(request)
+
+    def next_instructions(self) -> list[Instruction]:
+        """Return, in order, everything that may be sent now."""
+        self._roster.admit(self.mixed_rows)
+        while len(self._steps) < self.max_in_flight and self._send_step():
+            pass
+        instructions, self._roster.pending = self._roster.pending, []
+        return instructions
+
+    def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
+        """Take the answer of a step.
+
+        Raises LocalProtocolError when the step is not in flight or the number of ids is wrong:
+        the pipeline checks both at its edge.
+        """
+        groups = self._take_step(step)
+        if sum(group.n_sampled for group, _, _ in groups) != len(token_ids):
+            raise LocalProtocolError(f"step {step} was answered with {len(token_ids)} tokens")
+        outcomes: list[Outcome] = []
+        row = 0
+        for group, sequence, drafts in groups:
+            sampled = token_ids[row : row + group.n_sampled]
+            if self._roster.is_live(sequence):
+                outcomes += self._answer(sequence, group, drafts, sampled, row)
+            row += group.n_sampled
+        return outcomes
+
+    def on_step_failed(self, step: StepId, error: ShardnetError) -> list[Outcome]:
+        """Take a step that a stage could not compute: its sequences fail, the others go on."""
+        outcomes: list[Outcome] = []
+        for _, sequence, _ in self._take_step(step):
+            if self._roster.is_live(sequence):
+                self._roster.end(sequence, keep_warm=False)
+                outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
+        return outcomes
+
+    def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
+        """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
+        takes at most `slowdown` times as long as `n_decode` rows alone; longer where more
+        sequences wait for their prompt than decode, since each counts the same.
+        """
+        decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(True)
+        prefilling = [sequence.is_prefilling for sequence in self._roster.running.values()].count(
+            True
+        )
+        slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
+        most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
+        choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
+        self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
+
+    def end(self, sequence_id: SequenceId) -> bool:
+        """End a sequence from outside (stop string, cancellation). False when it has ended."""
+        if sequence_id in self._roster.running:
+            self._roster.end(self._roster.running[sequence_id], keep_warm=True)
+            return True
+        for sequence in self._roster.waiting:
+            if sequence.sequence_id == sequence_id:
+                self._roster.waiting.remove(sequence)
+                return True
+        return False
+
+    # --- what travels
+
+    def _send_step(self) -> bool:
+        """Send one step if there is anything to send."""
+        n_decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(
+            True
+        )
+        if not n_decoding:
+            rows = self._prompt_rows(self.limits.chunk_rows)
+            return self._send(rows, is_decode=False)
+        if len(self._steps) >= self.n_stages:
+            return False
+        decode = self._decode_rows(-(-n_decoding // self.n_stages))
+        is_exact = any(rows.sequence.request.deterministic for rows in decode)
+        prompts = [] if is_exact else self._prompt_rows(self.mixed_rows, beside=decode)
+        return self._send([*decode, *prompts], is_decode=bool(decode))
+
+    def _decode_rows(self, share: int) -> list[_Rows]:
+        """Take the newest token's row of up to `share` sequences, and drafts behind it."""
+        ready = (sequence for sequence in self._roster.ready.values() if sequence.may_travel)
+        chosen = [*islice(ready, share)]
+        is_exact = any(sequence.request.deterministic for sequence in chosen)
+        if is_exact:
+            chosen = chosen[: self.limits.exact_rows]
+        secured = [sequence for sequence in chosen if self._roster.secure_row(sequence)]
+        secured = [sequence for sequence in secured if sequence.slot is not None]
+        most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
+        spare = max(0, most - len(secured))
+        rows = []
+        for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
+            drafts = self._drafts(sequence, spare // n_left)
+            spare -= len(drafts)
+            rows.append(_Rows(sequence=sequence, n_rows=1 + len(drafts), drafts=tuple(drafts)))
+        return rows
+
+    def _drafts(self, sequence: LiveSequence, limit: int) -> list[int]:
+        """Ask for guesses that the sequence, the context and the room have a place for."""
+        request, slot = sequence.request, sequence.slot
+        if request.drafter is None or slot is None:
+            return []
+        left = self._roster.longest_life(request) - len(sequence.tokens) - 1
+        room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
+        limit = min(limit, left, room)
+        return request.drafter.propose(sequence.tokens, limit) if limit > 0 else []
+
+    def _prompt_rows(self, budget: int, beside: Sequence[_Rows] = ()) -> list[_Rows]:
+        """Take chunks of prompts, the first in order first, up to `budget` rows.
+
+        A deterministic sequence's rows travel alone.
+        """
+        rows: list[_Rows] = []
+        waiting = [s for s in self._roster.running.values() if s.is_prefilling]
+        for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
+            if sequence.request.deterministic:
+                if rows or beside:
+                    break
+                return [_Rows(sequence=sequence, n_rows=self._exact_chunk(sequence))]
+            n_rows = self._chunk(sequence, budget, len(sequence.tokens))
+            left = budget - sum(taken.n_rows for taken in rows)
+            if n_rows > left:
+                break
+            rows.append(_Rows(sequence=sequence, n_rows=n_rows))
+        return rows
+
+    def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
+        """Rows to the next multiple of `size`, but not beyond `end`."""
+        return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
+
+    def _exact_chunk(self, sequence: LiveSequence) -> int:
+        """Rows of the next chunk that gives the same bits as the first time."""
+        if sequence.n_sent < sequence.n_prompt:
+            return self._chunk(sequence, self.limits.chunk_rows, sequence.n_prompt)
+        return min(self.limits.exact_rows, len(sequence.tokens) - sequence.n_sent)
+
+    def _send(self, rows: Sequence[_Rows], *, is_decode: bool) -> bool:
+        if not rows:
+            return False
+        groups = [self._group(part) for part in rows]
+        step = StepId(self._next_step)
+        self._next_step += 1
+        token_ids = [
+            token
+            for part, group in zip(rows, groups, strict=True)
+            for token in self._inputs(part, group)
+        ]
+        batch = MicroBatch(epoch=self.epoch, step=step, groups=tuple(groups), token_ids=token_ids)
+        self._steps[step] = tuple(
+            (group, part.sequence, part.drafts) for group, part in zip(groups, rows, strict=True)
+        )
+        for part, group in zip(rows, groups, strict=True):
+            self._count_sent(part, group, is_alone=len(rows) == 1)
+        self._roster.pending.append(SendStep(batch=batch, is_decode=is_decode))
+        return True
+
+    def _group(self, rows: _Rows) -> RowGroup:
+        sequence = rows.sequence
+        assert sequence.slot is not None
+        is_last = sequence.n_sent + rows.n_rows - len(rows.drafts) == len(sequence.tokens)
+        makes_token = is_last and sequence.request.max_tokens > 0
+        return RowGroup(
+            sequence_id=sequence.sequence_id,
+            slot=sequence.slot.slot,
+            position=sequence.n_sent,
+            n_rows=rows.n_rows,
+            n_sampled=1 + len(rows.drafts) if makes_token else 0,
+        )
+
+    def _inputs(self, rows: _Rows, group: RowGroup) -> list[int]:
+        end = group.position + group.n_rows - len(rows.drafts)
+        return [*rows.sequence.tokens[group.position : end], *rows.drafts]
+
+    def _count_sent(self, rows: _Rows, group: RowGroup, *, is_alone: bool) -> None:
+        sequence, slot = rows.sequence, rows.sequence.slot
+        assert slot is not None
+        sequence.n_sent += group.n_rows
+        sequence.n_in_flight += 1
+        sequence.awaits_token = group.n_sampled > 0
+        self._roster.ready.pop(sequence.sequence_id, None)
+        self._roster.note_ready(sequence)
+        slot.n_held = group.position + group.n_rows - len(rows.drafts)
+        slot.n_written = max(slot.n_written, group.position + group.n_rows)
+        is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
+        if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
+            slot.n_chunked = slot.n_held
+
+    # --- what comes back
+
+    def _take_step(
+        self, step: StepId
+    ) -> tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]:
+        if step not in self._steps:
+            raise LocalProtocolError(f"step {step} is not in flight")
+        groups = self._steps.pop(step)
+        for _, sequence, _ in groups:
+            sequence.n_in_flight -= 1
+        return groups
+
+    def _answer(
+        self,
+        sequence: LiveSequence,
+        group: RowGroup,
+        drafts: tuple[int, ...],
+        sampled: Sequence[int],
+        row: int,
+    ) -> Iterable[Outcome]:
+        """Take what was sampled for a live sequence, as far as its drafts were right."""
+        if not sampled:
+            if sequence.request.max_tokens == 0 and group.position + group.n_rows == len(
+                sequence.tokens
+            ):
+                yield self._finish(sequence, FinishReason.LENGTH)
+            return
+        sequence.awaits_token = False
+        n_right = common_prefix(drafts, sampled, len(drafts))
+        if drafts and sequence.request.drafter is not None:
+            sequence.request.drafter.learn(len(drafts), n_right)
+        for index, token_id in enumerate(sampled[: n_right + 1]):
+            sequence.tokens.append(token_id)
+            yield TokenSampled(sequence_id=sequence.sequence_id, token_id=token_id, row=row + index)
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self._hold(sequence, group.position + index + 1)
+                yield self._finish(sequence, reason)
+                return
+        self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)
+        if sequence.slot is not None:
+            self._roster.note_ready(sequence)
+
+    def _hold(self, sequence: LiveSequence, n_positions: int) -> None:
+        """Take note that the rows of the first `n_positions` positions are right."""
+        if sequence.slot is not None:
+            sequence.n_sent = sequence.slot.n_held = n_positions
+
+    def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
+        self._roster.end(sequence, keep_warm=True)
+        return SequenceFinished(sequence_id=sequence.sequence_id, reason=reason)
+
+    def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:
+        if sequence.tokens[-1] in sequence.request.stop_ids:
+            return FinishReason.STOP
+        is_full = len(sequence.tokens) >= self.context
+        if is_full or sequence.n_generated >= sequence.request.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,198 @@
+"""A sequence as the scheduler sees it: what is asked for, how far it is, what comes of it. Pure.
+
+Knows token ids, positions and counts. Must not know slots' room or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.scheduling.kv_block_manager import Slot
+from shardnet.types import MicroBatch, SequenceId, SlotId
+
+
+class FinishReason(Enum):
+    """Why a sequence ended on its own."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Drafter(Protocol):
+    """Guesses how a sequence goes on (design decision 5)."""
+
+    def prepare(self, tokens: Sequence[int]) -> bool:
+        """Begin to guess what follows `tokens`; return whether it can be asked now.
+
+        A sequence waits until it can.
+        """
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return at most `limit` tokens that may follow `tokens`; none where it has no idea."""
+
+    def learn(self, n_proposed: int, n_accepted: int) -> None:
+        """Take how many tokens of a proposal were right, counted from its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRequest:
+    """One prompt to continue. `stop_ids` end it, the id itself included in its tokens.
+
+    A larger `priority` goes first. `max_tokens` 0 computes the prompt and makes nothing. With
+    `whole_prompt` every row of the prompt is computed although a slot may hold its prefix. With
+    `deterministic` its rows travel as design decision 4 says.
+    """
+
+    sequence_id: SequenceId
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    deterministic: bool = False
+    whole_prompt: bool = False
+    drafter: Drafter | None = None
+
+
+# --- instructions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStep:
+    """Send these rows round the ring."""
+
+    batch: MicroBatch
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSlot:
+    """Tell every stage, in data order, that the sequence now owns the slot.
+
+    Its first `n_kept` positions stay, or come from the slot `source`. `is_resumed` when the
+    sequence had a slot before and was paused.
+    """
+
+    sequence_id: SequenceId
+    slot: SlotId
+    n_kept: int = 0
+    source: SlotId | None = None
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSlot:
+    """Tell every stage, in data order, that the sequence owns the slot no more.
+
+    The first `n_kept` positions stay in it, without any it is free. `is_pause` when the sequence
+    goes on later.
+    """
+
+    sequence_id: SequenceId
+    slot: SlotId
+    n_kept: int = 0
+    is_pause: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeSlot:
+    """Tell every stage, in data order, to free a slot that nobody owns."""
+
+    slot: SlotId
+
+
+Instruction = SendStep | OpenSlot | CloseSlot | FreeSlot
+
+
+# --- outcomes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSampled:
+    """The ring sampled the next token of a sequence. `row` is its place in the token frame."""
+
+    sequence_id: SequenceId
+    token_id: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFinished:
+    """A sequence ended; no further event names it."""
+
+    sequence_id: SequenceId
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFailed:
+    """A sequence failed; no further event names it."""
+
+    sequence_id: SequenceId
+    error: ShardnetError
+
+
+Outcome = TokenSampled | SequenceFinished | SequenceFailed
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LiveSequence:
+    """A sequence that waits, runs or is paused.
+
+    `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
+    are not void. `n_in_flight` counts its steps under way, `awaits_token` that one of them is
+    sampled.
+    """
+
+    request: SequenceRequest
+    order: int
+    tokens: list[int]
+    slot: Slot | None = None
+    n_sent: int = 0
+    n_in_flight: int = 0
+    awaits_token: bool = False
+    sequence_id: SequenceId = field(init=False)
+    n_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequence_id = self.request.sequence_id
+        self.n_prompt = len(self.request.prompt)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes before whom, the smaller first: by priority, then by arrival."""
+        return (-self.request.priority, self.order)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens made."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the row of the newest token must be sent before one is sampled."""
+        if self.n_generated:
+            return self.n_sent < len(self.tokens) - 1
+        return self.n_sent < len(self.tokens)
+
+    @property
+    def may_travel(self) -> bool:
+        """Whether nothing but a step with room for it is missing."""
+        drafter = self.request.drafter
+        return drafter is None or drafter.prepare(self.tokens)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it makes tokens, one after the other."""
+        return not self.is_prefilling and self.request.max_tokens > 0
+
+    @property
+    def is_ready_to_decode(self) -> bool:
+        """Whether its newest token's row can be sent."""
+        return self.n_sent == len(self.tokens) - 1 and self.n_generated > 0

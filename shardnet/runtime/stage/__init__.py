@@ -1,0 +1,1 @@
+"""A stage at work: its threads, its compute, what the tail adds."""

@@ -1,0 +1,361 @@
+"""From a checkpoint on disk to a stage that computes.
+
+Knows the order of work: open, identify, check what fits, load the range, set up cache and sampler.
+Runs on the loading thread. Must not know rings, links or the event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
+from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
+from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.hub_cache import HubName, pulled_folder
+from shardnet.checkpoint.replica_journal import Journal
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.stage.compute import StageCompute
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    activation_peak_bytes,
+    graph_bytes,
+    kv_block_bytes,
+    stage_weight_bytes,
+    waiting_bytes,
+)
+from shardnet.stage.estimate.stored_dtype import dtype_in_place, products_dtype, weight_form
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    DType,
+    KvDType,
+    LayerRange,
+    WireDType,
+    blocks_for,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.sampling.sampler import Sampler
+    from shardnet.stage.pack_cache import PackCache
+    from shardnet.stage.stage_model import StageModel
+
+MAX_ROOM_POSITIONS = 1 << 20
+"""KV room is never booked beyond this many positions, however much memory there is."""
+
+
+MAX_CONFIG_TEXT = 1 << 20
+"""Characters of a config.json that one node sends another."""
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, size and time of change (ns) of every file of a checkpoint folder; see `stamp`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOrder:
+    """What to load. Equal orders give the same stage. `dtype` is the ring's.
+
+    `folder` is where the checkpoint `model` lies on this machine.
+    """
+
+    model: str
+    folder: Path
+    model_id: str
+    layers: LayerRange
+    dtype: DType
+    context: int
+    device: str
+    quantization: Quantization | None = None
+    kv_dtype: KvDType = KvDType.AUTO
+    n_streamed: int = 0
+    """How many of the layers are streamed from disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a node knows of a checkpoint without loading it.
+
+    `path` is its folder, or its file. `config_text` is its config in the words of config.json.
+    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
+    replica. `sample` is that of its weights then, else "". `dtype_in_place` is that in which all
+    layers' products lie in the files, None where they have to be made; `products_dtype` counts the
+    LM head's too.
+    """
+
+    model_id: str
+    path: Path
+    config: ModelConfig
+    config_text: str
+    stamp: Stamp
+    is_complete: bool
+    sample: str
+    dtype_in_place: DType | None = None
+    products_dtype: DType | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStage:
+    """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded."""
+
+    order: StageOrder
+    stamp: Stamp
+    compute: StageCompute
+    weight_bytes: int
+    room_blocks: int
+    load_s: float
+    kernel: str
+    exact_rows: int
+
+    def fits(self, order: StageOrder) -> bool:
+        """Whether loading `order` now would give this stage again."""
+        return self.order == order and self.stamp == stamp(order.folder)
+
+
+def find_folder(model: str) -> Path | None:
+    """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
+    an absolute path, or a model of the Hub that was pulled.
+
+    None when there is none here.
+    """
+    if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
+        name = HubName.parse(model)
+        return pulled_folder(name) if name is not None else None
+    path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
+    return path if names_checkpoint(path) else None
+
+
+def identify(path: Path) -> ModelFacts:
+    """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
+    stamped = stamp(path)
+    checkpoint = Checkpoint.open(path)
+    return ModelFacts(
+        model_id=checkpoint.model_id,
+        path=path,
+        config=checkpoint.config,
+        config_text=checkpoint.config_text,
+        stamp=stamped,
+        is_complete=checkpoint.journal is None,
+        sample=checkpoint.sample if checkpoint.journal is None else "",
+        dtype_in_place=dtype_in_place(checkpoint),
+        products_dtype=products_dtype(checkpoint),
+    )
+
+
+def identify_at(model: str) -> ModelFacts:
+    """Look at the checkpoint folder that the path `model` means on this machine.
+
+    Raises CheckpointError where there is none, or it is damaged.
+    """
+    folder = find_folder(model)
+    if folder is None:
+        raise CheckpointError(f"there is no checkpoint folder at {model}")
+    return identify(folder)
+
+
+def check_model_id(path: Path, found: str, planned: str) -> None:
+    """Raise CheckpointError where a checkpoint is not the model that a plan was made for."""
+    if found != planned:
+        raise CheckpointError(
+            f"{path} holds model {found[:12]} and the plan was made for {planned[:12]}: it has "
+            "changed meanwhile, or differs between nodes"
+        )
+
+
+def config_text(facts: ModelFacts) -> str:
+    """Return the text of a checkpoint's config, for a node that has no checkpoint.
+
+    Raises CheckpointError when it is larger than 1 MiB.
+    """
+    text = facts.config_text
+    if len(text) > MAX_CONFIG_TEXT:
+        raise CheckpointError(
+            f"{facts.path}: its config is {len(text)} characters long, at most 1 MiB can be sent"
+        )
+    return text
+
+
+def stamp(path: Path) -> Stamp:
+    """Return what changes when a checkpoint folder does.
+
+    That is name, size and time of change (ns) of every file. A replica changes only when tensors
+    that it held are superseded: what comes to it changes nothing that was loaded before.
+
+    Raises CheckpointError when the folder cannot be looked at.
+    """
+    journal = Journal.find(path) if path.is_dir() else None
+    if journal is not None:
+        return (("replica", journal.n_dropped, 0),)
+    try:
+        files = gguf_files(path) if path.is_file() else [*path.iterdir()]
+        files = sorted(file for file in files if file.is_file())
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
+
+
+def load(
+    order: StageOrder,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: Path | None = None,
+) -> LoadedStage:
+    """Load one stage into at most `memory_bytes`, its KV cache included.
+
+    Rounded weights are kept below the folder `packs`.
+
+    `progress` gets (bytes done, bytes in all) and may raise to give up.
+
+    Raises CheckpointError for a checkpoint that is not the one that was planned with, CapacityError
+    when the stage does not fit its memory, and whatever reading the checkpoint raises.
+    """
+    from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
+
+    started = time.perf_counter()
+    stamped = stamp(order.folder)
+    checkpoint = Checkpoint.open(order.folder)
+    check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    model, room_blocks = _load_model(
+        order, checkpoint, memory_bytes, progress, _pack_cache(order, stamped, packs)
+    )
+    give_memory_back()  # rounding leaves some behind
+    sampler = _sampler(order.folder, checkpoint.config) if model.last else None
+    make_compute = StreamingCompute if model.streams else TorchCompute
+    return LoadedStage(
+        order=order,
+        stamp=stamped,
+        compute=make_compute(model, sampler, WireDType.own(order.dtype)),
+        weight_bytes=model.weight_bytes,
+        room_blocks=room_blocks,
+        load_s=time.perf_counter() - started,
+        kernel=model.kernel,
+        exact_rows=model.exact_rows,
+    )
+
+
+def _load_model(
+    order: StageOrder,
+    checkpoint: Checkpoint,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: PackCache | None,
+) -> tuple[StageModel, int]:
+    """Load the layers of `order`. Returns them and their KV room in blocks; raises as `load`."""
+    import torch
+
+    from shardnet.model.kernels.linear import probe
+    from shardnet.stage.load import load_stage
+
+    config, device = checkpoint.config, torch.device(order.device)
+    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
+    room_blocks = kv_room_blocks(
+        config,
+        order.layers,
+        weight_form(checkpoint, choice),
+        order.context,
+        memory_bytes,
+        order.kv_dtype,
+        order.n_streamed,
+        device=device.type,
+    )
+    model = load_stage(
+        checkpoint,
+        order.layers,
+        choice=choice,
+        device=device,
+        room_blocks=room_blocks,
+        context=order.context,
+        progress=progress,
+        packs=packs,
+        kv_dtype=order.kv_dtype,
+        n_streamed=order.n_streamed,
+    )
+    return model, room_blocks
+
+
+def _sampler(path: Path, config: ModelConfig) -> Sampler:
+    """Make the tail's sampler, which draws no row of the head that has no token."""
+    from shardnet.model.sampling.sampler import Sampler
+    from shardnet.tokenizers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load_optional(path)
+    holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
+    return Sampler(config.vocab_size, holes)
+
+
+def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+    """Return where rounded weights of these very files are kept, None where none are."""
+    if folder is None or order.quantization is None:
+        return None
+    from shardnet.stage.pack_cache import PackCache
+
+    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
+    packs = PackCache(folder, identity, order.model, order.quantization)
+    packs.touch()
+    return packs
+
+
+def use_threads(n_threads: int) -> None:
+    """Let the calling thread's torch operators use `n_threads` threads."""
+    import torch
+
+    torch.set_num_threads(n_threads)
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system, where torch (on a GPU) or the C library would keep it."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        import ctypes
+        import ctypes.util
+
+        library = ctypes.CDLL(ctypes.util.find_library("c"))
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
+
+
+def kv_room_blocks(
+    config: ModelConfig,
+    layers: LayerRange,
+    form: WeightForm,
+    context: int,
+    memory_bytes: int,
+    kv_dtype: KvDType = KvDType.AUTO,
+    n_streamed: int = 0,
+    *,
+    device: str = "cpu",
+) -> int:
+    """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
+
+    `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
+
+    Raises CapacityError when they do not hold one context.
+    """
+    weights = stage_weight_bytes(config, layers, form, n_streamed)
+    rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
+    activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
+    if n_streamed:
+        activations += waiting_bytes(config, rows, dtype, context)
+    if device == "cuda":
+        activations += graph_bytes(config, dtype, form.rounded)
+    block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
+    blocks = max(0, memory_bytes - weights - activations) // block_bytes
+    needed = blocks_for(context)
+    if blocks < needed:
+        raise CapacityError(
+            f"layers {layers} need {weights + activations + needed * block_bytes} bytes for a "
+            f"context of {context} and this node may use {memory_bytes}: lower --context, raise "
+            "--memory or give it fewer layers"
+        )
+    return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)

@@ -1,0 +1,235 @@
+"""How fast this machine is with one model: its layers, its LM head, its disk.
+
+Knows how often to repeat and what counts of the repetitions. Runs on the compute thread, the disk's
+part on another. Must not know nodes, plans or where figures are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.families.registry import parse_config
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType
+
+if TYPE_CHECKING:
+    from shardnet.stage.synthetic_model import SampleModel, StepTimes
+
+WINDOW_S = 0.1
+"""Steps are averaged over so long: a process whose share of the processor is limited runs at full
+speed for some milliseconds and then stands, several times in this."""
+N_WINDOWS = 5
+FIGURE_S = 1.0
+"""One figure takes no longer than this, once it has been measured often enough at all."""
+CHUNK_S = 8.0
+"""A chunk of 256 rows that would take longer is measured with fewer rows."""
+
+STEADY = 1.25
+"""An undisturbed device's median window takes at most so many times its fastest."""
+
+DISK_BYTES = 64 * 2**20
+DISK_S = 0.3
+"""So much of a checkpoint is read, or for so long."""
+_DISK_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """What a device needs for one model, in seconds, to two significant digits.
+
+    `layer_s` is one layer at 1 row, `layer_256_s` at 256 rows. `embed_s` is the embedding of a row,
+    `head_s` norm, LM head and greedy sampling; what every step takes besides counts with both.
+    `kernel` names the path of the matrix products. Without `is_steady` the steps differed so much
+    that something else must have kept the device busy.
+    """
+
+    layer_s: float
+    layer_256_s: float
+    embed_s: float
+    head_s: float
+    kernel: str
+    is_steady: bool = True
+
+
+def read_config(text: str, where: str) -> ModelConfig:
+    """Read a config.json that came as text from `where`. Raises CheckpointError as parsing does."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not readable as JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{where}: expected a JSON object")
+    return parse_config(raw, where)
+
+
+def measure_stage(
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
+    *,
+    device: str,
+    threads: int,
+    memory_bytes: int,
+    tick: Callable[[], None],
+) -> StageFigures:
+    """Measure a model of the shape of `config` in random weights, with `threads` threads.
+
+    `dtype`, `quantization` and `kv_dtype` are the ring's; what is computed in is chosen as in
+    loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
+    called between the parts; what it raises ends the measurement.
+
+    Figures are the medians of windows' means: what comes once is left out, what comes all the time
+    counts. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
+    of a slow machine's chunk some rows. Raises CapacityError when memory does not hold one layer.
+    """
+    import torch
+
+    from shardnet.model.kernels.device_memory import memory_named
+    from shardnet.model.kernels.linear import probe
+    from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes
+    from shardnet.stage.synthetic_model import SampleModel, sample_config
+
+    with _threads(threads):
+        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
+        if device == "cuda":
+            memory_bytes -= graph_bytes(config, choice.dtype, quantization)
+        form = WeightForm(dtype=choice.dtype, rounded=quantization, products=choice.stored_dtype)
+        sample = sample_config(config, form, memory_bytes, kv_dtype)
+        if sample is None:
+            raise CapacityError(
+                f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "
+                "free here"
+            )
+        with memory_named(f"{device} has no memory left to measure in"):
+            model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
+            model.step(1)  # the first one only warms up
+            single = windows(lambda: model.step(1), at_least=3, tick=tick)
+            chunk_s = _chunk_s(model, tick)
+    return _figures(config, sample, choice.name, single, chunk_s)
+
+
+def _figures(
+    config: ModelConfig,
+    sample: ModelConfig,
+    kernel: str,
+    single: Sequence[StepTimes],
+    chunk_s: float,
+) -> StageFigures:
+    """Make figures of the model of `config` of times of a `sample`, of single rows and a chunk."""
+    plan_s = statistics.median(times.plan_s for times in single)
+    head_s = statistics.median(times.head_s for times in single)
+    return StageFigures(
+        layer_s=rounded(statistics.median(t.layers_s for t in single) / sample.n_layers),
+        layer_256_s=rounded(chunk_s / sample.n_layers),
+        embed_s=rounded(plan_s + statistics.median(times.embed_s for times in single)),
+        head_s=rounded(plan_s + head_s * config.vocab_size / sample.vocab_size),
+        kernel=kernel,
+        is_steady=_is_steady([t.layers_s for t in single]),
+    )
+
+
+def measure_disk(path: Path) -> float | None:
+    """Read a part of the largest tensor file at `path` and return the bytes per second.
+
+    Pages that the system keeps of that part are dropped first where it lets us (Linux), so that it
+    is the disk that answers. None where there is no tensor file or it cannot be read.
+    """
+    try:
+        found = path.iterdir() if path.is_dir() else [path]
+        files = [file for file in found if file.suffix in TENSOR_SUFFIXES]
+        if not files:
+            return None
+        return _read_rate(max(files, key=lambda file: file.stat().st_size))
+    except OSError:
+        return None
+
+
+def rounded(value: float) -> float:
+    """Round to two significant digits, so that noise does not tell equal machines apart."""
+    return float(f"{value:.2g}")
+
+
+def windows(
+    step: Callable[[], StepTimes],
+    *,
+    at_least: int,
+    tick: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepTimes]:
+    """Repeat a step that is warm; return its mean times over windows of time, `at_least` so many.
+
+    `tick` is called before each. `clock` gives seconds.
+    """
+    from shardnet.stage.synthetic_model import mean_times
+
+    means: list[StepTimes] = []
+    began = clock()
+    while len(means) < at_least or (len(means) < N_WINDOWS and clock() - began < FIGURE_S):
+        times: list[StepTimes] = []
+        window_began = clock()
+        while not times or clock() - window_began < WINDOW_S:
+            tick()
+            times.append(step())
+        means.append(mean_times(times))
+    return means
+
+
+def _is_steady(times: Sequence[float]) -> bool:
+    """Say whether the middle one of the windows' means is about as short as the shortest."""
+    return statistics.median(times) <= STEADY * min(times)
+
+
+def _chunk_s(model: SampleModel, tick: Callable[[], None]) -> float:
+    """Measure all layers of the sample at 256 rows."""
+    few = 32
+    tick()
+    guess_s = model.step(few).layers_s * PREFILL_CHUNK_ROWS / few
+    n_rows = PREFILL_CHUNK_ROWS
+    if guess_s > CHUNK_S:
+        n_rows = max(few, int(n_rows * CHUNK_S / guess_s))
+    chunks = windows(lambda: model.step(n_rows), at_least=1, tick=tick)
+    return statistics.median(chunk.layers_s for chunk in chunks) * PREFILL_CHUNK_ROWS / n_rows
+
+
+@contextlib.contextmanager
+def _threads(n_threads: int) -> Iterator[None]:
+    """Compute with so many threads, then with as many as before: a loaded stage relies on them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read_rate(path: Path) -> float | None:
+    size_bytes = min(DISK_BYTES, path.stat().st_size)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        if sys.platform == "linux":
+            os.posix_fadvise(file, 0, size_bytes, os.POSIX_FADV_DONTNEED)
+        done_bytes, began = 0, time.perf_counter()
+        while done_bytes < size_bytes and time.perf_counter() - began < DISK_S:
+            piece = os.read(file, min(_DISK_PIECE_BYTES, size_bytes - done_bytes))
+            if not piece:
+                break
+            done_bytes += len(piece)
+        took_s = time.perf_counter() - began
+    finally:
+        os.close(file)
+    return rounded(done_bytes / took_s) if done_bytes else None

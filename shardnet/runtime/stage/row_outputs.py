@@ -1,0 +1,159 @@
+"""What the tail's rows give beside tokens: prompt logprobs, logits and hidden states.
+
+Knows which rows a sequence asked for, and keeps between two steps what the next token of a prompt
+is scored by. Must not know sampling or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardnet.model.kernels.codec import to_bytes
+from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.stage.compute import PromptLogprobs, SequenceOpened
+from shardnet.stage.stage_model import StageModel
+from shardnet.types import OutputKind, RowGroup, SlotId
+from shardnet.wire.payloads.rows import RowBlock
+
+_PIECE_ROWS = 64
+"""Rows whose logits are computed at once: with 128 000 columns they take 33 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRows:
+    """A group of a step on the tail: its token ids and hidden states [n_rows, E].
+
+    `logits` are those of its last `n_sampled` rows, float32 [n_sampled, V].
+    """
+
+    group: RowGroup
+    token_ids: Sequence[int]
+    hidden: Tensor
+    logits: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Given:
+    """What came of a step's rows."""
+
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    blocks: list[RowBlock] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Carried:
+    """The logits [1, V] of a slot's last prompt row; its successor comes with the next step."""
+
+    position: int
+    logits: Tensor
+
+
+class RowOutputs:
+    """The outputs of the sequences that asked for some."""
+
+    def __init__(self, model: StageModel, sampler: Sampler) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._carried: dict[SlotId, _Carried] = {}
+
+    def forget(self, slot: SlotId) -> None:
+        """Drop what is kept for the slot."""
+        self._carried.pop(slot, None)
+
+    def clear(self) -> None:
+        """Drop what is kept for any slot."""
+        self._carried.clear()
+
+    def add(self, owner: SequenceOpened, rows: GroupRows, given: Given) -> None:
+        """Add to `given` what the group's rows give, as its owner asked.
+
+        The logits of sampled rows are taken as they are; the other rows' are computed apart from
+        them, so that asking changes no token.
+        """
+        self._score_carried(owner, rows, given)
+        for piece in _pieces(rows.group):
+            self._add_piece(owner, rows, piece, given)
+
+    def _add_piece(
+        self, owner: SequenceOpened, rows: GroupRows, piece: range, given: Given
+    ) -> None:
+        group, outputs = rows.group, owner.outputs
+        hidden = rows.hidden[piece.start - group.position : piece.stop - group.position]
+        scores = outputs.n_prompt_logprobs is not None and piece.start < owner.n_prompt - 1
+        first = outputs.first_row(OutputKind.LOGITS, owner.n_prompt)
+        if scores or (first is not None and first < piece.stop):
+            first_sampled = group.position + group.n_rows - group.n_sampled
+            is_sampled = piece.start >= first_sampled
+            logits = rows.logits if is_sampled else self._model.logits(hidden)
+            if scores:
+                self._score(owner, rows, piece, logits, given)
+            if first is not None:
+                _add_block(given, OutputKind.LOGITS, owner, piece, first, logits)
+        first = outputs.first_row(OutputKind.HIDDEN, owner.n_prompt)
+        if first is not None and first < piece.stop:
+            states = hidden if outputs.before_norm else self._model.normed(hidden)
+            _add_block(given, OutputKind.HIDDEN, owner, piece, first, states.float())
+
+    def _score(
+        self, owner: SequenceOpened, rows: GroupRows, piece: range, logits: Tensor, given: Given
+    ) -> None:
+        """Score the prompt's tokens behind the rows of a piece; the last may have to wait."""
+        group = rows.group
+        last = min(piece.stop, owner.n_prompt - 1)  # behind the prompt's end comes output
+        targets = rows.token_ids[piece.start + 1 - group.position : last + 1 - group.position]
+        self._add_scores(owner, piece.start + 1, targets, logits[: len(targets)], given)
+        if len(targets) < last - piece.start:
+            self._carried[group.slot] = _Carried(position=last - 1, logits=logits[-1:].clone())
+
+    def _score_carried(self, owner: SequenceOpened, rows: GroupRows, given: Given) -> None:
+        carried = self._carried.pop(rows.group.slot, None)
+        if carried is not None and carried.position == rows.group.position - 1:
+            self._add_scores(owner, rows.group.position, rows.token_ids[:1], carried.logits, given)
+
+    def _add_scores(
+        self,
+        owner: SequenceOpened,
+        position: int,
+        token_ids: Sequence[int],
+        logits: Tensor,
+        given: Given,
+    ) -> None:
+        if not token_ids:
+            return
+        n_top = owner.outputs.n_prompt_logprobs or 0
+        given.prompt_logprobs += [
+            PromptLogprobs(
+                sequence_id=owner.sequence_id, position=position + index, logprobs=logprobs
+            )
+            for index, logprobs in enumerate(self._sampler.logprobs(logits, token_ids, n_top))
+        ]
+
+
+def _pieces(group: RowGroup) -> Iterator[range]:
+    """Cut a group's positions into pieces, the sampled rows one of them."""
+    end = group.position + group.n_rows
+    first_sampled = end - group.n_sampled
+    for start in range(group.position, first_sampled, _PIECE_ROWS):
+        yield range(start, min(start + _PIECE_ROWS, first_sampled))
+    if group.n_sampled:
+        yield range(first_sampled, end)
+
+
+def _add_block(
+    given: Given, kind: OutputKind, owner: SequenceOpened, piece: range, first: int, rows: Tensor
+) -> None:
+    """Add the rows of a piece from position `first` on: `rows` is float32 [len(piece), width]."""
+    start = max(first, piece.start)
+    if start < piece.stop:
+        given.blocks.append(
+            RowBlock(
+                sequence_id=owner.sequence_id,
+                kind=kind,
+                position=start,
+                width=rows.shape[1],
+                payload=to_bytes(rows[start - piece.start :]),
+            )
+        )

@@ -1,0 +1,99 @@
+"""What only the last stage does: it draws tokens, and gives what else its rows were asked for.
+
+Knows slots, the sequences that own them and the tokens at their positions. Must not know layers,
+links or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shardnet.model.sampling.penalties import RowContext, looks_back
+from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.sampling.token_history import TokenHistory
+from shardnet.runtime.stage.compute import Samples, SequenceOpened
+from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs
+from shardnet.stage.stage_model import StageModel, sampled_rows
+from shardnet.types import MicroBatch, RowGroup, SlotId
+
+Owners = Mapping[SlotId, SequenceOpened]
+
+
+class Tail:
+    """The sampler and the token history of a stage that is the tail.
+
+    `owners` are the sequences that own slots now: the stage keeps them.
+    """
+
+    def __init__(self, model: StageModel, sampler: Sampler, owners: Owners) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._owners = owners
+        self._history = TokenHistory()
+        self._outputs = RowOutputs(model, sampler)
+
+    def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
+        """Keep what is known of the slot's first positions, its own or copied from `source`."""
+        if source is not None:
+            self._history.copy(source, slot, n_positions)
+        self._history.trim(slot, n_positions)
+        self._outputs.forget(slot)
+
+    def clear(self) -> None:
+        """Forget all slots."""
+        self._history.clear()
+        self._outputs.clear()
+
+    def answer(self, batch: MicroBatch, hidden: Tensor) -> Samples:
+        """Draw a token for each of the last `n_sampled` rows of the batch's groups.
+
+        `hidden` is [T, E], what the last layer gave. The rows' own tokens become part of their
+        history.
+        """
+        logits = self._model.logits(sampled_rows(hidden, batch))  # [n_sampled, V]
+        rows: list[SampleRow] = []
+        given = Given()
+        start = 0
+        for group in batch.groups:
+            end = start + group.n_rows
+            token_ids = batch.token_ids[start:end]
+            self._history.write(group.slot, group.position, token_ids)
+            owner = self._owners[group.slot]
+            if owner.outputs.asks:
+                part = GroupRows(
+                    group=group,
+                    token_ids=token_ids,
+                    hidden=hidden[start:end],
+                    logits=logits[len(rows) : len(rows) + group.n_sampled],
+                )
+                self._outputs.add(owner, part, given)
+            rows += self._sample_rows(owner, group)
+            start = end
+        result = self._sampler.sample(logits, rows)
+        return Samples(
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            prompt_logprobs=given.prompt_logprobs,
+            blocks=given.blocks,
+        )
+
+    def _sample_rows(self, owner: SequenceOpened, group: RowGroup) -> list[SampleRow]:
+        end = group.position + group.n_rows
+        positions = range(end - group.n_sampled, end)
+        params = owner.sampling
+        if not looks_back(params):
+            return [SampleRow(params=params, position=position) for position in positions]
+        return [
+            SampleRow(
+                params=params,
+                position=position,
+                context=RowContext(
+                    tokens=self._history.tokens(group.slot, position + 1),
+                    n_prompt=owner.n_prompt,
+                    stop_ids=owner.stop_ids,
+                ),
+            )
+            for position in positions
+        ]

@@ -1,0 +1,186 @@
+"""A stage's compute in torch: layers and KV cache of a StageModel, and on the last stage the tail.
+
+Knows how to go from wire values to tensors and back. Must not know links, rings or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+import torch
+
+from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
+from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.stage.compute import (
+    Activations,
+    Samples,
+    SequenceClosed,
+    SequenceOpened,
+    SlotFreed,
+    SlotOperation,
+    StepArrived,
+    StepResult,
+)
+from shardnet.runtime.stage.routing import tell_routing
+from shardnet.runtime.stage.sampling_stage import Tail
+from shardnet.stage.stage_model import Run, StageModel
+from shardnet.types import MicroBatch, SequenceId, SlotId, WireDType
+from shardnet.wire.messages.metas import StageExperts
+
+
+class TorchCompute:
+    """StageCompute over a loaded StageModel. `sampler` is None but on the tail.
+
+    Activations travel in the wire dtype, and are rounded to it at the stage's border where it is
+    not the one that the stage computes in.
+    """
+
+    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
+        self._model = model
+        self._wire_dtype = wire_dtype
+        self._owners: dict[SlotId, SequenceOpened] = {}
+        self._tail = None if sampler is None else Tail(model, sampler, self._owners)
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now; see StageCompute."""
+        return self._model.kv.blocks_used
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Give activations in `dtype` from now on, and take no other."""
+        self._wire_dtype = dtype
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Open or close a sequence, or free a slot; see StageCompute.
+
+        What is said of a slot that another sequence owns is ignored: its opening was lost with a
+        ring.
+        """
+        match operation:
+            case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
+                self._keep(slot, n_kept, source)
+                self._owners[slot] = operation
+            case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                owner = self._owners.get(slot)
+                if owner is not None and owner.sequence_id == sequence_id:
+                    del self._owners[slot]
+                    self._keep(slot, n_kept, None)
+            case SlotFreed(slot=slot):
+                if slot not in self._owners:
+                    self._keep(slot, 0, None)
+            case _:
+                assert_never(operation)
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        """Run the layers; see StageCompute. Raises RemoteProtocolError for rows of no owner."""
+        run = self._prepare(batch, activations)
+        return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+
+    def _prepare(self, batch: MicroBatch, activations: Activations | None) -> Run:
+        """Hold rows against their owners, and turn what came with them into tensors."""
+        for group in batch.groups:
+            owner = self._owners.get(group.slot)
+            if owner is None or owner.sequence_id != group.sequence_id:
+                raise RemoteProtocolError(
+                    f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
+                    f"{group.slot}, which that sequence does not own"
+                )
+        is_asked = any(self._owners[group.slot].outputs.routing for group in batch.groups)
+        return Run(
+            batch=batch,
+            hidden=self._hidden(batch, activations),
+            experts={} if is_asked else None,
+        )
+
+    def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
+        """Turn what the layers gave into what leaves the stage."""
+        batch = run.batch
+        routing: tuple[StageExperts, ...] = ()
+        if run.experts is not None:
+            owners = self._owners
+            asking = [g.sequence_id for g in batch.groups if owners[g.slot].outputs.routing]
+            routing = tuple(self._routing(batch, asking, run.experts))
+        if self._tail is not None:
+            return replace(self._tail.answer(batch, output), routing=routing)
+        payload = pack_rows(output, self._wire_dtype)
+        return Activations(
+            payload=payload, dtype=self._wire_dtype, width=self._model.width, routing=routing
+        )
+
+    def reset(self) -> None:
+        """Forget all sequences and free all slots; keep the weights."""
+        self._model.kv.clear()
+        self._owners.clear()
+        if self._tail is not None:
+            self._tail.clear()
+
+    def _routing(
+        self, batch: MicroBatch, asking: Sequence[SequenceId], experts: Mapping[int, torch.Tensor]
+    ) -> Sequence[StageExperts]:
+        """Tell of the stage's layers. Raises UsageError for a model without experts."""
+        shape = self._model.routing
+        if shape is None:
+            raise UsageError("the model has no experts: ask without routing")
+        chosen = {index: ids.cpu().numpy() for index, ids in experts.items()}
+        return tell_routing(batch, asking, self._model.layers, shape.top_k, chosen)
+
+    def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
+        """Keep the first positions of the slot, its own or copied from `source`, and no others."""
+        if source is not None:
+            self._model.kv.copy(source, slot, n_positions)
+        self._model.kv.trim(slot, n_positions)
+        if self._tail is not None:
+            self._tail.keep(slot, n_positions, source)
+
+    def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
+        if activations is None:
+            return None
+        if activations.width != self._model.width:
+            raise RemoteProtocolError(
+                f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
+            )
+        if activations.dtype is not self._wire_dtype:
+            raise RemoteProtocolError(
+                f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
+                f"{self._wire_dtype.value}"
+            )
+        hidden = unpack_rows(
+            activations.payload,
+            activations.dtype,
+            batch.n_rows,
+            activations.width,
+            self._model.device,
+        )
+        return hidden.to(self._model.dtype)
+
+
+class StreamingCompute(TorchCompute):
+    """The same where layers are streamed: each serves all rows that wait, once read."""
+
+    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        """Run the layers over the rows of several steps; see TogetherCompute."""
+        results: list[StepResult] = []
+        runs: dict[int, Run] = {}
+        for place, step in enumerate(steps):
+            try:
+                runs[place] = self._prepare(step.batch, step.activations)
+            except ShardnetError as error:
+                results.append(error.with_traceback(None))
+            else:
+                results.append(_NOT_YET)
+        outputs = self._model.run_together([*runs.values()])
+        for (place, run), output in zip(runs.items(), outputs, strict=True):
+            if isinstance(output, ShardnetError):
+                results[place] = output
+                continue
+            try:
+                results[place] = self._finish(run, output)
+            except ShardnetError as error:
+                results[place] = error.with_traceback(None)
+        return results
+
+
+_NOT_YET = ShardnetError("not computed")

@@ -1,0 +1,1 @@
+"""A range of layers, loaded and computing. torch, no asyncio."""

@@ -1,0 +1,1 @@
+"""What a stage will weigh, predicted before it is loaded. No torch at import."""

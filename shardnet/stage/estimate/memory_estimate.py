@@ -1,0 +1,274 @@
+"""How much memory a stage will take, and how many bytes one step reads: predicted before loading.
+
+Knows the tensor table and the shapes of the forward pass. Must not know torch or machines: the
+planner calls it. Tests hold it against what loading and computing really take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shardnet.model.config.limits import GRAPH_BUCKETS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import PANEL, UNPACKED_PANELS, Quantization
+from shardnet.model.families.stage_tensors import (
+    Shape,
+    Table,
+    embedding_tensors,
+    head_tensors,
+    is_rounded,
+    layer_tensors,
+    stage_tensors,
+)
+from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
+
+KEEPS_BFLOAT16 = "native float32"
+"""What kernels/linear.py calls products in float32 whose weights stay bfloat16."""
+
+N_BUFFERS = 2
+"""Streamed layers in memory: one computes, the next is read."""
+
+_GRAPH_BYTES = 256 << 10
+"""What the driver is taken to keep for each graph."""
+_GRAPH_POOL_BYTES = 64 << 20
+"""What graphs are taken to need besides: cuBLAS's workspace, and what torch takes at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightForm:
+    """What weights are in memory: in `dtype`, which is computed in, but for those of products.
+
+    They are rounded, or stay in `products`, which the compiled library multiplies with rows in
+    `dtype`. None and None: in `dtype` too.
+    """
+
+    dtype: DType
+    rounded: Quantization | None = None
+    products: DType | None = None
+
+    @property
+    def of_head(self) -> WeightForm:
+        """The LM head's, which is rounded less."""
+        return self if self.rounded is None else replace(self, rounded=self.rounded.of_head)
+
+
+def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes of the largest layer's weights; in most families all are alike."""
+    return max(layers_weight_bytes(config, form))
+
+
+def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
+    """Bytes of each layer's weights. Those with experts are much the largest."""
+    return tuple(_table_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+
+
+def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes of the final norm and the LM head, also where the head is tied."""
+    return _table_bytes(head_tensors(config), form.of_head)
+
+
+def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Bytes of the embedding tables in `dtype`."""
+    return _bytes(embedding_tensors(config).values(), dtype)
+
+
+def stage_weight_bytes(
+    config: ModelConfig,
+    layers: LayerRange,
+    form: WeightForm,
+    n_streamed: int = 0,
+) -> int:
+    """Bytes that the stage's weights take in memory, `n_streamed` layers streamed from disk.
+
+    Of these it is their buffers.
+
+    A tied model's table is held twice by a stage that is first and last: as a table to look rows up
+    in, and in the layout the LM head's kernel wants.
+    """
+    parts = stage_tensors(config, layers)
+    layer_bytes = sum(_table_bytes(tensors, form) for tensors in parts.layers.values())
+    head_bytes = head_weight_bytes(config, form) if parts.head else 0
+    streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
+    on_disk = [_product_bytes(tensors, form) for tensors in streamed]
+    scratch_bytes = max((_scratch_bytes(tensors, form) for tensors in streamed), default=0)
+    buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
+    embedding_bytes = _bytes(parts.embedding.values(), form.dtype)
+    return embedding_bytes + layer_bytes + head_bytes - sum(on_disk) + buffers
+
+
+def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
+    """Name the layers of a stage that are streamed: spread evenly, so that the disk never rests."""
+    n_layers = len(layers)
+    n_streamed = min(n_streamed, n_layers)
+    return [
+        layers.start + place
+        for place in range(n_layers)
+        if (place + 1) * n_streamed // n_layers > place * n_streamed // n_layers
+    ]
+
+
+def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes of the layer of which most is read from disk at every step, where it is streamed."""
+    return max(_product_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+
+
+def layer_scratch_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Bytes that a streamed layer takes besides its buffer while it computes."""
+    return max(_scratch_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+
+
+def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightForm) -> int:
+    """Weight bytes that one row reads: the layers and the head, not the embedding table.
+
+    Of a layer with experts those that the row visits.
+    """
+    is_last = layers.end == config.n_layers
+    head = head_weight_bytes(config, form) if is_last else 0
+    return head + sum(_read_bytes(config, layer, form) for layer in layers)
+
+
+def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Weight bytes that one row reads of the layer of which it reads most."""
+    return max(_read_bytes(config, layer, form) for layer in range(config.n_layers))
+
+
+def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
+    tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
+    whole = _table_bytes(tensors, form)
+    if experts is None:
+        return whole
+    of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
+    unread = experts.n_experts - experts.top_k
+    return whole - _table_bytes(of_experts, form) * unread // experts.n_experts
+
+
+def kv_block_bytes(
+    config: ModelConfig, layers: LayerRange, dtype: DType, kv_dtype: KvDType = KvDType.AUTO
+) -> int:
+    """Bytes of one block (256 positions) of KV room over the stage's layers."""
+    return len(layers) * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
+
+
+def activation_peak_bytes(
+    config: ModelConfig,
+    layers: LayerRange,
+    rows: int,
+    dtype: DType,
+    context: int,
+    kv_dtype: KvDType = KvDType.AUTO,
+) -> int:
+    """The most bytes that the activations of a micro-batch of `rows` rows take at once.
+
+    `context` bounds the positions of one sequence. Counts the largest of attention (projections,
+    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block. Rounded
+    keys and values of one layer of a sequence are brought back while it is attended over.
+    """
+    hidden = rows * config.hidden_size * dtype.size_bytes
+    queries = rows * config.n_heads * config.key_size * dtype.size_bytes
+    keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
+    attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
+    if kv_dtype is not KvDType.AUTO:
+        attention += context * _kv_position_bytes(config, dtype, KvDType.AUTO)
+    mlp = max(
+        4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
+    )
+    head = 0
+    if layers.end == config.n_layers:
+        head = rows * config.vocab_size * (4 + dtype.size_bytes)
+    growth = 2 * context * _kv_position_bytes(config, dtype, kv_dtype)
+    return 4 * hidden + max(attention, mlp, head) + growth
+
+
+def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
+    """The most bytes that `rows` rows take while a layer of a streaming stage computes others."""
+    hidden = rows * config.hidden_size * dtype.size_bytes
+    n_masks = len(set(config.windows)) or 1
+    return 2 * hidden + n_masks * rows * context * dtype.size_bytes
+
+
+def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
+    """The most bytes that CUDA graphs of decode steps keep, of a stage with all layers.
+
+    Rounded weights are unpacked on CUDA, by steps without graphs too: that is counted here. Static
+    buffers and the largest graph's own memory follow from the shapes; what the driver and
+    the libraries keep is a margin, not measured yet.
+    """
+    rows = GRAPH_BUCKETS[-1]
+    queries = config.n_heads * config.key_size
+    keys = config.n_kv_heads * config.key_size
+    buffers = config.hidden_size + 2 * queries + 2 * keys + 4 * config.key_size
+    inside = 4 * config.hidden_size + 3 * (queries + 2 * keys) + 4 * config.intermediate_size
+    unpacking = 0
+    if quantization is not None:
+        n_in = max(config.hidden_size, queries, config.intermediate_size)
+        weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and one of the panels before
+        unpacking = 2 * UNPACKED_PANELS * PANEL * n_in * weight  # in graphs, and out of them
+    n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
+    return (
+        rows * (buffers + inside) * dtype.size_bytes
+        + unpacking
+        + n_graphs * _GRAPH_BYTES
+        + _GRAPH_POOL_BYTES
+    )
+
+
+def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
+    """All answers of all experts, their sum in float32, and one expert that every row visits."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    answers = experts.top_k * rows * config.hidden_size * dtype.size_bytes
+    adding = 2 * rows * config.hidden_size * 4
+    shared = 4 * rows * experts.shared_intermediate_size * dtype.size_bytes
+    one = rows * (2 * config.hidden_size + 4 * experts.intermediate_size) * dtype.size_bytes
+    return answers + max(adding, one) + shared
+
+
+def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
+    """The masks of a chunk, one for each window, and with a soft cap the scores of one KV head."""
+    n_masks = len(set(config.windows)) or 1
+    masks = n_masks * rows * context * dtype.size_bytes
+    if config.attention_soft_cap is None and not config.has_sinks:
+        return masks
+    scores = config.n_heads // config.n_kv_heads * rows * context
+    return masks + scores * (4 + 4 + dtype.size_bytes)
+
+
+def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
+    """Keys and values of one position in one layer."""
+    sizes = (config.key_size, config.value_size)
+    return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
+
+
+def _table_bytes(tensors: Table, form: WeightForm) -> int:
+    """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
+
+    Rounded weights are filled up to whole panels and groups whichever axis is which.
+    """
+    kind = form.rounded
+    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    rest = [shape for name, shape in tensors.items() if name not in products]
+    if kind is None:
+        return _bytes(rest, form.dtype) + _bytes(products.values(), form.products or form.dtype)
+    return _bytes(rest, form.dtype) + sum(
+        math.prod(shape[:-2])
+        * max(kind.packed_bytes(*shape[-2:]), kind.packed_bytes(*shape[:-3:-1]))
+        for shape in products.values()
+    )
+
+
+def _product_bytes(tensors: Table, form: WeightForm) -> int:
+    """Bytes of those of a layer's tensors that are read at every step where it is streamed."""
+    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    return _table_bytes(products, form)
+
+
+def _scratch_bytes(tensors: Table, form: WeightForm) -> int:
+    """What a layer's products take once they are packed; rounded weights lie on disk packed."""
+    return 0 if form.rounded is not None else _product_bytes(tensors, form)
+
+
+def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:
+    return sum(math.prod(shape) for shape in shapes) * dtype.size_bytes

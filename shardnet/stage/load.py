@@ -1,0 +1,151 @@
+"""Loads a range of layers of a checkpoint as a stage.
+
+Knows what is refused by name before anything is read, and in which order the parts are made. Must
+not know wire, threads or who asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CapacityError, UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family_stages import make_family
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.fused.decode_graphs import Capture
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.device_memory import memory_named
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
+from shardnet.stage.estimate.stored_dtype import check_in_place, dtype_in_place, weight_form
+from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.stage_model import StageModel
+from shardnet.stage.tensor_reader import Progress
+from shardnet.stage.weights import StageWeights
+from shardnet.types import KvDType, LayerRange
+
+log = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def load_stage(
+    checkpoint: Checkpoint,
+    layers: LayerRange,
+    *,
+    choice: KernelChoice,
+    device: torch.device,
+    room_blocks: int,
+    progress: Progress,
+    context: int | None = None,
+    packs: PackCache | None = None,
+    kv_dtype: KvDType = KvDType.AUTO,
+    n_streamed: int = 0,
+    capture: Capture | None = None,
+) -> StageModel:
+    """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
+
+    `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
+    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights, which may be
+    written while the stage is at work already. `n_streamed` layers stay on disk. `capture` is
+    make_family's. `progress` is called with (bytes done, bytes in all) after every part; what it
+    raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
+    not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    runs out, where the model has fewer positions than `context`, and for layers that cannot be
+    streamed.
+    """
+    config = checkpoint.config
+    context = config.default_context if context is None else context
+    _check_asked(config, layers, context)
+    streamed = streamed_layers(layers, n_streamed)
+    if streamed:
+        _check_streamed(checkpoint, choice, device, packs)
+    dtype = torch_dtype(choice.dtype)
+    too_much = (
+        f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
+        "give the node fewer layers"
+    )
+    with _reads_told(checkpoint), memory_named(too_much):
+        tensors = stage_tensors(config, layers)
+        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
+        with weights.writer:
+            family = make_family(config, layers, weights, context, dtype, device, capture)
+    kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
+    weights.stream.start()
+    form = weight_form(checkpoint, choice)
+    return StageModel(
+        family,
+        config,
+        layers,
+        choice,
+        kv,
+        context=context,
+        exact_rows=weights.exact_rows,
+        weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
+        stream=weights.stream,
+        writer=weights.writer,
+    )
+
+
+def _check_asked(config: ModelConfig, layers: LayerRange, context: int) -> None:
+    """Raise UsageError for layers, CapacityError for positions that the model does not have."""
+    if layers.end > config.n_layers:
+        raise UsageError(
+            f"layers {layers} were asked for, the model has {config.n_layers}; "
+            f"give ranges that end at {config.n_layers}"
+        )
+    if context > config.max_positions:
+        raise CapacityError(
+            f"a context of {context} was asked for, the model has {config.max_positions} "
+            "positions; ask for a shorter --context"
+        )
+
+
+@contextmanager
+def _reads_told(checkpoint: Checkpoint) -> Iterator[None]:
+    """Log what is read of each file inside."""
+    before = dict(checkpoint.bytes_read)
+    yield
+    for file, size_bytes in checkpoint.bytes_read.items():
+        if size_bytes > before[file]:
+            log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
+
+
+def _kv_cache(
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: torch.dtype,
+    device: torch.device,
+    room_blocks: int,
+    kv_dtype: KvDType,
+) -> KvCache:
+    return KvCache(
+        len(layers),
+        config.n_kv_heads,
+        config.key_size,
+        dtype,
+        device,
+        room_blocks,
+        [config.window(layer) for layer in layers],
+        config.value_size,
+        kv_dtype,
+    )
+
+
+def _check_streamed(
+    checkpoint: Checkpoint, choice: KernelChoice, device: torch.device, packs: PackCache | None
+) -> None:
+    """Raise UsageError or CheckpointError where layers cannot be streamed."""
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"--stream-layers: {device.type} cannot stream layers; start the node with --device cpu"
+        )
+    if choice.quantization is None:
+        check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)
+    elif packs is None:
+        raise UsageError("--stream-layers: rounded weights are not kept on disk here")

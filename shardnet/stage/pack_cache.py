@@ -1,0 +1,300 @@
+"""Rounded and packed weights on disk, so that the second start need not round again.
+
+Knows files, digests and their limit. What is damaged, or was packed from other files, is as if it
+were not there. Must not know how weights are packed, nor where the folder is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels.worker_pool import Crew
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT: Final = 2
+"""Counts up when the packed layout or the rounding changes."""
+SHARE_OF_DISK: Final = 0.5
+"""Packed weights take at most this share of what the disk has left beside them."""
+_PIECE_BYTES: Final = 1 << 20
+"""What is read or written, and checked, at one time: it is still in the processor's caches."""
+_MAX_THREADS: Final = 8
+"""Threads that read and check at most: fewer are as fast as a machine's memory."""
+_ABOUT: Final = "about.json"
+_MAX_ABOUT_BYTES: Final = 1 << 16
+_GONE: Final = ".gone-"
+"""Begins the name of a folder that is being deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedModel:
+    """Packed weights of one model. `used_s` is seconds since 1970."""
+
+    folder: Path
+    model: str
+    quant: str
+    size_bytes: int
+    used_s: float
+
+
+class PackCache:
+    """The packed weights of one checkpoint below `folder`.
+
+    `identity` stands for the checkpoint's files: other files, other weights. `model` is its name,
+    for people. Nothing here raises: a cache that cannot be read or written is no cache. One object
+    serves one load: it looks at the whole folder only when the room that it found is used up.
+    """
+
+    def __init__(self, folder: Path, identity: str, model: str, kind: Quantization) -> None:
+        name = hashlib.sha256(f"{FORMAT} {kind.value} {identity}".encode()).hexdigest()[:32]
+        self._all = folder
+        self._folder = folder / name
+        self._model = model
+        self._kind = kind
+        self._room_bytes = 0
+        """What may still be put without looking at the folder again."""
+        self._is_full = False
+        self._has_begun = False
+        self._crew: Crew | None = None
+
+    def get(
+        self,
+        names: Sequence[str],
+        kind: Quantization,
+        shape: tuple[int, ...],
+        came: Callable[[int], None] = lambda n_bytes: None,
+    ) -> Tensor | None:
+        """Return the packed weights of the parameters `names`, None where they are not here.
+
+        `came` gets how many bytes more have been read, again and again; what it raises ends the
+        reading.
+        """
+        import torch
+
+        path, packed = self._path(names, kind), torch.empty(shape, dtype=torch.uint8)
+        view, ends = _bytes_of(packed), deque[int]()
+
+        def alive() -> None:
+            came(sum(ends.popleft() for _ in range(len(ends))))
+
+        try:
+            if path.stat().st_size != _DIGEST_BYTES + len(view):
+                return None
+            with path.open("rb", buffering=0) as file:
+                said = file.read(_DIGEST_BYTES)
+            sums = self._read(path, view, ends, alive)
+        except OSError:
+            return None
+        if ends:
+            alive()
+        return packed if _digest(sums) == said else None
+
+    def _read(
+        self, path: Path, view: memoryview, ends: deque[int], alive: Callable[[], None]
+    ) -> list[int]:
+        """Fill `view` from a file and sum up its pieces, each of which adds its size to `ends`.
+
+        Raises OSError, also where the file ends before.
+        """
+        import torch
+
+        from shardnet.model.kernels.checksum import crc32
+
+        begins = range(0, len(view), _PIECE_BYTES)
+        sums = [0] * len(begins)
+
+        def read(number: int) -> None:
+            piece = view[begins[number] :][:_PIECE_BYTES]
+            with path.open("rb", buffering=0) as file:
+                file.seek(_DIGEST_BYTES + begins[number])
+                _read_whole(file, piece)
+            sums[number] = crc32(piece)
+            ends.append(len(piece))
+
+        if self._crew is None:
+            n_threads = min(torch.get_num_threads(), _MAX_THREADS)
+            self._crew = Crew(n_threads, "shardnet-packs")
+        self._crew.do(read, range(len(begins)), alive)
+        return sums
+
+    def put(
+        self,
+        names: Sequence[str],
+        kind: Quantization,
+        packed: Tensor,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep packed weights, unless the disk has no room for them.
+
+        Once somebody has deleted what was kept, nothing more is: a person wants it gone, or other
+        weights the room. `alive` is called now and then; what it raises ends the writing.
+        """
+        if self._is_full:
+            return
+        view = _bytes_of(packed.contiguous())
+        with contextlib.suppress(OSError):
+            self._begin()
+            self._take_room(len(view))
+            handle, unfinished = tempfile.mkstemp(dir=self._folder, prefix=".new-")
+            try:
+                with os.fdopen(handle, "wb", buffering=0) as file:
+                    _write(file, view, alive)
+                os.replace(unfinished, self._path(names, kind))
+            finally:
+                with contextlib.suppress(OSError):  # where it has its name, it is not there
+                    os.unlink(unfinished)
+
+    def place(self, names: Sequence[str], kind: Quantization) -> tuple[Path, int]:
+        """Say in which file packed weights lie, or would lie, and at which byte they begin."""
+        return self._path(names, kind), _DIGEST_BYTES
+
+    def touch(self) -> None:
+        """Take note that these weights are in use."""
+        with contextlib.suppress(OSError):
+            os.utime(self._folder / _ABOUT)
+
+    def _take_room(self, n_bytes: int) -> None:
+        """Count bytes that are to come. Raises OSError where there is no room, then and from then
+        on."""
+        if n_bytes > self._room_bytes:
+            self._is_full = True
+            self._room_bytes = make_room(self._all, n_bytes, keep=self._folder)
+            self._is_full = False
+        self._room_bytes -= n_bytes
+
+    def _begin(self) -> None:
+        if not self._has_begun and not (self._folder / _ABOUT).exists():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = {"model": self._model, "quant": self._kind.value}
+            unfinished = self._folder / f".new-{_ABOUT}-{os.getpid()}"
+            try:
+                unfinished.write_text(json.dumps(about), encoding="utf-8")
+                unfinished.replace(self._folder / _ABOUT)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
+        self._has_begun = True
+
+    def _path(self, names: Sequence[str], kind: Quantization) -> Path:
+        key = json.dumps([kind.value, *names])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.packed"
+
+
+def packed_models(folder: Path) -> list[PackedModel]:
+    """Return what lies below `folder`, what was used last first."""
+    return sorted(_found(folder), key=lambda model: -model.used_s)
+
+
+def remove(model: PackedModel) -> bool:
+    """Delete packed weights, and say whether they are gone.
+
+    A node that uses them has read them, unless it streams its layers. They are
+    gone at once, and whoever is still writing them finds no folder to go on in.
+    """
+    gone = model.folder.with_name(f"{_GONE}{os.getpid()}-{model.folder.name}")
+    with contextlib.suppress(OSError):  # another process was faster
+        os.rename(model.folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    return not model.folder.exists()
+
+
+def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
+    """Delete what was used longest ago until `n_bytes` more may come; `keep` stays.
+
+    Returns how many bytes may come, `n_bytes` or more. Raises OSError where that is not enough.
+    """
+    for left in folder.glob(f"{_GONE}*"):  # a process ended while it deleted
+        shutil.rmtree(left, ignore_errors=True)
+    models = packed_models(folder)
+    used = sum(model.size_bytes for model in models)
+    limit = (shutil.disk_usage(folder).free + used) * SHARE_OF_DISK
+    while used + n_bytes > limit and models:
+        oldest = models.pop()
+        if oldest.folder != keep:
+            remove(oldest)
+            used -= oldest.size_bytes
+    if used + n_bytes > limit:
+        raise OSError("packed weights have their share of the disk")
+    return int(limit - used)
+
+
+def _found(folder: Path) -> Iterator[PackedModel]:
+    for place in folder.glob("*"):
+        if place.name.startswith(_GONE):
+            continue
+        about = place / _ABOUT
+        with contextlib.suppress(OSError, ValueError):
+            if about.stat().st_size > _MAX_ABOUT_BYTES:
+                continue
+            match json.loads(about.read_bytes()):
+                case {"model": str(model), "quant": str(quant)}:
+                    yield PackedModel(
+                        folder=place,
+                        model=model,
+                        quant=quant,
+                        size_bytes=sum(_sizes(place)),
+                        used_s=about.stat().st_mtime,
+                    )
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has finished or deleted it
+            yield file.stat().st_size
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()  # numpy's arrays are buffers, which its types do not say
+    return memoryview(array).cast("B")
+
+
+def _digest(sums: Iterable[int]) -> bytes:
+    """Tell bytes by the CRC-32 of each piece, in their order.
+
+    What befalls files on a disk is no attack, and a CRC is many times as fast as a SHA-256.
+    """
+    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in sums)).digest()
+
+
+_DIGEST_BYTES: Final = len(_digest(()))
+
+
+def _write(file: RawIOBase, view: memoryview, alive: Callable[[], None]) -> None:
+    """Write a digest and what it is of. Raises OSError."""
+    from shardnet.model.kernels.checksum import crc32
+
+    if hasattr(os, "posix_fallocate"):
+        with contextlib.suppress(OSError):  # some disks cannot; others grow the file only once
+            os.posix_fallocate(file.fileno(), 0, _DIGEST_BYTES + len(view))
+    file.seek(_DIGEST_BYTES)
+    sums = []
+    for begin in range(0, len(view), _PIECE_BYTES):
+        piece = view[begin : begin + _PIECE_BYTES]
+        sums.append(crc32(piece))
+        while piece:
+            piece = piece[file.write(piece) :]
+        alive()
+    file.seek(0)
+    file.write(_digest(sums))
+
+
+def _read_whole(file: RawIOBase, view: memoryview) -> None:
+    """Fill `view` from an open file. Raises OSError where the file ends before."""
+    while view:
+        n_bytes = file.readinto(view)
+        if not n_bytes:
+            raise OSError("packed weights end too early")
+        view = view[n_bytes:]

@@ -1,0 +1,242 @@
+"""One stage's model: the layers of a range with their KV cache, and how rows go through them.
+
+Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family_stages import FamilyStage
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.layers.attention import Step, plan_step
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.types import LayerRange, MicroBatch, RoutingShape, SlotId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A micro-batch on its way through the layers; see StageModel.run."""
+
+    batch: MicroBatch
+    hidden: Tensor | None
+    experts: dict[int, Tensor] | None = None
+
+
+class StageModel:
+    """A loaded stage. Not thread-safe: the compute thread owns it."""
+
+    def __init__(
+        self,
+        family: FamilyStage,
+        config: ModelConfig,
+        layers: LayerRange,
+        choice: KernelChoice,
+        kv: KvCache,
+        *,
+        context: int,
+        exact_rows: int,
+        weight_bytes: int,
+        stream: LayerStream,
+        writer: PackWriter,
+    ) -> None:
+        self._family = family
+        self._writer = writer
+        self._stream = stream
+        self._config = config
+        self._context = context
+        self._windows = config.distinct_windows(layers)
+        self.layers = layers
+        self.choice = choice
+        self.kv = kv
+        self.exact_rows = exact_rows
+        """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
+        self.first = layers.start == 0
+        self.last = layers.end == config.n_layers
+        self.weight_bytes = weight_bytes
+
+    @property
+    def n_fetched(self) -> int:
+        """Layers that were read from disk so far, to compute with them."""
+        return self._stream.n_fetched
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers are read from disk at every pass, which then should serve many rows."""
+        return self._stream.n_layers > 0
+
+    def finish_packs(self) -> None:
+        """Wait until rounded weights are on the disk; they are written while the stage computes."""
+        self._writer.finish()
+
+    @property
+    def width(self) -> int:
+        """Hidden size E: the width of the rows that come in and go out."""
+        return self._config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the LM head, V."""
+        return self._config.vocab_size
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """How many experts a row visits in each layer of the model, None where there are none."""
+        return self._config.routing
+
+    @property
+    def context(self) -> int:
+        """Positions that one sequence may have."""
+        return self._context
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, for people."""
+        return self.choice.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the stage computes in."""
+        return torch_dtype(self.choice.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV cache live."""
+        return self.kv.device
+
+    def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """Run the rows of `batch` through the stage, on the last one to logits; see `run`.
+
+        Returns [T, E] in the compute dtype, or on the last stage float32 logits [n_sampled, V] of
+        the sampled rows, in row order.
+        """
+        rows = self.run(batch, hidden)
+        return self.logits(sampled_rows(rows, batch)) if self.last else rows
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
+        if rows.shape[0] == 0:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return self._family.logits(rows).float()
+
+    @torch.inference_mode()
+    def normed(self, rows: Tensor) -> Tensor:
+        """Apply the final norm, on the last stage: [R, E] in and out."""
+        return self._family.normed(rows)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None,
+        experts: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run the rows of `batch` through the stage's layers.
+
+        `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
+        It is not changed. `experts` gets the experts [T, K] that the rows visited, by layer,
+        counted from 0 within the stage. Returns [T, E] in the compute dtype. Raises CapacityError
+        for a position beyond the context or when the KV room is used up, UsageError for a token id
+        outside the vocabulary.
+        """
+        [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
+        if isinstance(result, ShardnetError):
+            try:
+                raise result
+            finally:
+                del result  # an error that knows this frame would keep the model in memory
+        return result
+
+    @torch.inference_mode()
+    def run_together(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
+        """Run micro-batches through the stage's layers, each layer once for all of them.
+
+        Every one gets the bits that it would get after the ones before it: what `run` returns, or
+        the error it would raise.
+        """
+        results: list[Tensor | ShardnetError] = []
+        for together in self._passes(runs):
+            results += self._pass(together)
+        return results
+
+    def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+        """Cut `runs` where one may not begin before another is through.
+
+        A slot that grows gives up positions that its earlier rows see, where layers have windows.
+        """
+        together: list[Run] = []
+        slots: set[SlotId] = set()
+        for run in runs:
+            own = {group.slot for group in run.batch.groups}
+            if any(self._windows) and own & slots:
+                yield together
+                together, slots = [], set()
+            together.append(run)
+            slots |= own
+        if together:
+            yield together
+
+    def _pass(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
+        results: list[Tensor | ShardnetError] = []
+        walks: dict[int, Iterator[Tensor]] = {}
+        for place, run in enumerate(runs):
+            try:
+                rows, step = self._begin(run)
+            except ShardnetError as error:
+                results.append(error.with_traceback(None))  # it would keep the model in memory
+                continue
+            results.append(rows)
+            if step is not None:
+                walks[place] = self._family.walk(rows, step)
+        if not walks:
+            return results
+        try:
+            for layer in range(len(self.layers)):
+                self._stream.need(layer)
+                for place, walk in walks.items():
+                    results[place] = next(walk)
+                self._stream.done(layer)
+        except ShardnetError as error:  # of no single micro-batch: the layer cannot be had
+            failed = error.with_traceback(None)
+            return [failed if place in walks else result for place, result in enumerate(results)]
+        return results
+
+    def _begin(self, run: Run) -> tuple[Tensor, Step | None]:
+        """Make room for the rows and embed them; without rows there is no step."""
+        batch = run.batch
+        self._check_token_ids(batch)
+        if batch.n_rows == 0:
+            return torch.empty(0, self.width, device=self.device), None
+        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, run.experts)
+        if run.hidden is None:
+            return self._family.embed(step), step
+        return run.hidden.to(self.device, self.dtype), step
+
+    def _check_token_ids(self, batch: MicroBatch) -> None:
+        wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(
+                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
+            )
+
+
+def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
+    """Keep the last `n_sampled` rows of each group: [n_sampled, E]."""
+    if batch.n_sampled == batch.n_rows:
+        return rows
+    kept = []
+    end = 0
+    for group in batch.groups:
+        end += group.n_rows
+        kept.append(rows[end - group.n_sampled : end])
+    return torch.cat(kept)

@@ -1,0 +1,1 @@
+"""Layers read from disk while the stage computes."""

@@ -1,0 +1,290 @@
+"""Layers that stay on disk: read into one of two buffers while another one computes.
+
+What computes needs packed, and the disk has plain, is packed by those who read, a piece at a time.
+
+Knows files and the order in which layers are wanted. Must not know what the bytes mean, where the
+buffers lie (buffers.py), nor why these layers are streamed.
+
+Reads, not a mapping: of a mapped file that is cut off meanwhile the process dies, of a read file it
+can tell; and two buffers are all the memory that it takes. The system keeps pages of what was read
+as long as nobody else wants the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from shardnet.errors import CheckpointError
+from shardnet.model.kernels.library import ROOM
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.worker_pool import Crew
+from shardnet.stage.estimate.memory_estimate import N_BUFFERS
+from shardnet.stage.streaming.buffers import Buffers, HostBuffers
+
+ALIGNMENT: Final = 64
+"""Bytes that each product's weights begin at a multiple of."""
+_READERS: Final = 2
+"""Threads that read: one alone copies from the system's memory slower than a core multiplies."""
+_SHARED_BYTES: Final = 1 << 23
+"""What a thread reads before it takes the next: many a piece, and of one place of the disk."""
+_PACKED_AT_A_TIME: Final = 1 << 20
+"""What is read before it is packed: it is still in the processor's caches."""
+
+
+class Packing(Protocol):
+    """Packs bytes of a file on their way into a buffer, units of them each for itself."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Stored bytes that are packed together; the last unit may have fewer."""
+
+    def packed_bytes(self, size_bytes: int) -> int:
+        """Return what so many stored bytes take when they are packed."""
+
+    def __call__(self, stored: Tensor, packed: Tensor) -> None:
+        """Pack whole units, or the last ones, uint8. Several threads do it at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """Bytes of a file that must stay as it is. `stamp` is its size, time of change and number."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+    stamp: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path, offset: int, size_bytes: int) -> FilePart:
+        """Name bytes of a file as it is now. Raises CheckpointError when it cannot be looked at."""
+        return cls(path=path, offset=offset, size_bytes=size_bytes, stamp=_stamp(path))
+
+    def cut(self, at_a_time: int) -> Iterator[FilePart]:
+        """Name the same bytes in parts of `at_a_time`, the last of what is left."""
+        for begin in range(0, self.size_bytes, at_a_time):
+            n_bytes = min(at_a_time, self.size_bytes - begin)
+            yield replace(self, offset=self.offset + begin, size_bytes=n_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What a thread reads without looking up, and the bytes of the buffer where it goes."""
+
+    part: FilePart
+    begin: int
+    end: int
+    packing: Packing | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _StreamedLayer:
+    pieces: list[_Piece] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, part: FilePart, begin: int, packing: Packing | None) -> int:
+        """Have a part put at `begin` of the buffer; return where it ends."""
+        at_a_time = _SHARED_BYTES
+        if packing is not None:
+            at_a_time = _units(at_a_time, packing)
+        for some in part.cut(at_a_time):
+            n_bytes = some.size_bytes if packing is None else packing.packed_bytes(some.size_bytes)
+            piece = _Piece(part=some, begin=begin, end=begin + n_bytes, packing=packing)
+            self.pieces.append(piece)
+            begin = piece.end
+        self.size_bytes = max(self.size_bytes, begin)
+        return begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetch:
+    layer: int
+    buffer: int
+    done: Future[None]
+
+
+class LayerStream:
+    """Reads the weights of some layers in turn, one ahead of those that compute.
+
+    Layers are counted from 0 within the stage. One thread computes and calls everything here; the
+    reading is done on threads that end with this object.
+    """
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        """`buffers` are where the layers are computed from; None is memory of the CPU."""
+        self._buffers = buffers or HostBuffers()
+        self._n_buffers = 0
+        self._layers: dict[int, _StreamedLayer] = {}
+        self._order: list[int] = []
+        self._fetches: deque[_Fetch] = deque()
+        self._reader: ThreadPoolExecutor | None = None
+        self._crew = Crew(_READERS, "shardnet-stream-help")
+        self.made: dict[int, Linear] = {}
+        """Products that were packed for the layer at work, by where their weights begin."""
+        self.n_fetched = 0
+        """Layers read so far, those that are being read included."""
+
+    @property
+    def n_layers(self) -> int:
+        """How many layers are streamed."""
+        return len(self._layers)
+
+    def reserve(self, layer: int, parts: Iterable[FilePart], packing: Packing | None = None) -> int:
+        """Have `parts` read one behind the other with the layer; return where they will begin.
+
+        With `packing` they are packed there, each for itself.
+        """
+        streamed = self._layers.setdefault(layer, _StreamedLayer())
+        begin = end = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
+        for part in parts:
+            end = streamed.add(part, end, packing)
+        return begin
+
+    def start(self) -> None:
+        """Make the buffers, once all parts are reserved, and begin to read.
+
+        Raises CapacityError where there is no memory for them.
+        """
+        self._order = sorted(self._layers)
+        self._n_buffers = min(N_BUFFERS, len(self._order))
+        if self._order:
+            largest = max(layer.size_bytes for layer in self._layers.values())
+            self._buffers.make(self._order, self._n_buffers, largest)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardnet-stream")
+        if self._order:
+            self._restart(self._order[0])
+
+    def weights(self, begin: int, size_bytes: int, buffer: int) -> Tensor:
+        """Return the bytes that begin there in a buffer, as uint8."""
+        return self._buffers.bytes_of(buffer)[begin : begin + size_bytes]
+
+    def buffer_of(self, layer: int) -> int:
+        """Say in which buffer the layer is that is computed now."""
+        assert self._fetches, "need() comes first"
+        assert self._fetches[0].layer == layer, "need() comes first"
+        return self._fetches[0].buffer
+
+    def need(self, layer: int) -> None:
+        """Wait until the layer has been read. Does nothing for one that is not streamed.
+
+        Raises CheckpointError when its file is gone or is not what it was.
+        """
+        if layer not in self._layers:
+            return
+        if not self._fetches or self._fetches[0].layer != layer:  # the pass before was given up
+            self._restart(layer)
+        try:
+            self._fetches[0].done.result()
+        except CheckpointError:
+            self._drop()
+            raise
+        self._buffers.receive(self._fetches[0].buffer)
+
+    def done(self, layer: int) -> None:
+        """Have another layer read into the buffer of this one."""
+        if layer not in self._layers:
+            return
+        self.made.clear()
+        fetch = self._fetches.popleft()
+        self._buffers.release(fetch.buffer)
+        if len(self._order) <= self._n_buffers:
+            self._fetches.append(fetch)  # each has a buffer for itself
+            return
+        self._fetch(self._after(self._fetches[-1].layer), fetch.buffer)
+
+    def _restart(self, layer: int) -> None:
+        """Begin anew with `layer`: the pass before was not finished, or there was none."""
+        self._drop()
+        for buffer in range(self._n_buffers):
+            self._buffers.release(buffer)
+            self._fetch(layer, buffer)
+            layer = self._after(layer)
+
+    def _drop(self) -> None:
+        wait_for([fetch.done for fetch in self._fetches])  # nothing may write to a buffer now
+        self._fetches.clear()
+        self.made.clear()
+
+    def _after(self, layer: int) -> int:
+        return self._order[(self._order.index(layer) + 1) % len(self._order)]
+
+    def _fetch(self, layer: int, buffer: int) -> None:
+        assert self._reader is not None
+        self.n_fetched += 1
+        wanted = self._layers[layer]
+        read = partial(_read_layer, self._crew, wanted)
+        done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
+        self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
+
+
+def _units(n_bytes: int, packing: Packing) -> int:
+    """Return the bytes of about `n_bytes` that are whole units."""
+    return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
+
+
+def _read_layer(crew: Crew, layer: _StreamedLayer, buffer: Tensor) -> None:
+    """Bring a layer's pieces to their places. Raises CheckpointError, which names the file."""
+    crew.do(partial(_bring, buffer), layer.pieces)
+
+
+def _bring(buffer: Tensor, piece: _Piece) -> None:
+    """Read a piece, and pack it if it has to be."""
+    target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
+    if _stamp(part.path) != part.stamp:
+        raise _changed(part)
+    try:
+        with part.path.open("rb", buffering=0) as file:
+            file.seek(part.offset)
+            if packing is None:
+                _read(file, part, target)
+                return
+            end = 0
+            for some in part.cut(_units(_PACKED_AT_A_TIME, packing)):
+                stored = ROOM.of(some.size_bytes)[: some.size_bytes]
+                _read(file, some, stored)
+                begin, end = end, end + packing.packed_bytes(some.size_bytes)
+                packing(stored, target[begin:end])
+    except OSError as error:
+        raise _unreadable(part.path, error) from error
+
+
+def _read(file: RawIOBase, part: FilePart, target: Tensor) -> None:
+    array: Any = target.numpy()  # numpy's arrays are buffers, which its types do not say
+    view = memoryview(array)
+    while view:
+        n_bytes = file.readinto(view)
+        if not n_bytes:
+            raise _changed(part)
+        view = view[n_bytes:]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: layers are streamed from it and it cannot be read ({error.strerror}); bring it "
+        "back or `shardnet unload`, then ask again"
+    )
+
+
+def _changed(part: FilePart) -> CheckpointError:
+    return CheckpointError(
+        f"{part.path}: it has changed while layers were streamed from it; `shardnet unload`, then "
+        "ask again"
+    )

@@ -1,0 +1,290 @@
+"""A piece of a model in noise, to find out how fast a device computes it. No checkpoint is needed.
+
+Knows how much of a model stands for all of it, and the parts of a step. The kernels are those of a
+loaded stage. Must not know budgets or plans.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family_stages import make_family
+from shardnet.model.families.stage_tensors import Shape, stage_tensors
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
+from shardnet.model.layers.attention import plan_step
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.model.layers.norms import Norm
+from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    activation_peak_bytes,
+    head_weight_bytes,
+    kv_block_bytes,
+    layer_weight_bytes,
+    stage_weight_bytes,
+)
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    DType,
+    Epoch,
+    KvDType,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+)
+
+UNCACHED_BYTES = 96 * 2**20
+"""Layers of so many bytes do not stay in the cache of a CPU from one step to the next."""
+
+MAX_HEAD_BYTES = 192 * 2**20
+"""Of a larger LM head only so much is measured: a slice of the vocabulary."""
+
+CONTEXT = 2 * BLOCK_POSITIONS
+POSITION = BLOCK_POSITIONS
+"""Where the row of a decode step stands: it attends over so many keys."""
+
+_SLOT = SlotId(0)
+_NOISE_VALUES = (1 << 20) + 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds that the parts of one step took.
+
+    `plan_s` is making the step ready, `embed_s` the embedding, `layers_s` all layers of the sample,
+    `head_s` norm, LM head and greedy sampling of the sample's vocabulary.
+    """
+
+    plan_s: float
+    embed_s: float
+    layers_s: float
+    head_s: float
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """Return the mean of each part over some steps, at least one."""
+    return StepTimes(
+        plan_s=fmean(step.plan_s for step in steps),
+        embed_s=fmean(step.embed_s for step in steps),
+        layers_s=fmean(step.layers_s for step in steps),
+        head_s=fmean(step.head_s for step in steps),
+    )
+
+
+def sample_config(
+    config: ModelConfig,
+    form: WeightForm,
+    memory_bytes: int,
+    kv_dtype: KvDType = KvDType.AUTO,
+) -> ModelConfig | None:
+    """Return the model cut down to what is measured, None where not even one layer fits.
+
+    Of the layers so many that a step cannot find them in the CPU's cache, as with the whole model,
+    or all. Of the vocabulary a slice if the LM head is huge. Both are cut down further while they
+    need more than `memory_bytes`.
+    """
+    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, form))
+    row_bytes = config.hidden_size * form.dtype.size_bytes
+    sample = replace(
+        config.thinned(min(config.n_layers, n_layers)),
+        vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
+        max_positions=CONTEXT,
+    )
+    while sample_bytes(sample, form, kv_dtype) > memory_bytes:
+        if sample.n_layers > 1:
+            sample = sample.thinned(sample.n_layers // 2)
+        elif sample.vocab_size > 1024:
+            sample = replace(sample, vocab_size=sample.vocab_size // 2)
+        else:
+            return None
+    return sample
+
+
+def sample_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = KvDType.AUTO) -> int:
+    """Predict what measuring takes: the sample, a step through it, and the largest part in making.
+
+    A part exists twice while its kernel packs it.
+    """
+    whole, dtype = LayerRange(0, sample.n_layers), form.dtype
+    wide = WeightForm(dtype=dtype)
+    packing = max(layer_weight_bytes(sample, wide), head_weight_bytes(sample, wide))
+    return (
+        stage_weight_bytes(sample, whole, form)
+        + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
+        + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
+        + packing
+    )
+
+
+class SampleModel:
+    """A stage that is first and last, of random weights. Not thread-safe.
+
+    `tick` is called between its parts while it is made; what it raises ends the making.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        sample: ModelConfig,
+        choice: KernelChoice,
+        device: torch.device,
+        tick: Callable[[], None],
+        kv_dtype: KvDType = KvDType.AUTO,
+    ) -> None:
+        dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
+        weights = _Noise(sample, choice, device, tick)
+        self._family = make_family(sample, layers, weights, CONTEXT, dtype, device)
+        self._sampler = Sampler(sample.vocab_size)
+        self._kv = KvCache(
+            sample.n_layers,
+            sample.n_kv_heads,
+            sample.key_size,
+            dtype,
+            device,
+            CONTEXT // BLOCK_POSITIONS,
+            value_size=sample.value_size,
+            kv_dtype=kv_dtype,
+        )
+        self._kv.ensure(_SLOT, CONTEXT)
+        for layer in layers:
+            for cached in self._kv.layer(_SLOT, layer):
+                cached.zero_()
+        self._vocab_size = sample.vocab_size
+        self._windows = sample.distinct_windows(layers)
+        self._dtype = dtype
+        self._device = device
+        self._n_steps = 0
+
+    @torch.inference_mode()
+    def step(self, n_rows: int) -> StepTimes:
+        """Run one step: a decode step at 1 row, else a prompt chunk that is not sampled.
+
+        Each step has other tokens, which visit other experts: none stays in the CPU's cache.
+        """
+        position = POSITION if n_rows == 1 else 0
+        self._n_steps += 1
+        batch = _batch(position, n_rows, self._vocab_size, self._n_steps)
+        began = self._now()
+        step = plan_step(batch, self._kv, CONTEXT, self._dtype, self._windows)
+        planned = self._now()
+        hidden = self._family.embed(step)
+        embedded = self._now()
+        for after in self._family.walk(hidden, step):
+            hidden = after
+        through = self._now()
+        if n_rows == 1:
+            row = SampleRow(params=SamplingParams(), position=position)
+            self._sampler.sample(self._family.logits(hidden).float(), [row])
+        return StepTimes(
+            plan_s=planned - began,
+            embed_s=embedded - planned,
+            layers_s=through - embedded,
+            head_s=self._now() - through,
+        )
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Noise:
+    """WeightSource of small random numbers, biases too; norms are ones."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        choice: KernelChoice,
+        device: torch.device,
+        tick: Callable[[], None],
+    ) -> None:
+        tensors = stage_tensors(config, LayerRange(0, config.n_layers))
+        self._shapes, self._head = tensors.all, tensors.head.keys()
+        self._choice = choice
+        self._device = device
+        self._tick = tick
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
+        self._values = noise.to(torch_dtype(choice.dtype))
+        self._products = noise.to(torch_dtype(choice.stored_dtype))
+
+    def linear(
+        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+    ) -> Linear:
+        """Make a product of the shapes that the parameters have."""
+        self._tick()
+        is_head = f"{names[0]}.weight" in self._head
+        kind = None if precise or wide else self._choice.rounding(is_head=is_head)
+        noise = self._values if wide else self._products
+        weights = [_spread(noise, self._shapes[f"{name}.weight"]) for name in names]
+        biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
+        if transposed:
+            weights = [weight.T for weight in weights]
+        made = [self._noise(shape) for shape in biases]
+        choice = self._wide if wide else self._choice
+        return make_linear(choice, weights, made, self._device, kind)
+
+    @cached_property
+    def _wide(self) -> KernelChoice:
+        """How float32 is computed here; found out once, not for every router."""
+        return probe(self._device, DType.FLOAT32, None)
+
+    def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
+        """Make a norm of ones."""
+        dtype = torch.float32 if offset else self._values.dtype
+        ones = torch.ones(self._shapes[f"{name}.weight"], dtype=dtype)
+        bias = torch.zeros_like(ones) if f"{name}.bias" in self._shapes else None
+        return Norm(
+            weight=ones.to(self._device),
+            bias=None if bias is None else bias.to(self._device),
+            eps=eps,
+        )
+
+    def table(self, name: str) -> Tensor:
+        """Make a table."""
+        self._tick()
+        return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
+
+    def parameter(self, name: str) -> Tensor:
+        """Make a parameter."""
+        return self._noise(self._shapes[name]).to(self._device, torch.float32)
+
+    def _noise(self, shape: Shape) -> Tensor:
+        return _spread(self._values, shape)
+
+
+def _spread(values: Tensor, shape: Shape) -> Tensor:
+    """Fill a tensor with `values` again and again."""
+    size = math.prod(shape)
+    tensor = torch.empty(size, dtype=values.dtype)
+    for start in range(0, size, _NOISE_VALUES):
+        piece = tensor[start : start + _NOISE_VALUES]
+        piece.copy_(values[: len(piece)])
+    return tensor.view(shape)
+
+
+def _batch(position: int, n_rows: int, vocab_size: int, number: int) -> MicroBatch:
+    group = RowGroup(
+        sequence_id=SequenceId(1),
+        slot=_SLOT,
+        position=position,
+        n_rows=n_rows,
+        n_sampled=1 if n_rows == 1 else 0,
+    )
+    token_ids = [(row * 7919 + number * 104_729) % vocab_size for row in range(n_rows)]
+    return MicroBatch(epoch=Epoch(0), step=StepId(1), groups=(group,), token_ids=token_ids)

@@ -1,0 +1,1 @@
+"""Tokenizer backends built from vocabularies and merges."""

@@ -1,0 +1,127 @@
+"""Tokens beside a tokenizer's own: special ones, and words that are never split.
+
+Knows the JSON files that name them: tokenizer_config.json, special_tokens_map.json and
+added_tokens.json. Must not know how the other tokens are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.token_files import read_object
+
+MAX_ID = 1 << 22
+"""Ids are below it, far above any vocabulary."""
+
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedToken:
+    """A token found as a whole, before a text is split. The flags are those of `tokenizers`.
+
+    `special`: left out of the decoded text. `normalized`: looked for in the normalized text.
+    """
+
+    text: str
+    token_id: int
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+def add_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[NamedToken]) -> None:
+    """Have the tokens found as wholes. Their texts are in the model's vocabulary already."""
+    for token in sorted(tokens, key=lambda token: token.token_id):
+        added = tokenizers.AddedToken(
+            token.text,
+            special=token.special,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word,
+            normalized=token.normalized,
+        )
+        if token.special:
+            backend.add_special_tokens([added])
+        else:
+            backend.add_tokens([added])
+
+
+def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, NamedToken]:
+    """Read, by id, the tokens that a folder's files add to a vocabulary, or make special there.
+
+    `added_tokens_decoder` of tokenizer_config.json wins over added_tokens.json. What
+    special_tokens_map.json or tokenizer_config.json give a role to is special. Raises
+    CheckpointError, which names file and field, for what is no token or comes twice.
+    """
+    config = read_object(folder / "tokenizer_config.json")
+    special = _special_texts(folder, config)
+    found: dict[int, NamedToken] = {}
+    path = folder / "added_tokens.json"
+    for text, token_id in read_object(path, distinct=True).items():
+        if type(token_id) is not int:
+            raise CheckpointError(f"{path}: {text!r:.80} must be a token id, not {token_id!r:.80}")
+        check_id(token_id, f"{path}: {text!r:.80}")
+        if token_id in found:
+            raise CheckpointError(
+                f"{path}: id {token_id} is both {found[token_id].text!r:.80} and {text!r:.80}"
+            )
+        found[token_id] = NamedToken(text=text, token_id=token_id, special=text in special)
+    where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
+    said = config.get("added_tokens_decoder") or {}
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{where} must be an object, not {type(said).__name__}")
+    for key, entry in said.items():
+        token = _described(key, entry, f"{where}[{key!r:.80}]", special)
+        found[token.token_id] = token
+    for text in special & vocabulary.keys():
+        named = NamedToken(text=text, token_id=vocabulary[text], special=True)
+        found.setdefault(vocabulary[text], named)
+    texts = [token.text for token in found.values()]
+    if len(set(texts)) < len(texts):
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise CheckpointError(f"{folder}: the added token {twice!r:.80} has two ids")
+    return found
+
+
+def check_id(token_id: int, where: str) -> None:
+    """Raise CheckpointError for what is no token id."""
+    if not 0 <= token_id < MAX_ID:
+        raise CheckpointError(f"{where}: {token_id} is no token id; they go from 0 to {MAX_ID - 1}")
+
+
+def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    texts = set()
+    for said in (read_object(folder / "special_tokens_map.json"), config):
+        entries = [said.get(role) for role in _ROLES]
+        more = said.get("additional_special_tokens")
+        for entry in [*entries, *(more if isinstance(more, list) else [])]:
+            text = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(text, str):
+                texts.add(text)
+    return texts
+
+
+def _described(key: str, entry: object, where: str, special: set[str]) -> NamedToken:
+    if not key.isascii() or not key.isdigit() or len(key) > len(str(MAX_ID)):
+        raise CheckpointError(f"{where}: {key!r:.80} is no token id; fetch the file again")
+    check_id(int(key), where)
+    said = entry if isinstance(entry, dict) else {}
+    match said:
+        case {"content": str(text)} if text:
+            flags = {name: said.get(name, False) for name in _FLAGS}
+            if all(isinstance(flag, bool) for flag in flags.values()):
+                flags["special"] |= text in special
+                return NamedToken(text=text, token_id=int(key), **flags)
+    raise CheckpointError(
+        f"{where}: expected an object with `content` and true or false for {', '.join(_FLAGS)}"
+    )

@@ -1,0 +1,158 @@
+"""Text as it comes: single tokens into whole characters, and the strings that stop it.
+
+Knows how a tokenizer's pieces join and nothing of where tokens come from. Must not know torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from shardnet.errors import SamplingError
+from shardnet.tokenizers.tokenizer import Tokenizer
+
+
+class IncrementalDecoder:
+    """Turns one sequence's tokens into text, releasing only what no later token can change.
+
+    The released parts joined, `finish` included, equal `Tokenizer.decode` of all the ids. The work
+    per token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, keep_special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._keep_special_tokens = keep_special_tokens
+        self._released: list[int] = []
+        """The ids released last: the next ones are decoded behind them, for the spaces between."""
+        self._held: list[int] = []
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that is now certain, often empty."""
+        skipped = token_id in self._tokenizer.special_ids and not self._keep_special_tokens
+        if skipped or not self._tokenizer.has_token(token_id):
+            return ""
+        self._held.append(token_id)
+        return self._release() if self._ends_whole(token_id) else ""
+
+    def finish(self) -> str:
+        """Return the rest; characters that never became whole are U+FFFD."""
+        return self._release() if self._held else ""
+
+    def _ends_whole(self, token_id: int) -> bool:
+        """Whether the text is cut between characters behind this token, whatever follows."""
+        if self._tokenizer.is_byte_piece(token_id):
+            return False  # a run of byte pieces is valid or broken as one, so its end decides
+        if self._tokenizer.is_byte_level:
+            self._characters.decode(self._tokenizer.token_bytes(token_id))
+            return not self._characters.getstate()[0]
+        return True
+
+    def _release(self) -> str:
+        before = self._decode(self._released)
+        text = self._decode(self._released + self._held)
+        self._released, self._held = self._held, []
+        return text[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, keep_special_tokens=self._keep_special_tokens)
+
+
+class StopScanner:
+    """Finds stop strings in text that comes in parts, and lets nothing of them through.
+
+    The match that is complete first ends the text, whatever the parts; of matches complete at the
+    same character the longest. Text is held back only while it may be the beginning of a match.
+    Each stop string is followed by the automaton of Knuth, Morris and Pratt.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Take the stop strings. Raises SamplingError when one is empty."""
+        if "" in stops:
+            raise SamplingError("a stop string must not be empty; leave --stop out instead")
+        self._stops = [(stop, _borders(stop)) for stop in dict.fromkeys(stops)]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was found."""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take more text; return what may be shown and whether a stop string was found.
+
+        After a match all further text is swallowed.
+        """
+        if self.stopped:
+            return "", True
+        self._held += text
+        start = len(self._held) - len(text)
+        for end, character in enumerate(text, start + 1):
+            longest = self._advance(character)
+            if longest:
+                self.stopped = True
+                return self._take(end - longest), True
+        return self._take(len(self._held) - max(self._matched, default=0)), False
+
+    def finish(self) -> str:
+        """Return what is still held back, when the text ends without a match."""
+        return "" if self.stopped else self._take(len(self._held))
+
+    def _take(self, end: int) -> str:
+        shown = self._held[:end]
+        self._held = "" if self.stopped else self._held[end:]
+        return shown
+
+    def _advance(self, character: str) -> int:
+        """Move every automaton by one character; return the length of the longest match, or 0."""
+        longest = 0
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._matched[index] = matched
+            if matched == len(stop):
+                longest = max(longest, matched)
+        return longest
+
+
+class TextStream:
+    """One sequence's text as a reader sees it: whole characters, up to a stop string.
+
+    Without a tokenizer there is no text, only tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stops: Sequence[str] = (),
+        keep_special_tokens: bool = False,
+    ) -> None:
+        """Raise SamplingError when a stop string is empty."""
+        self._decoder = (
+            IncrementalDecoder(tokenizer, keep_special_tokens=keep_special_tokens)
+            if tokenizer
+            else None
+        )
+        self._scanner = StopScanner(stops)
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Take one more token; return what may be shown and whether a stop string was found."""
+        return self._scanner.push(self._decoder.push(token_id) if self._decoder else "")
+
+    def finish(self) -> str:
+        """Return what is still held back, when no more tokens come."""
+        shown, _ = self._scanner.push(self._decoder.finish() if self._decoder else "")
+        return shown + self._scanner.finish()
+
+
+def _borders(word: str) -> list[int]:
+    """For each prefix, the length of the longest proper prefix that is also its suffix."""
+    borders = [0] * len(word)
+    length = 0
+    for end in range(1, len(word)):
+        while length and word[end] != word[length]:
+            length = borders[length - 1]
+        length += word[end] == word[length]
+        borders[end] = length
+    return borders

@@ -1,0 +1,205 @@
+"""The tokenizer in a GGUF file's metadata, and its chat template.
+
+Knows the keys `tokenizer.*` (github.com/ggml-org/ggml, docs/gguf.md) as llama.cpp's converter
+writes them. Must not know the file's bytes: gguf_header.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
+from shardnet.tokenizers.backends.byte_level import merged_backend
+from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, WordSplit
+from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+
+_KEY = "tokenizer.ggml."
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_AGAIN = "fetch the file again or choose one that a newer llama.cpp has converted"
+
+_Kind = TypeVar("_Kind", bound=object)
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> ReadTokenizer | None:
+    """Make the tokenizer that the metadata of the file `where` describes; None where it has none.
+
+    Raises CheckpointError, which names file and key, for a kind of tokenizer or a way to split
+    words that is not supported, and for what is damaged.
+    """
+    said = _Metadata(metadata, where)
+    model = said.one("model", str)
+    if model is None or model == "none":
+        return None
+    tokens = said.texts("tokens", MAX_ID)
+    match model:
+        case "llama":
+            read = _read_pieces(said, tokens)
+        case "gpt2":
+            read = _read_bytes(said, tokens)
+        case _:
+            raise CheckpointError(
+                f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2"
+            )
+    ends = [said.token_id(key, tokens) for key in _END_KEYS]
+    adds_bos = said.one("add_bos_token", bool)
+    return ReadTokenizer(
+        backend=read.backend,
+        bos_id=said.token_id("bos_token_id", tokens),
+        eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        adds_bos=read.adds_bos if adds_bos is None else adds_bos,
+        template=_template(said, tokens),
+    )
+
+
+class _Metadata:
+    """Values under `tokenizer.ggml.`, each with its type checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
+        self._metadata = metadata
+        self.where = where
+
+    def damaged(self, key: str, why: str) -> CheckpointError:
+        """Make the error that names file and key."""
+        return CheckpointError(f"{self.where}: {_KEY}{key} {why}; {_AGAIN}")
+
+    def one(self, key: str, kind: type[_Kind]) -> _Kind | None:
+        """Return a value of this type, None where the key is missing."""
+        value = self._metadata.get(_KEY + key)
+        if value is not None and type(value) is not kind:
+            raise self.damaged(key, f"must be of type {kind.__name__}, not {value!r:.80}")
+        return value
+
+    def many(self, key: str, kinds: tuple[type, ...], most: int) -> list[Any] | None:
+        """Return an array whose elements are of these types, None where the key is missing."""
+        values = self._metadata.get(_KEY + key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+            raise self.damaged(key, f"must be an array of {kinds[0].__name__}")
+        if len(values) > most:
+            raise self.damaged(key, f"has {len(values)} elements, at most {most} are read")
+        return values
+
+    def texts(self, key: str, most: int) -> list[str]:
+        """Return an array of texts that must be there, all of them valid UTF-8."""
+        texts = self.many(key, (str,), most)
+        if not texts:
+            raise self.damaged(key, "is missing or empty")
+        for place, text in enumerate(texts):
+            if not text.isascii() and not _is_unicode(text):
+                raise self.damaged(f"{key}[{place}]", "is no UTF-8")
+        return texts
+
+    def kinds(self, tokens: list[str]) -> list[int]:
+        """Return the tokens' types; all are normal where the file does not say."""
+        kinds = self.many("token_type", (int,), MAX_ID)
+        if kinds is None:
+            return [PieceKind.NORMAL] * len(tokens)
+        if len(kinds) != len(tokens):
+            raise self.damaged("token_type", f"has {len(kinds)} elements for {len(tokens)} tokens")
+        for place, kind in enumerate(kinds):
+            if not PieceKind.NORMAL <= kind <= PieceKind.BYTE:
+                raise self.damaged(f"token_type[{place}]", f"is {kind}, expected 1 to 6")
+        return kinds
+
+    def token_id(self, key: str, tokens: list[str]) -> int | None:
+        """Return the id of one of the tokens, None where the key is missing."""
+        token_id = self.one(key, int)
+        if token_id is not None and not 0 <= token_id < len(tokens):
+            raise self.damaged(key, f"is {token_id}, and there are {len(tokens)} tokens")
+        return token_id
+
+    def template(self) -> str | None:
+        """Return the chat template."""
+        value = self._metadata.get("tokenizer.chat_template")
+        if value is None:
+            return None
+        if not isinstance(value, str) or not _is_unicode(value) or len(value) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(
+                f"{self.where}: tokenizer.chat_template must be a text of at most "
+                f"{MAX_TEMPLATE_BYTES} bytes; {_AGAIN}"
+            )
+        return value
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _read_pieces(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
+    """Read sentencepiece's kind. Tokens of type UNUSED pad the vocabulary: no id leads to them."""
+    scores = said.many("scores", (float, int), MAX_ID)
+    if scores is None or len(scores) != len(tokens):
+        raise said.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
+    prefix, collapses = (
+        said.one("add_space_prefix", bool),
+        said.one("remove_extra_whitespaces", bool),
+    )
+    pieces = Pieces(
+        where=f"{said.where}: {_KEY}tokens",
+        texts=tokens,
+        scores=scores,
+        kinds=said.kinds(tokens),
+        add_dummy_prefix=prefix is not False,
+        remove_extra_whitespaces=bool(collapses),
+    )
+    return ReadTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
+
+
+def _read_bytes(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
+    """Read GPT-2's kind: tokens in stand-ins for bytes, and merges."""
+    split = _word_split(said)
+    vocabulary: dict[str, int] = {}
+    named = []
+    for token_id, (text, kind) in enumerate(zip(tokens, said.kinds(tokens), strict=True)):
+        if kind == PieceKind.UNUSED:
+            continue
+        if text in vocabulary:
+            raise said.damaged("tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}")
+        vocabulary[text] = token_id
+        if kind != PieceKind.NORMAL:
+            special = kind != PieceKind.USER_DEFINED
+            named.append(NamedToken(text=text, token_id=token_id, special=special))
+    backend = merged_backend(
+        vocabulary, _merges(said), named, split, where=f"{said.where}: {_KEY}merges"
+    )
+    return ReadTokenizer(backend=backend, adds_bos=split.adds_bos)
+
+
+def _word_split(said: _Metadata) -> WordSplit:
+    name = said.one("pre", str)
+    if name not in GGUF_NAMES:
+        what = "is missing" if name is None else f"= {name!r:.80} is not supported"
+        raise said.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
+    return GGUF_NAMES[name]
+
+
+def _merges(said: _Metadata) -> list[tuple[str, str]]:
+    merges = []
+    for place, line in enumerate(said.texts("merges", 4 * MAX_ID)):
+        first, _, second = line.partition(" ")
+        if not first or not second or " " in second:
+            raise said.damaged(f"merges[{place}]", f"is {line!r:.80}, not two tokens")
+        merges.append((first, second))
+    return merges
+
+
+def _template(said: _Metadata, tokens: list[str]) -> ChatTemplate | None:
+    source = said.template()
+    if source is None:
+        return None
+    ids = {role: said.token_id(f"{role}_token_id", tokens) for role in _ROLES}
+    return ChatTemplate(
+        source=source,
+        where=f"{said.where}: tokenizer.chat_template",
+        tokens={
+            f"{role}_token": tokens[token_id]
+            for role, token_id in ids.items()
+            if token_id is not None
+        },
+    )

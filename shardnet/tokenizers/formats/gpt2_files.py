@@ -1,0 +1,112 @@
+"""GPT-2's form of a tokenizer: vocab.json, and merges.txt beside it.
+
+Knows how each class of tokenizer splits words; tokenizer_config.json names it, or the model's type
+does. Must not know tokenizer.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
+from shardnet.tokenizers.backends.byte_level import merged_backend
+from shardnet.tokenizers.backends.pretokenizers import GPT2, QWEN2, WordSplit
+from shardnet.tokenizers.backends.token_files import read_bytes, read_object
+from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+
+_CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
+_MODEL_TYPES = {
+    "gpt2": GPT2,
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2,
+    "qwen3": QWEN2,
+    "qwen3_moe": QWEN2,
+}
+_ENDOFTEXT = "<|endoftext|>"
+_AGAIN = "fetch the file again"
+
+
+def read_gpt2_files(folder: Path) -> ReadTokenizer:
+    """Read vocab.json, merges.txt and the tokens that the files beside them add.
+
+    Raises CheckpointError, which names the file and the entry or line.
+    """
+    split = _word_split(folder)
+    vocabulary = _vocabulary(folder / "vocab.json")
+    added = read_added_tokens(folder, vocabulary)
+    if _ENDOFTEXT in vocabulary:
+        token_id = vocabulary[_ENDOFTEXT]
+        end = NamedToken(text=_ENDOFTEXT, token_id=token_id, special=True)
+        added.setdefault(token_id, end)
+    end_id = next((t.token_id for t in added.values() if t.text == _ENDOFTEXT), None)
+    backend = merged_backend(
+        vocabulary,
+        _merges(folder / "merges.txt"),
+        added.values(),
+        split,
+        where=str(folder / "vocab.json"),
+        prefix_space=_flag(folder, "add_prefix_space"),
+    )
+    return ReadTokenizer(
+        backend=backend,
+        bos_id=end_id if split is GPT2 else None,
+        eos_ids=() if end_id is None else (end_id,),
+        adds_bos=False,
+    )
+
+
+def _word_split(folder: Path) -> WordSplit:
+    path = folder / "tokenizer_config.json"
+    named = read_object(path).get("tokenizer_class")
+    if named is None:
+        model_type = read_object(folder / "config.json").get("model_type")
+        if model_type in _MODEL_TYPES:
+            return _MODEL_TYPES[model_type]
+        raise CheckpointError(
+            f"{path}: tokenizer_class is missing, and nothing says how vocab.json splits words "
+            f"for model_type = {model_type!r:.80}; add tokenizer.json or tokenizer_class"
+        )
+    split = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
+    if split is None:
+        raise CheckpointError(
+            f"{path}: tokenizer_class = {named!r:.80} is not supported without tokenizer.json; "
+            f"supported: {', '.join(_CLASSES)}"
+        )
+    return split
+
+
+def _flag(folder: Path, key: str) -> bool:
+    path = folder / "tokenizer_config.json"
+    value = read_object(path).get(key)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{path}: {key} must be true or false, not {value!r:.80}")
+    return bool(value)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    vocabulary = read_object(path, distinct=True)
+    if not vocabulary:
+        raise CheckpointError(f"{path} has no tokens; {_AGAIN}")
+    for text, token_id in vocabulary.items():
+        if type(token_id) is not int:
+            raise CheckpointError(
+                f"{path}: {text!r:.80} must have a token id, not {token_id!r:.80}"
+            )
+    return vocabulary
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = read_bytes(path).decode().replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8: {error}; {_AGAIN}") from error
+    merges = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        first, _, second = line.partition(" ")
+        if not first or not second or " " in second:
+            raise CheckpointError(f"{path}: line {number} is no two tokens; {_AGAIN}")
+        merges.append((first, second))
+    return merges

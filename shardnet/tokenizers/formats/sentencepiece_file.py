@@ -1,0 +1,178 @@
+"""sentencepiece's `.model` files: pieces with scores, and how texts are normalized.
+
+Knows sentencepiece_model.proto (github.com/google/sentencepiece, src/). What changes ids and is not
+implemented is refused by name. Must not know what becomes of the pieces.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.added_tokens import MAX_ID, read_added_tokens
+from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
+from shardnet.tokenizers.backends.token_files import read_bytes, read_object
+from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.protobuf import Value, fields
+
+_PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
+_UNIGRAM, _BPE = 1, 2
+_AGAIN = "fetch the file again"
+
+
+def read_sentencepiece(path: Path) -> ReadTokenizer:
+    """Read a `.model` file, and from the JSON files beside it added tokens and rules of prefixes.
+
+    tokenizer_config.json may switch the space before a text off (`add_prefix_space`), or put it
+    before the whole text only, where special tokens divide it (`legacy: false`). Raises
+    CheckpointError, which names the file and the field.
+    """
+    config_path = path.parent / "tokenizer_config.json"
+    config = read_object(config_path)
+    for key in ("add_prefix_space", "legacy"):
+        if not isinstance(config.get(key), bool | None):
+            raise CheckpointError(f"{config_path}: {key} must be true or false")
+    pieces, trainer = _read_model(memoryview(read_bytes(path)), str(path))
+    if config.get("add_prefix_space") is False:
+        pieces = replace(pieces, add_dummy_prefix=False)
+    if config.get("legacy") is False:
+        pieces = replace(pieces, prefix_each_part=False)
+    ids = {text: token_id for token_id, text in enumerate(pieces.texts)}
+    eos_id = _control_id(pieces, trainer.text(47, "</s>"))
+    return ReadTokenizer(
+        backend=build_backend(pieces, read_added_tokens(path.parent, ids)),
+        bos_id=_control_id(pieces, trainer.text(46, "<s>")),
+        eos_ids=() if eos_id is None else (eos_id,),
+        adds_bos=True,
+    )
+
+
+class _Message:
+    """The fields of a message that come once; of several the last counts, as protobuf says."""
+
+    def __init__(self, data: Value, where: str) -> None:
+        if isinstance(data, int):
+            raise CheckpointError(f"{where} is a number, not a message; {_AGAIN}")
+        self.where = where
+        self._values: dict[int, Value] = dict(_fields(data, where))
+
+    def number(self, field: int, default: int) -> int:
+        """Return a whole number, an enumeration's or 0 or 1."""
+        value = self._values.get(field, default)
+        if not isinstance(value, int):
+            raise self._is_no("number", field)
+        return value
+
+    def score(self, field: int) -> float:
+        """Return a float32, 0 where there is none."""
+        value = self._values.get(field, memoryview(bytes(4)))
+        if isinstance(value, int) or len(value) != 4:
+            raise self._is_no("float", field)
+        return float(struct.unpack("<f", value)[0])
+
+    def data(self, field: int) -> bytes:
+        """Return bytes, none where there are none."""
+        value = self._values.get(field, memoryview(b""))
+        if isinstance(value, int):
+            raise self._is_no("bytes", field)
+        return bytes(value)
+
+    def text(self, field: int, default: str = "") -> str:
+        """Return a text."""
+        if field not in self._values:
+            return default
+        try:
+            return self.data(field).decode()
+        except UnicodeDecodeError as error:
+            raise self._is_no("UTF-8", field) from error
+
+    def _is_no(self, kind: str, field: int) -> CheckpointError:
+        return CheckpointError(f"{self.where}: field {field} is no {kind}; {_AGAIN}")
+
+
+def _fields(data: memoryview, where: str) -> Iterator[tuple[int, Value]]:
+    try:
+        yield from fields(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: truncated or no sentencepiece model: {error}; {_AGAIN}"
+        ) from error
+
+
+def _read_model(data: memoryview, where: str) -> tuple[Pieces, _Message]:
+    """Read a ModelProto; return its pieces, and its trainer_spec."""
+    texts: list[str] = []
+    scores: list[float] = []
+    kinds: list[int] = []
+    specs: dict[int, Value] = {}
+    for number, value in _fields(data, where):
+        if number != _PIECES:
+            specs[number] = value
+            continue
+        if len(texts) == MAX_ID:
+            raise CheckpointError(f"{where}: more than {MAX_ID} pieces; {_AGAIN}")
+        piece = _Message(value, f"{where}: pieces[{len(texts)}]")
+        texts.append(piece.text(1))
+        scores.append(piece.score(2))
+        kinds.append(piece.number(3, PieceKind.NORMAL))
+    trainer, normalizer, denormalizer = (
+        _Message(specs.get(number, memoryview(b"")), f"{where}: {name}")
+        for number, name in (
+            (_TRAINER, "trainer_spec"),
+            (_NORMALIZER, "normalizer_spec"),
+            (_DENORMALIZER, "denormalizer_spec"),
+        )
+    )
+    _refuse_unsupported(trainer, normalizer, denormalizer)
+    pieces = Pieces(
+        where=where,
+        texts=texts,
+        scores=scores,
+        kinds=kinds,
+        is_unigram=trainer.number(3, _UNIGRAM) == _UNIGRAM,
+        add_dummy_prefix=bool(normalizer.number(3, 1)),
+        remove_extra_whitespaces=bool(normalizer.number(4, 1)),
+        charsmap=normalizer.data(2),
+    )
+    _check_kinds(pieces, falls_back=bool(trainer.number(35, 0)))
+    return pieces, trainer
+
+
+def _refuse_unsupported(trainer: _Message, normalizer: _Message, denormalizer: _Message) -> None:
+    refused = [
+        (trainer, "model_type", trainer.number(3, _UNIGRAM) not in (_UNIGRAM, _BPE)),
+        (trainer, "treat_whitespace_as_suffix", trainer.number(24, 0) != 0),
+        (normalizer, "escape_whitespaces", normalizer.number(5, 1) != 1),
+        (denormalizer, "precompiled_charsmap", denormalizer.data(2) != b""),
+    ]
+    for message, field, is_refused in refused:
+        if is_refused:
+            raise CheckpointError(
+                f"{message.where}.{field} has a value that is not supported; supported are unigram "
+                "and BPE models whose words begin with ▁"
+            )
+
+
+def _check_kinds(pieces: Pieces, *, falls_back: bool) -> None:
+    if PieceKind.UNUSED in pieces.kinds:
+        place = pieces.kinds.index(PieceKind.UNUSED)
+        raise CheckpointError(
+            f"{pieces.where}: pieces[{place}] {pieces.texts[place]!r:.80} is of type UNUSED, "
+            "which is not supported"
+        )
+    if falls_back != (PieceKind.BYTE in pieces.kinds):
+        raise CheckpointError(
+            f"{pieces.where}: trainer_spec.byte_fallback is {str(falls_back).lower()}, and there "
+            f"are {'no ' if falls_back else ''}byte pieces; {_AGAIN}"
+        )
+
+
+def _control_id(pieces: Pieces, text: str) -> int | None:
+    """Return the id of a control piece; a model may have none of that name."""
+    if text not in pieces.texts:
+        return None
+    token_id = pieces.texts.index(text)
+    return token_id if pieces.kinds[token_id] == PieceKind.CONTROL else None

@@ -1,0 +1,90 @@
+"""Llama 3's `tokenizer.model`: tiktoken's file of ranks.
+
+Knows its lines, a token's bytes in base64 and its rank, and what the file does not hold: the
+pattern that splits words and the 256 special tokens (github.com/meta-llama/llama-models,
+models/llama3/tokenizer.py). Must not know other models' rank files.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from pathlib import Path
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_added_tokens
+from shardnet.tokenizers.backends.byte_level import ranked_backend
+from shardnet.tokenizers.backends.pretokenizers import LLAMA3
+from shardnet.tokenizers.backends.token_files import read_bytes
+from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+
+_LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
+_N_SPECIAL = 256
+_SPECIAL = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+_BEGIN, _ENDS = 0, (1, 8, 9)
+_AGAIN = "fetch the file again"
+
+
+def looks_like_ranks(beginning: bytes) -> bool:
+    """Whether a file that begins so is one of ranks, and none of sentencepiece's."""
+    return _LINE.fullmatch(beginning.split(b"\n", 1)[0]) is not None
+
+
+def read_tiktoken(path: Path) -> ReadTokenizer:
+    """Read a file of ranks with Llama 3's special tokens behind them.
+
+    tokenizer_config.json beside it may name them otherwise. Raises CheckpointError, which names the
+    file and the line.
+    """
+    ranks = _ranks(read_bytes(path), str(path))
+    special = _special_tokens(len(ranks))
+    for token_id, token in read_added_tokens(path.parent, {}).items():
+        if token_id < len(ranks):
+            raise CheckpointError(
+                f"{path}: id {token_id} is a rank, and {token.text!r:.80} in the files beside it; "
+                "take both from one checkpoint"
+            )
+        special[token_id] = token
+    return ReadTokenizer(
+        backend=ranked_backend(ranks, special.values(), LLAMA3, first_id=0, where=str(path)),
+        bos_id=len(ranks) + _BEGIN,
+        eos_ids=tuple(len(ranks) + place for place in _ENDS),
+        adds_bos=True,
+    )
+
+
+def _special_tokens(first_id: int) -> dict[int, NamedToken]:
+    reserved = (place for place in range(_N_SPECIAL) if place not in _SPECIAL)
+    texts = _SPECIAL | {
+        place: f"<|reserved_special_token_{number}|>" for number, place in enumerate(reserved)
+    }
+    return {
+        first_id + place: NamedToken(text=text, token_id=first_id + place, special=True)
+        for place, text in texts.items()
+    }
+
+
+def _ranks(data: bytes, where: str) -> list[bytes]:
+    ranks: list[bytes] = []
+    for line in data.splitlines():
+        text, _, rank = line.partition(b" ")
+        place = f"{where}: line {len(ranks) + 1}"
+        if _LINE.fullmatch(line) is None or len(rank) > 10:
+            raise CheckpointError(f"{place} is no token in base64 and its rank; {_AGAIN}")
+        if int(rank) != len(ranks) or len(ranks) == MAX_ID - _N_SPECIAL:
+            raise CheckpointError(f"{place} has rank {int(rank)}, expected {len(ranks)}; {_AGAIN}")
+        try:
+            ranks.append(base64.b64decode(text, validate=True))
+        except binascii.Error as error:
+            raise CheckpointError(f"{place}: base64: {error}; {_AGAIN}") from error
+    return ranks

@@ -1,0 +1,76 @@
+"""Which tokenizer a checkpoint has, and what it says.
+
+Knows the names of the files, their order, and how to tell two forms under one name apart. Must not
+know what is inside them: each form has a module of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+
+from shardnet.checkpoint.checkpoint import gguf_file
+from shardnet.checkpoint.formats.gguf_header import read_gguf_header
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.token_files import read_bytes
+from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from shardnet.tokenizers.formats.gpt2_files import read_gpt2_files
+from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
+from shardnet.tokenizers.formats.tekken_file import read_tekken
+from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_tiktoken
+
+MODEL_FILES = (
+    "tokenizer.model",
+    *(f"tokenizer.model.{version}" for version in ("v7", "v3", "v2", "v1")),
+)
+"""sentencepiece's and Llama 3's, and the names that Mistral gives, the newest first."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *MODEL_FILES, "vocab.json", "merges.txt")
+"""In the order in which they are looked for."""
+
+NAMES = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
+
+
+def tokenizer_place(path: Path) -> Path:
+    """Return where the tokenizer of a checkpoint lies: the first file of a GGUF, else the folder.
+
+    A GGUF holds its own tokenizer, and no file beside it is part of the model.
+    """
+    return gguf_file(path) or path
+
+
+def read_tokenizer(place: Path) -> ReadTokenizer | None:
+    """Read a GGUF's tokenizer, or the first that is in a folder; None where there is none.
+
+    Raises CheckpointError, which names file and field, for one that is damaged or not supported.
+    """
+    if place.is_file():
+        return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
+    folder = place
+    if (folder / "tokenizer.json").is_file():
+        return ReadTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
+    if (folder / "tekken.json").is_file():
+        return read_tekken(folder / "tekken.json")
+    for name in MODEL_FILES:
+        if (folder / name).is_file():
+            return _read_model_file(folder / name)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return read_gpt2_files(folder)
+    return None
+
+
+def _read_model_file(path: Path) -> ReadTokenizer:
+    beginning = read_bytes(path)[:1024]
+    return read_tiktoken(path) if looks_like_ranks(beginning) else read_sentencepiece(path)
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

@@ -1,0 +1,340 @@
+"""The link over any asyncio transport: a link state machine, a bounded queue and two clocks.
+
+Knows asyncio transports, back-pressure, heartbeats and silence. Knows nothing of sockets, and
+leaves every decision about bytes to wire/connection/connection.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections import deque
+from typing import assert_never, cast
+
+from shardnet.errors import (
+    LinkClosedError,
+    LocalProtocolError,
+    PeerSilentError,
+    ShardnetError,
+)
+from shardnet.transport.address import format_address
+from shardnet.transport.idle_timeout import Silence
+from shardnet.transport.link import LinkOptions
+from shardnet.wire.connection.connection import (
+    Event,
+    FrameReceived,
+    HelloAnswer,
+    HelloReceived,
+    LinkFailed,
+    LinkMachine,
+    PeerLeft,
+    ProgressReported,
+)
+from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
+from shardnet.wire.messages.metas import Hello
+
+
+class MachineLink(asyncio.BufferedProtocol):
+    """A `Link` whose bytes an asyncio transport moves.
+
+    It lives in this order: `connection_made`, `wait_up`, frames, an end (`_end`, exactly once, with
+    the error that later calls raise), `connection_lost`.
+    """
+
+    def __init__(
+        self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
+    ) -> None:
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._machine = LinkMachine(hello, initiator=initiator, limits=options.limits)
+        self._transport: asyncio.Transport | None = None
+        self._peer: Hello | None = None
+        self._peer_address = "?"
+        self._peer_progress = (0, 0)
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._arrived_ns = 0
+        self._error: ShardnetError | None = None
+        self._settled = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._receiver: asyncio.Future[None] | None = None
+        self._drainers: list[asyncio.Future[None]] = []
+        self._reading_paused = False
+        self._writing_paused = False
+        self._lingering = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._silence = Silence(options.silence_s, self._loop.time())
+        self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
+        self._sent_since_tick = False
+
+    # --- what the link's user sees
+
+    @property
+    def peer(self) -> Hello:
+        """See `Link`."""
+        if self._peer is None:
+            raise LocalProtocolError("the peer's hello has not come yet")
+        return self._peer
+
+    @property
+    def peer_address(self) -> str:
+        """See `Link`."""
+        return self._peer_address
+
+    @property
+    def peer_progress(self) -> tuple[int, int]:
+        """See `Link`."""
+        return self._peer_progress
+
+    @property
+    def arrived_ns(self) -> int:
+        """See `Link`."""
+        return self._arrived_ns
+
+    @property
+    def closed(self) -> bool:
+        """See `Link`."""
+        return self._error is not None
+
+    def send(self, *frames: Frame) -> None:
+        """See `Link`."""
+        self._raise_if_ended()
+        self._write([part for frame in frames for part in self._machine.send(frame)])
+
+    async def drain(self, *, shared: bool = False) -> None:
+        """See `Link`."""
+        self._raise_if_ended()
+        if not self._writing_paused:
+            return
+        waiter = self._loop.create_future()
+        self._drainers.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not shared:
+                self.abort("a send was cancelled, perhaps in the middle of a frame")
+            raise
+        finally:
+            self._drainers.remove(waiter)
+        self._raise_if_ended()
+
+    async def receive(self) -> Frame:
+        """See `Link`."""
+        if self._receiver is not None:
+            raise LocalProtocolError("two tasks receive from one link")
+        while not self._frames:
+            self._raise_if_ended()
+            self._receiver = self._loop.create_future()
+            try:
+                await self._receiver
+            finally:
+                self._receiver = None
+        frame, self._arrived_ns = self._frames.popleft()
+        if self._reading_paused and len(self._frames) <= self._options.receive_frames // 2:
+            self._resume_reading()
+        return frame
+
+    async def close(self) -> None:
+        """See `Link`."""
+        if self._error is None:
+            if self._peer is not None:
+                self._write(self._machine.send(Frame(kind=FrameKind.BYE)))
+            self._end(LinkClosedError("this side has closed the link"))
+            self._linger()
+        self._frames.clear()
+        try:
+            await self._lost.wait()
+        except asyncio.CancelledError:
+            self._abort_transport()
+            raise
+
+    def abort(self, reason: str) -> None:
+        """See `Link`."""
+        self._end(LinkClosedError(reason))
+        self._frames.clear()
+        self._abort_transport()
+
+    async def wait_up(self) -> None:
+        """Wait for the peer's hello. Raises the error that ended the link before it."""
+        await self._settled.wait()
+        if self._peer is None:
+            self._raise_if_ended()
+
+    async def wait_lost(self) -> None:
+        """Wait until the connection is gone."""
+        await self._lost.wait()
+
+    # --- what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake."""
+        self._transport = cast(asyncio.Transport, transport)
+        host, port = (transport.get_extra_info("peername") or ("a peer that left", 0))[:2]
+        self._peer_address = format_address(host, port)
+        if self._error is None:
+            self._write(self._machine.start())
+        else:
+            self._abort_transport()  # we gave up before the connection stood
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Give the transport the place for the next received bytes."""
+        return self._machine.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what `nbytes` received bytes completed."""
+        self._silence.broken(self._loop.time())
+        for event in self._machine.received(nbytes):
+            self._handle(event)
+        self._write(self._machine.take_outgoing())
+        if self._error is not None:
+            self._linger()
+        elif len(self._frames) >= self._options.receive_frames:
+            self._pause_reading()
+
+    def eof_received(self) -> None:
+        """Note the end of the peer's bytes; the transport then closes itself."""
+        for event in self._machine.eof():
+            self._handle(event)
+        self._linger()
+
+    def failed(self, error: ShardnetError) -> None:
+        """Note that the transport can carry nothing more; it has told the peer what it could."""
+        self._end(error)
+        self._linger()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the connection is gone."""
+        self._end(_lost_error(exc))
+        self._stop_timer()
+        self._lost.set()
+
+    def pause_writing(self) -> None:
+        """Make `drain` wait."""
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        """Let `drain` return."""
+        self._writing_paused = False
+        self._wake(*self._drainers)
+
+    # --- events and the end
+
+    def _handle(self, event: Event) -> None:
+        if self._error is not None:
+            return  # what comes after the end is for nobody
+        match event:
+            case HelloReceived():
+                self._peer = event.hello
+                self._settled.set()
+                self._timer = self._loop.call_later(self._tick_s, self._tick)
+            case FrameReceived():
+                self._frames.append((event.frame, time.perf_counter_ns()))
+                self._wake(self._receiver)
+            case ProgressReported():
+                self._peer_progress = (event.epoch, event.step)
+            case PeerLeft():
+                self._end(LinkClosedError("the peer has closed the link"))
+            case LinkFailed():
+                self._end(event.error)
+            case _:
+                assert_never(event)
+
+    def _end(self, error: ShardnetError) -> None:
+        """Settle how the link ended, once; everyone who waits learns it."""
+        if self._error is not None:
+            return
+        who = f"{self._peer.name} ({self._peer_address})" if self._peer else self._peer_address
+        self._error = type(error)(f"{who}: {error}")
+        self._error.__cause__ = error.__cause__
+        self._stop_timer()
+        self._settled.set()
+        self._wake(self._receiver, *self._drainers)
+
+    def _raise_if_ended(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args) from self._error.__cause__
+
+    def _linger(self) -> None:
+        """Send what is left, then wait for the peer to close first, within `close_s`.
+
+        Closing over unread bytes would make the kernel reset the connection, and the peer might
+        never read our last words.
+        """
+        if self._lingering:
+            return
+        self._lingering = True
+        self._resume_reading()
+        self._timer = self._loop.call_later(self._options.close_s, self._abort_transport)
+        if self._transport is not None and not self._transport.is_closing():
+            try:
+                self._transport.write_eof()
+            except OSError:  # asyncio's own says so where the peer has reset the connection
+                self._transport.abort()
+
+    def _abort_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- the clock
+
+    def _tick(self) -> None:
+        """Send a heartbeat if nothing else was sent, and give up a silent peer."""
+        now = self._loop.time()
+        unsent_bytes = self._transport.get_write_buffer_size() if self._transport else 0
+        if self._silence.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
+            self._end(
+                PeerSilentError(
+                    f"nothing came for {self._options.silence_s:g} s; the peer is frozen, "
+                    "or the network between is cut"
+                )
+            )
+            self._abort_transport()
+            return
+        if not self._sent_since_tick and not self._writing_paused:
+            epoch, step = self._options.progress()
+            self._write(self._machine.send(Frame(kind=FrameKind.HEARTBEAT, epoch=epoch, step=step)))
+        self._sent_since_tick = False
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- the transport
+
+    def _write(self, buffers: list[Buffer]) -> None:
+        # A transport that is closing has lost its connection: what ended it comes by itself.
+        if buffers and self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(buffers)
+            self._sent_since_tick = True
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and self._transport is not None:
+            self._reading_paused = False
+            self._silence.broken(self._loop.time())
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    @staticmethod
+    def _wake(*waiters: asyncio.Future[None] | None) -> None:
+        for waiter in waiters:
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+
+def _lost_error(exc: Exception | None) -> ShardnetError:
+    match exc:
+        case OSError(errno=errno.ETIMEDOUT):
+            error: ShardnetError = PeerSilentError("the network acknowledged nothing any more")
+        case OSError():
+            error = LinkClosedError(f"the connection broke ({exc}); the peer may have crashed")
+        case _:
+            error = LinkClosedError("the connection is closed")
+    error.__cause__ = exc
+    return error

@@ -1,0 +1,329 @@
+"""The link state machine: bytes in, events out, without IO.
+
+Knows who may send which frame when (docs/protocol.md section 5), and where the next received bytes
+belong. Knows nothing of sockets, time or what a frame is for; whoever drives it moves the bytes.
+
+Received bytes go through one small scratch buffer, many frames to one read, except the rest of a
+large meta or payload, which goes straight into its final buffer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from shardnet.errors import (
+    AuthenticationError,
+    LinkClosedError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShardnetError,
+    VersionMismatchError,
+    error_for_code,
+)
+from shardnet.wire.connection.receive_buffer import Inbox, Part
+from shardnet.wire.framing.frames import (
+    HEADER,
+    KIB,
+    PREAMBLE,
+    PREAMBLE_MAGIC,
+    PROTOCOL_VERSION,
+    TLS_RECORDS,
+    Buffer,
+    Frame,
+    FrameKind,
+    Header,
+    Limits,
+    pack_frame,
+    unpack_header,
+)
+from shardnet.wire.messages.metas import (
+    Hello,
+    Purpose,
+    error_frame,
+    hello_frame,
+    read_error,
+    read_hello,
+)
+
+DIRECT_BYTES: Final = 16 * KIB
+"""A meta or payload that lacks at least this much is received straight into its own buffer."""
+
+HelloAnswer = Callable[[Hello], Hello]
+"""How an acceptor answers a hello. It raises ShardnetError to refuse, which the peer is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloReceived:
+    """The link is up: the peer's hello came, and ours is sent or waits in `take_outgoing`."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameReceived:
+    """A frame for whoever uses the link came whole."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReported:
+    """A heartbeat came: the peer is alive and has completed `step` of `epoch`."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """BYE came: a clean end. Nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFailed:
+    """The link cannot go on. Nothing follows; `take_outgoing` may hold a last word to the peer."""
+
+    error: ShardnetError
+
+
+Event = HelloReceived | FrameReceived | ProgressReported | PeerLeft | LinkFailed
+
+
+class LinkState(enum.StrEnum):
+    """What may be received next, as error messages say it."""
+
+    PREAMBLE = "before the preamble"
+    HELLO = "before the hello"
+    UP = "on a link that is up"
+    ENDED = "after the end of the link"
+
+
+_HANDSHAKE_KINDS: Final = frozenset({FrameKind.HELLO, FrameKind.ERROR})
+_COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE})
+_DATA_KINDS: Final = frozenset(
+    {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE, FrameKind.ROWS}
+)
+_PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
+    Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
+    Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
+    Purpose.BULK: _COMMON_KINDS | {FrameKind.BULK},
+}
+"""What may travel on a link that is up, both ways."""
+
+
+class LinkMachine:
+    """One side of one link.
+
+    The initiator gives its own hello. The acceptor gives a hello too, whose purpose, ring and
+    epoch are then set to the initiator's, or a function that makes one from the initiator's.
+    """
+
+    def __init__(
+        self, hello: Hello | HelloAnswer, *, initiator: bool, limits: Limits | None = None
+    ) -> None:
+        if initiator and not isinstance(hello, Hello):
+            raise LocalProtocolError("the initiator of a link has no hello to answer")
+        self._greeting = hello if initiator and isinstance(hello, Hello) else None
+        self._answer = _answer_with(hello) if isinstance(hello, Hello) else hello
+        self._limits = limits or Limits()
+        self._state = LinkState.PREAMBLE
+        self._allowed = _HANDSHAKE_KINDS
+        self._said_last_word = False
+        self._outgoing: list[Buffer] = []
+        self._inbox = Inbox()
+        self._target: Inbox | Part = self._inbox
+        self._header: Header | None = None
+        self._meta = self._payload = _NOTHING
+
+    @property
+    def state(self) -> LinkState:
+        """What may be received next."""
+        return self._state
+
+    # --- sending
+
+    def start(self) -> list[Buffer]:
+        """Give what is to be sent when the connection stands: the initiator's preamble."""
+        return [PREAMBLE] if self._greeting else []
+
+    def send(self, frame: Frame) -> list[Buffer]:
+        """Give the buffers to write for `frame`, in one go; its payload is not copied.
+
+        Raises LocalProtocolError when the frame is not allowed on this link now or breaks a cap,
+        and LinkClosedError after the end.
+        """
+        if self._state is LinkState.ENDED or self._said_last_word:
+            raise LinkClosedError("the link has ended; nothing can be sent on it")
+        if self._state is not LinkState.UP:
+            raise LocalProtocolError(f"a {frame.kind.name} frame cannot be sent {self._state}")
+        if frame.kind not in self._allowed:
+            raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
+        buffers = pack_frame(frame, self._limits)
+        self._said_last_word = frame.kind is FrameKind.BYE
+        return buffers
+
+    def take_outgoing(self) -> list[Buffer]:
+        """Give what the machine itself has to say by now: preambles, hellos, last words."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    # --- receiving
+
+    def get_buffer(self) -> memoryview:
+        """Give the place where the next received bytes belong; it is never empty."""
+        part = self._meta if self._meta.missing else self._payload
+        self._target = part if part.missing >= DIRECT_BYTES else self._inbox
+        return self._target.room()
+
+    def received(self, n: int) -> list[Event]:
+        """Take note that `n` bytes were put where `get_buffer` said; give what they completed."""
+        self._target.filled(n)
+        events: list[Event] = []
+        try:
+            while self._state is not LinkState.ENDED and self._advance(events):
+                pass
+        except ShardnetError as error:
+            self._fail(error, events)
+        if self._state is LinkState.ENDED:
+            self._inbox.clear()
+        return events
+
+    def eof(self) -> list[Event]:
+        """Take note that the peer's bytes have ended; give what that means."""
+        match self._state:
+            case LinkState.ENDED:
+                return []
+            case LinkState.UP if self._header or self._inbox:
+                when = "in the middle of a frame"
+            case LinkState.UP:
+                when = "without saying goodbye"
+            case _:
+                when = "during the handshake"
+        self._state = LinkState.ENDED
+        error = LinkClosedError(f"the peer closed the connection {when}; its log may say why")
+        return [LinkFailed(error=error)]
+
+    def _advance(self, events: list[Event]) -> bool:
+        """Take the next thing out of the received bytes. False when it is not whole yet."""
+        if self._state is LinkState.PREAMBLE:
+            return self._take_preamble()
+        if self._header is None and not self._take_header():
+            return False
+        if not (self._meta.fill_from(self._inbox) and self._payload.fill_from(self._inbox)):
+            return False
+        assert self._header is not None
+        frame = Frame(
+            kind=self._header.kind,
+            epoch=self._header.epoch,
+            step=self._header.step,
+            meta=self._meta.view,
+            payload=self._payload.view,
+        )
+        self._header, self._meta, self._payload = None, _NOTHING, _NOTHING
+        events.append(self._accept(frame))
+        return True
+
+    def _take_preamble(self) -> bool:
+        data = self._inbox.peek(len(PREAMBLE))
+        if bytes(data[:1]) in TLS_RECORDS:
+            raise AuthenticationError(
+                "the peer speaks TLS, as holders of a cluster key do, and this side holds none; "
+                "run `shardnet key join` here"
+            )
+        if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
+            raise RemoteProtocolError(
+                "the peer does not speak the protocol of shardnet; it began with "
+                f"{bytes(self._inbox.peek(16))!r}"
+            )
+        if len(data) < len(PREAMBLE):
+            return False
+        version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
+        self._inbox.take(len(PREAMBLE))
+        if self._greeting is None:
+            self._outgoing.append(PREAMBLE)
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}; "
+                "install the same shardnet on both machines"
+            )
+        self._state = LinkState.HELLO
+        if self._greeting is not None:
+            self._say(hello_frame(self._greeting))
+        return True
+
+    def _take_header(self) -> bool:
+        if len(self._inbox) < HEADER.size:
+            return False
+        header = unpack_header(
+            self._inbox.take(HEADER.size),
+            allowed=self._allowed,
+            limits=self._limits,
+            state=self._state,
+        )
+        self._header = header
+        self._meta = Part(header.meta_length) if header.meta_length else _NOTHING
+        self._payload = (
+            Part(header.payload_length, aligned=True) if header.payload_length else _NOTHING
+        )
+        return True
+
+    def _accept(self, frame: Frame) -> Event:
+        """Carry out what a whole frame does to the link, and say what happened."""
+        match frame.kind:
+            case FrameKind.HELLO:
+                return self._accept_hello(read_hello(frame))
+            case FrameKind.HEARTBEAT:
+                return ProgressReported(epoch=frame.epoch, step=frame.step)
+            case FrameKind.BYE:
+                self._state = LinkState.ENDED
+                return PeerLeft()
+            case FrameKind.ERROR:
+                report = read_error(frame)
+                about_link = frame.step == 0 and report.sequence is None
+                if about_link or self._state is LinkState.HELLO:
+                    self._state = LinkState.ENDED
+                    message = f"the peer reports: {report.message}"
+                    return LinkFailed(error=error_for_code(report.code, message))
+        return FrameReceived(frame=frame)
+
+    def _accept_hello(self, peer: Hello) -> Event:
+        if peer.purpose is Purpose.DATA and not peer.ring:
+            raise RemoteProtocolError("the peer wants a data link but names no ring")
+        ours = self._greeting or self._answer(peer)
+        if _subject(ours) != _subject(peer):
+            raise RemoteProtocolError(
+                f"we are here for {_subject(ours)}, the peer's hello is for {_subject(peer)}"
+            )
+        if self._greeting is None:
+            self._say(hello_frame(ours))
+        self._allowed = _PURPOSE_KINDS[peer.purpose]
+        self._state = LinkState.UP
+        return HelloReceived(hello=peer)
+
+    def _say(self, frame: Frame) -> None:
+        self._outgoing.extend(pack_frame(frame, self._limits))
+
+    def _fail(self, error: ShardnetError, events: list[Event]) -> None:
+        if self._state in (LinkState.HELLO, LinkState.UP):
+            self._say(error_frame(error))
+        self._state = LinkState.ENDED
+        events.append(LinkFailed(error=error))
+
+
+_NOTHING: Final = Part(0)
+"""The meta or payload of a frame that has none."""
+
+
+def _answer_with(hello: Hello) -> HelloAnswer:
+    return lambda peer: replace(hello, purpose=peer.purpose, ring=peer.ring, epoch=peer.epoch)
+
+
+def _subject(hello: Hello) -> str:
+    if hello.purpose is Purpose.DATA:
+        return f"ring {hello.ring!r} in epoch {hello.epoch}"
+    return f"a {hello.purpose.value} link"

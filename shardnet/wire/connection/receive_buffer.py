@@ -1,0 +1,89 @@
+"""Where received bytes wait: one scratch buffer per link, and the parts of the frame being filled.
+
+Knows buffers only; what the bytes mean is the business of connection/connection.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+from shardnet.wire.framing.frames import KIB
+
+SCRATCH_BYTES: Final = 64 * KIB
+ALIGNMENT: Final = 64
+"""Payloads start at a multiple of this address, as vector instructions like it."""
+
+
+class Inbox:
+    """Received bytes that are not taken yet. At most SCRATCH_BYTES."""
+
+    __slots__ = ("_end", "_start", "_view")
+
+    def __init__(self) -> None:
+        self._view = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = 0
+        self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def room(self) -> memoryview:
+        """Give the free space behind the waiting bytes, which move to the front."""
+        waiting = self._end - self._start
+        if self._start:
+            self._view[:waiting] = self._view[self._start : self._end]
+            self._start, self._end = 0, waiting
+        return self._view[self._end :]
+
+    def filled(self, n: int) -> None:
+        """Take note that `n` bytes were put at the start of `room`."""
+        self._end += n
+
+    def peek(self, n: int) -> memoryview:
+        """Give the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
+        return self._view[self._start : min(self._start + n, self._end)]
+
+    def take(self, n: int) -> memoryview:
+        """Give what `peek` gives; the bytes wait no longer."""
+        start = self._start
+        self._start = min(start + n, self._end)
+        return self._view[start : self._start]
+
+    def clear(self) -> None:
+        """Forget the waiting bytes."""
+        self._start = self._end = 0
+
+
+class Part:
+    """The meta or the payload of a frame while it is filled. Takes the memory for it."""
+
+    __slots__ = ("missing", "view")
+
+    def __init__(self, n: int, *, aligned: bool = False) -> None:
+        self.view = _aligned(n) if aligned else memoryview(bytearray(n))
+        self.missing = n
+        """Bytes still to come."""
+
+    def room(self) -> memoryview:
+        """Give the place of the bytes still to come."""
+        return self.view[len(self.view) - self.missing :]
+
+    def filled(self, n: int) -> None:
+        """Take note that `n` bytes were put at the start of `room`."""
+        self.missing -= n
+
+    def fill_from(self, inbox: Inbox) -> bool:
+        """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
+        if self.missing:
+            data = inbox.take(self.missing)
+            start = len(self.view) - self.missing
+            self.view[start : start + len(data)] = data
+            self.missing -= len(data)
+        return not self.missing
+
+
+def _aligned(n: int) -> memoryview:
+    raw = bytearray(n + ALIGNMENT - 1)
+    offset = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % ALIGNMENT
+    return memoryview(raw)[offset : offset + n]

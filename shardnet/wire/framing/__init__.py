@@ -1,0 +1,1 @@
+"""Frames and the types of their fields."""

@@ -1,0 +1,96 @@
+"""What the fields of msgpack schemas are: their types, their bounds, and the bases of messages.
+
+Every message is a strict struct: an unknown field, a missing one or a value out of bounds is the
+peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Generic, Literal, Self, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.errors import RemoteProtocolError
+from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.framing.frames import Frame
+
+U32_MAX: Final = 2**32 - 1
+MAX_STAGES: Final = 256
+MAX_PEER_ADDRESSES: Final = 16
+
+RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+U64 = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
+Share = Annotated[float, Meta(ge=0)]
+"""A part of something, which it may exceed."""
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, until the year 9999."""
+Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
+Name = Annotated[str, Meta(max_length=256)]
+Quant = Literal["", "int8", "int4"]
+KvDTypeName = Literal["auto", "int8"]
+StreamLayers = U32 | Literal["auto"]
+"""How many layers of a stage stay on disk."""
+Address = Annotated[str, Meta(max_length=300)]
+"""`host:port`, an IPv6 host in brackets."""
+Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
+PathText = Annotated[str, Meta(max_length=4096)]
+Digest = Annotated[str, Meta(max_length=128)]
+Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
+"""What a node does before its stage is ready: weights come from the Hub, from peers or from its own
+disk; it still works for another head; nodes and links are measured for a plan."""
+MAX_TEXT: Final = 1 << 20
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+MAX_PING_BYTES: Final = 2 * 2**20
+PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]
+"""Bytes whose way is timed. With them a CONTROL frame is still far below its cap."""
+MAX_EXPLANATION: Final = 2000
+Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
+"""Text for a person: an error's message, the reason of a plan."""
+TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
+
+
+class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A map with exactly these keys."""
+
+
+Params = TypeVar("Params", SamplingParams, OutputParams)
+
+
+class Travelling(Strict, Generic[Params], frozen=True, kw_only=True):
+    """Parameters as they travel: a field for each of theirs, of the same name."""
+
+    @classmethod
+    def of(cls, params: Params) -> Self:
+        """Copy `params` field by field."""
+        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
+
+
+class Tagged(Strict, frozen=True, kw_only=True, tag=True, tag_field="type"):
+    """A member of a union: the key `type` holds the class name."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An array with exactly these elements, in this order."""
+
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Write a message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(decoder: msgspec.msgpack.Decoder[_T], frame: Frame) -> _T:
+    """Read the meta of a frame. Raises RemoteProtocolError when it breaks the schema."""
+    try:
+        return decoder.decode(frame.meta)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {error}") from error

@@ -1,0 +1,1 @@
+"""The msgpack messages that frames carry."""

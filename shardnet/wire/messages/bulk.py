@@ -1,0 +1,138 @@
+"""Bulk messages: what a node asks of another's checkpoint, and the pieces that answer it.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 15). Knows nothing of files
+or of what is done with a message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.errors import RemoteProtocolError
+from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
+from shardnet.wire.framing.schema import (
+    U32,
+    Count,
+    Digest,
+    Explanation,
+    RequestId,
+    Row,
+    Strict,
+    Tagged,
+    decode,
+    encode,
+)
+
+MAX_FILES: Final = 4096
+MAX_DIGESTS: Final = 256
+
+MAX_RANGES: Final = 1 << 16
+
+FileName = Annotated[str, Meta(max_length=255)]
+TensorName = Annotated[str, Meta(max_length=1024)]
+
+
+class FetchSkeleton(Tagged, frozen=True, kw_only=True):
+    """Ask which files a model has. Answered by Skeleton."""
+
+    request: RequestId
+    model_id: Digest
+
+
+class HeadRange(Row, frozen=True, array_like=True):
+    """Bytes of a file that are no tensors."""
+
+    offset: Count
+    n_bytes: Count
+
+
+class SkeletonFile(Strict, frozen=True, kw_only=True):
+    """A file of a model, and which of its bytes are no tensors: in order, without overlap."""
+
+    name: FileName
+    size_bytes: Count
+    heads: Annotated[list[HeadRange], Meta(max_length=MAX_RANGES)]
+
+
+class Skeleton(Tagged, frozen=True, kw_only=True):
+    """Answers FetchSkeleton."""
+
+    request: RequestId
+    files: Annotated[list[SkeletonFile], Meta(max_length=MAX_FILES)]
+
+
+class FetchHead(Tagged, frozen=True, kw_only=True):
+    """Ask for the bytes of a file that are no tensors, in order. Answered by Piece frames."""
+
+    request: RequestId
+    model_id: Digest
+    file: FileName
+
+
+class FetchPart(Tagged, frozen=True, kw_only=True):
+    """Ask for part number `part` of a tensor. Answered by Piece frames."""
+
+    request: RequestId
+    model_id: Digest
+    tensor: TensorName
+    part: U32
+
+
+class Piece(Tagged, frozen=True, kw_only=True):
+    """The payload is what follows the bytes of the Piece before. The last one completes them."""
+
+    request: RequestId
+
+
+class PartName(Row, frozen=True, array_like=True):
+    """A part of a tensor."""
+
+    tensor: TensorName
+    part: U32
+
+
+class FetchDigests(Tagged, frozen=True, kw_only=True):
+    """Ask for the SHA-256 of parts. Answered by Digests."""
+
+    request: RequestId
+    model_id: Digest
+    parts: Annotated[list[PartName], Meta(max_length=MAX_DIGESTS)]
+
+
+class Digests(Tagged, frozen=True, kw_only=True):
+    """Answers FetchDigests: SHA-256 in hex, in its order, null for a part that is not here."""
+
+    request: RequestId
+    sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
+
+
+class Refused(Tagged, frozen=True, kw_only=True):
+    """Answers any request of a bulk link, also after pieces: it failed. Codes as in ERROR."""
+
+    request: RequestId
+    code: U32
+    message: Explanation
+
+
+BulkRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
+BulkMessage = BulkRequest | Skeleton | Piece | Digests | Refused
+
+_decoder: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)
+
+
+def bulk_frame(message: BulkMessage, payload: Buffer = b"") -> Frame:
+    """Make a BULK frame. Only a Piece has a payload."""
+    return Frame(kind=FrameKind.BULK, meta=encode(message), payload=payload)
+
+
+def read_bulk(frame: Frame) -> BulkMessage:
+    """Read a BULK frame. Raises RemoteProtocolError when it breaks the schema."""
+    message = decode(_decoder, frame)
+    if len(frame.payload) and not isinstance(message, Piece):
+        raise RemoteProtocolError(
+            f"a {type(message).__name__} came with {len(frame.payload)} bytes of payload"
+        )
+    return message

@@ -1,0 +1,191 @@
+"""What a node reports of itself and of others: parts of ReportReply (docs/protocol.md section 8).
+
+Knows the fields, their types and their bounds. Knows nothing of how they are found or judged.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.wire.framing.schema import (
+    MAX_PEER_ADDRESSES,
+    MAX_STAGES,
+    U32,
+    Address,
+    Count,
+    Digest,
+    Explanation,
+    Name,
+    PathText,
+    Rank,
+    Seconds,
+    Strict,
+)
+
+MAX_VIEWS = 64
+"""Peers, records and refused hosts that one report tells of, of each."""
+MAX_REASON = 400
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
+"""Why an address does not answer; there may be a thousand in a report."""
+MAX_TELLERS = 40
+
+Seen = Literal[
+    "answers",
+    "refused",
+    "dropped",
+    "hangs",
+    "unreachable",
+    "other key",
+    "other version",
+    "other node",
+    "failed",
+    "not tried",
+]
+"""What came of knocking at an address: the node answers; nothing listens; no answer to TCP at all;
+TCP answers and then nothing comes; no way there; and who or what else answers."""
+
+
+class InterfaceAddress(Strict, frozen=True, kw_only=True):
+    """One address of the node's machine, and what it is good for.
+
+    `is_told` says that others are told of it. `mtu` and `speed_mbit` are 0 where unknown.
+    """
+
+    interface: Name
+    host: Name
+    prefix: Annotated[int, Meta(ge=0, le=128)]
+    verdict: Name
+    mtu: U32
+    speed_mbit: U32
+    is_told: bool
+
+
+class MulticastHeard(Strict, frozen=True, kw_only=True):
+    """A node that was heard by multicast on an interface, and how long ago for the last time."""
+
+    node: Name
+    interface: Name
+    age_s: Seconds
+
+
+class RecordSeen(Strict, frozen=True, kw_only=True):
+    """The mDNS record of another node: public, and not proved."""
+
+    node: Name
+    name: Name
+    version: Name
+    protocol: U32
+    cluster: Name
+    address: Address
+
+
+class MulticastState(Strict, frozen=True, kw_only=True):
+    """How far a node's mDNS works. `hosts` are the addresses of the interfaces it speaks on.
+
+    `listening` names the interfaces on which it notes who is heard, since `listening_s`.
+    """
+
+    state: Literal["off", "on", "failed"]
+    failure: Explanation = ""
+    hosts: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(default_factory=list)
+    listening: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(
+        default_factory=list
+    )
+    listening_s: Seconds = 0.0
+    heard: Annotated[list[MulticastHeard], Meta(max_length=4 * MAX_VIEWS)] = msgspec.field(
+        default_factory=list
+    )
+    records: Annotated[list[RecordSeen], Meta(max_length=MAX_VIEWS)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class AddressView(Strict, frozen=True, kw_only=True):
+    """One address of a peer: what came of the last attempt, why it is not used if it is not."""
+
+    address: Address
+    seen: Seen
+    why: Reason = ""
+    rtt_s: Seconds | None = None
+
+
+class PeerView(Strict, frozen=True, kw_only=True):
+    """What a node knows of another one.
+
+    `address` is the one it uses, "" while none has answered. `told_by` has the sources: `mdns`,
+    `named`, or ids of nodes; none when nobody tells of it any more. `refusal` says why it is not
+    linked to.
+    """
+
+    node: Name
+    name: Name
+    version: Name
+    is_linked: bool
+    address: Address
+    rtt_s: Seconds | None
+    bytes_per_s: Seconds | None = None
+    told_by: Annotated[list[Name], Meta(max_length=MAX_TELLERS)]
+    refusal: Explanation
+    addresses: Annotated[list[AddressView], Meta(max_length=MAX_PEER_ADDRESSES)]
+
+
+class RefusedHost(Strict, frozen=True, kw_only=True):
+    """Handshakes of one host that a node has refused for one reason, as the code of an error.
+
+    `age_s` is how long ago the last one was, `n_times` how many there were.
+    """
+
+    host: Name
+    code: U32
+    why: Reason
+    n_times: Count
+    age_s: Seconds
+
+
+class StageState(Strict, frozen=True, kw_only=True):
+    """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
+
+    `head` is the id of the ring's head. KV room is counted in blocks of 256 positions.
+    """
+
+    model: PathText
+    layers: tuple[U32, U32]
+    dtype: Name
+    kernel: Name
+    weight_bytes: Count
+    room_blocks: Count
+    used_blocks: Count
+    n_open: Count = 0
+    rank: Rank = 0
+    n_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    epoch: U32 = 0
+    head: Name = ""
+
+
+class NodeReport(Strict, frozen=True, kw_only=True):
+    """What a node knows. `cluster` is the fingerprint of its key, "" without one; never the key.
+
+    `received_at` and `sent_at` are its clock, in seconds since 1970, when the request came and when
+    this left. `unreached` are the addresses that it was told with --peer and has no link to.
+    `model_id` and `model_failure` answer for the model that was asked about. `disk_free_bytes` is
+    that of the disk where weights are kept.
+    """
+
+    cluster: Name
+    protocol: U32
+    uptime_s: Seconds
+    received_at: Seconds
+    sent_at: Seconds
+    interfaces: Annotated[list[InterfaceAddress], Meta(max_length=MAX_VIEWS)]
+    multicast: MulticastState
+    peers: Annotated[list[PeerView], Meta(max_length=MAX_VIEWS)]
+    unreached: Annotated[list[AddressView], Meta(max_length=MAX_VIEWS)]
+    refused: Annotated[list[RefusedHost], Meta(max_length=MAX_VIEWS)]
+    disk_free_bytes: Count | None
+    n_requests: Count = 0
+    stage: StageState | None = None
+    model_id: Digest = ""
+    model_failure: Explanation = ""

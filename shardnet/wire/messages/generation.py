@@ -1,0 +1,198 @@
+"""Control messages between a client and the head of a ring: a prompt, and all that comes of it.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how
+text is made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.types import LiveState
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    Count,
+    Moment,
+    Name,
+    PathText,
+    Priority,
+    Rank,
+    RequestId,
+    Row,
+    Seconds,
+    Strict,
+    Tagged,
+    Text,
+    TokenIds,
+)
+from shardnet.wire.messages.metas import Outputs, Sampling
+from shardnet.wire.messages.plans import ModelChoice, PlanReply
+
+MAX_ROWS_BYTES: Final = 3 << 20
+"""The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
+
+
+class ChatMessage(Strict, frozen=True, kw_only=True):
+    """One message of a conversation. `role` is system, user, assistant or what else the model's
+    chat template knows.
+    """
+
+    role: Name
+    content: Text
+
+
+class Generate(Tagged, frozen=True, kw_only=True):
+    """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
+    model's chat template, else `prompt`.
+
+    `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
+    many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
+    `deadline_s` counts from when the ring has the request.
+    """
+
+    request: RequestId
+    choice: ModelChoice
+    sampling: Sampling
+    prompt: Text = ""
+    token_ids: TokenIds | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
+    max_tokens: U32 = 256
+    stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
+        msgspec.field(default_factory=list)
+    )
+    stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = msgspec.field(
+        default_factory=list
+    )
+    ignore_eos: bool = False
+    bos: Literal["auto", "on", "off"] = "auto"
+    keep_special_tokens: bool = False
+    speculate: PathText = "off"
+    draft_tokens: U32 = 0
+    deterministic: bool = False
+    priority: Priority = 0
+    deadline_s: Seconds | None = None
+    outputs: Outputs = Outputs()
+
+
+class StateChanged(Tagged, frozen=True, kw_only=True):
+    """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
+
+    The first `n_kept` positions of its prompt were there already when it began to run.
+    """
+
+    request: RequestId
+    state: LiveState
+    ahead: U32 = 0
+    n_kept: U32 = 0
+
+
+class Cancel(Tagged, frozen=True, kw_only=True):
+    """Give a running request up. It is answered by Failed with code 41 or its own end."""
+
+    request: RequestId
+
+
+class TopToken(Row, frozen=True, array_like=True):
+    """One of the most likely tokens of a row, with its text."""
+
+    token_id: U32
+    token: Text
+    logprob: float
+
+
+class TokenDetail(Strict, frozen=True, kw_only=True):
+    """The logprob of a generated token and of the most likely ones in its place."""
+
+    token_id: U32
+    token: Text
+    bytes: Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(max_length=4096)]
+    logprob: float
+    top: Annotated[list[TopToken], Meta(max_length=1024)]
+
+
+class TextPiece(Tagged, frozen=True, kw_only=True):
+    """More of the answer: new tokens, and the text that is whole by now.
+
+    `prompt_logprobs` are those of the prompt's next tokens, the second one first.
+    """
+
+    request: RequestId
+    token_ids: TokenIds
+    tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
+    text: Text
+    logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+    prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
+
+
+class RowsPiece(Tagged, frozen=True, kw_only=True):
+    """The next rows of what a Generate's `outputs` ask for, the first at `position`.
+
+    `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
+    Routing is int16: a row has the experts of each layer, `top_k` of them, -1 where there are none.
+    """
+
+    request: RequestId
+    kind: Literal["logits", "hidden", "routing"]
+    position: U32
+    width: U32
+    top_k: U32 = 0
+    data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
+
+
+class StageShare(Strict, frozen=True, kw_only=True):
+    """Where the time of a mean decode step went, for one stage."""
+
+    rank: Rank
+    compute_ms: Seconds
+    queue_ms: Seconds
+    wire_ms: Seconds
+
+
+class Timing(Strict, frozen=True, kw_only=True):
+    """How long a request took, by the head's clock; how many tokens were guessed, and rightly."""
+
+    load_s: Seconds
+    ttft_s: Seconds
+    decode_tok_s: Seconds
+    total_s: Seconds
+    per_stage: Annotated[list[StageShare], Meta(max_length=MAX_STAGES)]
+    n_drafted: Count = 0
+    n_accepted: Count = 0
+
+
+class Finished(Tagged, frozen=True, kw_only=True):
+    """The answer is complete. `text` is what was held back until now."""
+
+    request: RequestId
+    finish_reason: Name
+    prompt_token_ids: TokenIds
+    text: Text
+    timing: Timing
+
+
+class LastRunRequest(Tagged, frozen=True, kw_only=True):
+    """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
+
+    request: RequestId
+
+
+class LastRun(Tagged, frozen=True, kw_only=True):
+    """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
+    counted from 1970.
+    """
+
+    request: RequestId
+    plan: PlanReply
+    timing: Timing
+    n_tokens: U32
+    ended_at_s: Moment
+
+
+class Unload(Tagged, frozen=True, kw_only=True):
+    """Ask a node to free the model of its ring on every node. Answered by Done or Redirect."""
+
+    request: RequestId

@@ -1,0 +1,127 @@
+"""Control messages about speed: what is measured of nodes and of the links between them.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how
+anything is measured.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    Count,
+    Explanation,
+    KvDTypeName,
+    Moment,
+    Name,
+    PathText,
+    Quant,
+    RequestId,
+    Seconds,
+    Strict,
+    Tagged,
+    Text,
+)
+
+
+class MeasureStage(Tagged, frozen=True, kw_only=True):
+    """Ask a node how fast it is with a model, with or without its checkpoint.
+
+    `config` is the text of config.json, `dtype`, `quant` and `kv_dtype` are the ring's, `threads` 0
+    leaves the number to the node. `model` is where the checkpoint may be, for the speed of the
+    disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
+    answer.
+    """
+
+    request: RequestId
+    config: Text
+    dtype: Name
+    threads: U32
+    model: PathText = ""
+    again: bool = False
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+
+
+class StageSeconds(Strict, frozen=True, kw_only=True):
+    """What a node needs for one model: a layer at 1 and at 256 rows, embedding, LM head."""
+
+    layer_s: Seconds
+    layer_256_s: Seconds
+    embed_s: Seconds
+    head_s: Seconds
+
+
+class StageMeasured(Tagged, frozen=True, kw_only=True):
+    """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
+
+    `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
+    `is_steady` false tells that something else kept the device busy.
+    """
+
+    request: RequestId
+    seconds: StageSeconds
+    kernel: Name
+    threads: U32
+    measured_at_s: Moment
+    is_steady: bool = True
+    memory_bytes: Count
+    disk_bytes_per_s: Seconds | None = None
+
+
+class MeasureLinks(Tagged, frozen=True, kw_only=True):
+    """Ask a node how fast its links to others are. Some minutes old figures do.
+
+    `payload_bytes` is the size of the largest frame of the model at hand.
+    """
+
+    request: RequestId
+    nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    payload_bytes: U32
+    again: bool = False
+
+
+class LinkMeasured(Strict, frozen=True, kw_only=True):
+    """The way to `node` and back: a round trip of a step without rows, and the bandwidth."""
+
+    node: Name
+    round_trip_s: Seconds
+    bytes_per_s: Seconds
+
+
+class LinksMeasured(Tagged, frozen=True, kw_only=True):
+    """Answers MeasureLinks, without the nodes that have no link or are at work."""
+
+    request: RequestId
+    links: Annotated[list[LinkMeasured], Meta(max_length=MAX_STAGES)]
+
+
+class NodeMeasured(Strict, frozen=True, kw_only=True):
+    """What a candidate of a plan has measured of the model; `why_not` where it has not.
+
+    `memory_bytes` is what a stage may take there now.
+    """
+
+    node: Name
+    name: Name
+    memory_bytes: Count
+    seconds: StageSeconds | None = None
+    kernel: Name = ""
+    threads: U32 = 0
+    measured_at_s: Moment | None = None
+    is_steady: bool = True
+    disk_bytes_per_s: Seconds | None = None
+    why_not: Explanation = ""
+
+
+class WayMeasured(Strict, frozen=True, kw_only=True):
+    """What was measured between two candidates of a plan; it counts for both directions."""
+
+    sender: Name
+    receiver: Name
+    round_trip_s: Seconds
+    bytes_per_s: Seconds

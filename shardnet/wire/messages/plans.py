@@ -1,0 +1,136 @@
+"""Control messages about plans: what a client chooses, and what a head would do for it.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how a
+plan is made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    Address,
+    Addresses,
+    Count,
+    Digest,
+    Explanation,
+    KvDTypeName,
+    Name,
+    PathText,
+    Phase,
+    Quant,
+    Rank,
+    RequestId,
+    Seconds,
+    StreamLayers,
+    Strict,
+    Tagged,
+)
+from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
+from shardnet.wire.messages.narrow import NarrowWire
+
+
+class ModelChoice(Strict, frozen=True, kw_only=True):
+    """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
+
+    Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
+    """
+
+    model: PathText
+    nodes: Addresses = msgspec.field(default_factory=list)
+    layers: Annotated[list[tuple[U32, U32]], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+    context: U32 = 0
+    dtype: Name = "auto"
+    threads: U32 = 0
+    wire_dtype: Name = ""
+    optimise: Literal["", "latency", "throughput"] = ""
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+    stream_layers: StreamLayers = 0
+
+
+class PlanRequest(Tagged, frozen=True, kw_only=True):
+    """Ask for the plan that would be used. Answered by PlanReply or Redirect.
+
+    With `again` everything is measured anew.
+    """
+
+    request: RequestId
+    choice: ModelChoice
+    again: bool = False
+
+
+class PlannedStage(Strict, frozen=True, kw_only=True):
+    """One stage of a plan: its memory, compute and way to the next stage as predicted.
+
+    `streamed_layers` of its layers are streamed from disk.
+    """
+
+    rank: Rank
+    node: Name
+    name: Name
+    address: Address
+    layers: tuple[U32, U32]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Seconds | None = None
+    hop_ms: Seconds | None = None
+    streamed_layers: U32 = 0
+
+
+class LeftOut(Strict, frozen=True, kw_only=True):
+    """A node that a plan does not use, and why."""
+
+    node: Name
+    name: Name
+    why: Explanation
+
+
+class PlanReply(Tagged, frozen=True, kw_only=True):
+    """A plan. It answers PlanRequest, and precedes the tokens of Generate.
+
+    `wire` is there in answer to a PlanRequest that asks for a wire dtype.
+    """
+
+    request: RequestId
+    model: PathText
+    model_id: Digest
+    dtype: Name
+    wire_dtype: Name
+    context: U32
+    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
+    left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
+    predicted_tok_s: Seconds | None = None
+    why: Explanation
+    optimise: Literal["latency", "throughput"] = "latency"
+    nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = msgspec.field(
+        default_factory=list
+    )
+    links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    wire: NarrowWire | None = None
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+
+
+class NodeProgress(Tagged, frozen=True, kw_only=True):
+    """Tells the client of a Generate how far the node of a stage is with loading.
+
+    With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,
+    before the plan: how many nodes and links are measured, of how many. The client of a PlanRequest
+    is told of the latter, and how far the head, rank 0, is with measuring a narrower wire.
+    """
+
+    request: RequestId
+    rank: Rank
+    done_bytes: Count
+    total_bytes: Count
+    phase: Phase = "loading"

@@ -1,0 +1,107 @@
+"""Control messages between the head of a ring and its stages: orders, and what became of them.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how a
+stage loads, nor of clients.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    Addresses,
+    Count,
+    Digest,
+    Explanation,
+    KvDTypeName,
+    Name,
+    PathText,
+    Phase,
+    Quant,
+    Rank,
+    RequestId,
+    Seconds,
+    Tagged,
+)
+
+
+class LoadStage(Tagged, frozen=True, kw_only=True):
+    """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
+
+    `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
+    A node that lacks weights fetches them from `sources`, and holds their digests against the
+    first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
+    keys and values. `streamed_layers` of the layers stay on disk.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    rank: Rank
+    n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
+    model: PathText
+    model_id: Digest
+    layers: tuple[U32, U32]
+    dtype: Name
+    wire_dtype: Name
+    context: U32
+    threads: U32
+    addresses: Addresses
+    sources: Addresses = msgspec.field(default_factory=list)
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+    streamed_layers: U32 = 0
+
+
+class LoadProgress(Tagged, frozen=True, kw_only=True):
+    """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
+
+    request: RequestId
+    done_bytes: Count
+    total_bytes: Count
+    phase: Phase = "loading"
+
+
+class StageReady(Tagged, frozen=True, kw_only=True):
+    """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
+
+    `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
+    A row's bits do not depend on the rows beside it in steps of at most `exact_rows` rows.
+    """
+
+    request: RequestId
+    weight_bytes: Count
+    room_blocks: Count
+    reused: bool
+    kernel: Name
+    load_s: Seconds
+    exact_rows: U32
+
+
+class RingBroken(Tagged, frozen=True, kw_only=True):
+    """Tell the head, unasked, that the sender's stage left a ring, and why."""
+
+    ring: Name
+    epoch: U32
+    code: U32
+    message: Explanation
+
+
+class ConnectRing(Tagged, frozen=True, kw_only=True):
+    """Tell a node to open its data link to the next node of a ring."""
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+
+
+class UnloadStage(Tagged, frozen=True, kw_only=True):
+    """Tell a node to free its stage of a ring."""
+
+    request: RequestId
+    ring: Name

@@ -1,0 +1,1 @@
+"""Raw payloads: activations, token ids, rows of logits and hidden states."""

@@ -1,0 +1,198 @@
+"""DATA and TOKENS frames: row groups, token ids and the raw activations; 4 bytes per token back.
+
+Knows the byte layout of docs/protocol.md sections 9 and 10. Every number that a peer sends is
+checked here, and the payload against shape and dtype to the byte. Knows nothing of tensors: the
+payload stays the bytes that came.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import LocalProtocolError, RemoteProtocolError
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
+from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
+from shardnet.wire.framing.schema import U32_MAX
+
+_HEAD: Final = struct.Struct("<HBBII")
+"""n_groups, dtype code, reserved 0, n_rows, width."""
+_GROUP: Final = struct.Struct("<QIIII")
+"""sequence id, slot, position, n_rows, n_sampled."""
+TOKEN_BYTES: Final = 4
+"""What the tail sends the head for each sampled row."""
+
+_CODE_OF_DTYPE: Final = {
+    WireDType.FLOAT32: 1,
+    WireDType.FLOAT16: 2,
+    WireDType.BFLOAT16: 3,
+    WireDType.INT8: 4,
+}
+_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a DATA frame says: the micro-batch and its activations.
+
+    `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says.
+    """
+
+    batch: MicroBatch
+    dtype: WireDType
+    width: int
+    payload: Buffer
+
+
+def data_frame(step: Step) -> Frame:
+    """Make the DATA frame of `step`. The payload is not copied.
+
+    Raises LocalProtocolError when the peer would refuse the frame.
+    """
+    batch = step.batch
+    n_rows, code = len(batch.token_ids), _CODE_OF_DTYPE[step.dtype]
+    try:
+        parts = [_HEAD.pack(len(batch.groups), code, 0, n_rows, step.width)]
+        for g in batch.groups:
+            parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
+        parts.append(_pack_tokens(batch.token_ids))
+    except struct.error as error:
+        raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
+    fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
+    if fault is not None:
+        raise LocalProtocolError(f"step {batch.step}: {fault}")
+    return Frame(
+        kind=FrameKind.DATA,
+        epoch=batch.epoch,
+        step=batch.step,
+        meta=b"".join(parts),
+        payload=step.payload,
+    )
+
+
+def read_data(frame: Frame) -> Step:
+    """Read a DATA frame. The payload is the frame's own.
+
+    Raises RemoteProtocolError when a length, count, dtype, slot or position is not allowed, or
+    when rows x width x dtype is not the payload's length.
+    """
+    try:
+        batch, dtype, width = _read_meta(frame)
+    except _MalformedMeta as error:
+        raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {error}") from None
+    fault = _fault(batch, dtype, width, len(frame.payload))
+    if fault is not None:
+        raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {fault}")
+    return Step(
+        batch=batch,
+        dtype=dtype,
+        width=width,
+        payload=frame.payload,
+    )
+
+
+def tokens_frame(token_ids: Sequence[int], *, epoch: int, step: int) -> Frame:
+    """Make the TOKENS frame that answers a step: one id per sampled row, possibly none.
+
+    Raises LocalProtocolError when an id does not fit 32 bits.
+    """
+    try:
+        payload = _pack_tokens(token_ids)
+    except struct.error as error:
+        raise LocalProtocolError(f"step {step}: a token id does not fit: {error}") from error
+    return Frame(kind=FrameKind.TOKENS, epoch=epoch, step=step, payload=payload)
+
+
+def read_tokens(frame: Frame, *, n_sampled: int) -> tuple[int, ...]:
+    """Read a TOKENS frame that must answer `n_sampled` rows.
+
+    Raises RemoteProtocolError when it holds another number of ids.
+    """
+    expected = n_sampled * TOKEN_BYTES
+    if len(frame.payload) != expected:
+        raise RemoteProtocolError(
+            f"the TOKENS frame of step {frame.step} has {len(frame.payload)} bytes; "
+            f"{n_sampled} sampled rows need {expected}"
+        )
+    return struct.unpack(f"<{n_sampled}I", frame.payload)
+
+
+class _MalformedMeta(Exception):
+    """The meta cannot be taken apart; the text says why."""
+
+
+def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
+    meta = memoryview(frame.meta)
+    if len(meta) < _HEAD.size:
+        raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
+    n_groups, code, reserved, n_rows, width = _HEAD.unpack_from(meta)
+    expected = _HEAD.size + n_groups * _GROUP.size + n_rows * TOKEN_BYTES
+    if len(meta) != expected:
+        raise _MalformedMeta(
+            f"its meta has {len(meta)} bytes; {n_groups} groups and {n_rows} rows need {expected}"
+        )
+    if reserved:
+        raise _MalformedMeta(f"its reserved byte is {reserved}, not 0")
+    if code not in _DTYPE_OF_CODE:
+        raise _MalformedMeta(f"dtype code {code} is not one of {sorted(_DTYPE_OF_CODE)}")
+    tokens_start = _HEAD.size + n_groups * _GROUP.size
+    groups = []
+    for unpacked in _GROUP.iter_unpack(meta[_HEAD.size : tokens_start]):
+        sequence_id, slot, position, rows, n_sampled = unpacked
+        groups.append(
+            RowGroup(
+                sequence_id=SequenceId(sequence_id),
+                slot=SlotId(slot),
+                position=position,
+                n_rows=rows,
+                n_sampled=n_sampled,
+            )
+        )
+    batch = MicroBatch(
+        epoch=Epoch(frame.epoch),
+        step=StepId(frame.step),
+        groups=tuple(groups),
+        token_ids=struct.unpack_from(f"<{n_rows}I", meta, tokens_start),
+    )
+    if batch.n_rows != n_rows:
+        raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
+    return batch, _DTYPE_OF_CODE[code], width
+
+
+def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:
+    """Say what is wrong with a step, whoever made it; None when all is well."""
+    if not batch.groups:
+        return "it has no row group"
+    n_rows = 0
+    slots, sequences = set(), set()
+    for group in batch.groups:
+        n_rows += group.n_rows
+        slots.add(group.slot)
+        sequences.add(group.sequence_id)
+        if group.n_rows < 1:
+            return f"sequence {group.sequence_id} has no row"
+        if group.n_sampled > group.n_rows:
+            return f"{group.n_sampled} of {group.n_rows} rows cannot be sampled"
+        if group.position + group.n_rows > U32_MAX:
+            return f"position {group.position} + {group.n_rows} rows is out of range"
+    if len(slots) != len(batch.groups):
+        return "one slot stands in two row groups"
+    if len(sequences) != len(batch.groups):
+        return "one sequence stands in two row groups"
+    if len(batch.token_ids) != n_rows:
+        return f"it has {len(batch.token_ids)} token ids for {n_rows} rows"
+    if width < 1:
+        return "its width is 0"
+    expected = n_rows * dtype.row_bytes(width)
+    if payload_bytes != expected:
+        return (
+            f"its payload has {payload_bytes} bytes; {n_rows} rows x {width} x "
+            f"{dtype.value} need {expected}"
+        )
+    return None
+
+
+def _pack_tokens(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

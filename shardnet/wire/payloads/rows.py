@@ -1,0 +1,125 @@
+"""Rows of a sequence beside its tokens; ROWS frames: logits or hidden states, tail to head.
+
+Knows the byte layout of docs/protocol.md section 11. Every number that a peer sends is checked
+here, and the payload to the byte. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import LocalProtocolError, RemoteProtocolError
+from shardnet.types import OutputKind, SequenceId
+from shardnet.wire.framing.frames import Buffer, Frame, FrameKind, Limits
+from shardnet.wire.framing.schema import U32_MAX
+
+_META: Final = struct.Struct("<QIIIB3x")
+"""sequence id, position of the first row, rows, width, kind, reserved 0."""
+_MOST_BYTES: Final = Limits().rows_payload_bytes
+
+# routing comes from all stages, not only from the tail: it travels in EXTRAS
+_CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
+_KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Consecutive rows of one sequence, the first at `position`.
+
+    `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
+    """
+
+    sequence_id: SequenceId
+    kind: OutputKind
+    position: int
+    width: int
+    payload: Buffer
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows these are."""
+        return memoryview(self.payload).nbytes // self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * self.kind.element_bytes
+
+    def part(self, start: int, end: int) -> RowBlock:
+        """Give the rows `[start, end)` of these, without a copy."""
+        row_bytes = self.row_bytes
+        return RowBlock(
+            sequence_id=self.sequence_id,
+            kind=self.kind,
+            position=self.position + start,
+            width=self.width,
+            payload=memoryview(self.payload)[start * row_bytes : end * row_bytes],
+        )
+
+    def parts(self, most_bytes: int) -> Iterator[RowBlock]:
+        """Cut into blocks of at most `most_bytes`, of one row at least."""
+        step = max(1, most_bytes // self.row_bytes)
+        for start in range(0, self.n_rows, step):
+            yield self.part(start, min(start + step, self.n_rows))
+
+
+def rows_frames(block: RowBlock, *, epoch: int, step: int) -> list[Frame]:
+    """Make the ROWS frames of a block. The payload is not copied.
+
+    Raises LocalProtocolError when a number does not fit.
+    """
+    return [_frame(part, epoch, step) for part in block.parts(_MOST_BYTES)]
+
+
+def read_rows(frame: Frame) -> RowBlock:
+    """Read a ROWS frame. The payload is the frame's own.
+
+    Raises RemoteProtocolError when a number is not allowed, or when rows x width x 4 is not the
+    payload's length.
+    """
+    if len(frame.meta) != _META.size:
+        raise _malformed(frame, f"its meta has {len(frame.meta)} bytes, not {_META.size}")
+    sequence_id, position, n_rows, width, code = _META.unpack(frame.meta)
+    if bytes(frame.meta[-3:]) != bytes(3):
+        raise _malformed(frame, "its reserved bytes are not 0")
+    if code not in _KIND_OF_CODE:
+        raise _malformed(frame, f"kind {code} is not one of {sorted(_KIND_OF_CODE)}")
+    if not n_rows or not width:
+        raise _malformed(frame, f"it has {n_rows} rows of {width} elements")
+    if position + n_rows > U32_MAX:
+        raise _malformed(frame, f"position {position} + {n_rows} rows is out of range")
+    kind = _KIND_OF_CODE[code]
+    expected = n_rows * width * kind.element_bytes
+    if len(frame.payload) != expected:
+        raise _malformed(
+            frame,
+            f"its payload has {len(frame.payload)} bytes; {n_rows} rows x {width} need {expected}",
+        )
+    return RowBlock(
+        sequence_id=SequenceId(sequence_id),
+        kind=kind,
+        position=position,
+        width=width,
+        payload=frame.payload,
+    )
+
+
+def _frame(block: RowBlock, epoch: int, step: int) -> Frame:
+    try:
+        meta = _META.pack(
+            block.sequence_id,
+            block.position,
+            block.n_rows,
+            block.width,
+            _CODE_OF_KIND[block.kind],
+        )
+    except struct.error as error:
+        raise LocalProtocolError(f"step {step}: a number does not fit: {error}") from error
+    return Frame(kind=FrameKind.ROWS, epoch=epoch, step=step, meta=meta, payload=block.payload)
+
+
+def _malformed(frame: Frame, fault: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"the ROWS frame of step {frame.step}: {fault}")

@@ -1,0 +1,174 @@
+"""Plans and runs as people and programs read them."""
+
+from __future__ import annotations
+
+import msgspec
+from shardnet_cli.output.plan_text import (
+    HOPS_NOTE,
+    number_words,
+    plan_json,
+    plan_text,
+    run_json,
+    run_text,
+)
+
+from shardnet.wire.messages.generation import LastRun, StageShare, Timing
+from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
+from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
+
+
+def stage(rank: int, name: str, compute_ms: float | None, hop_ms: float | None) -> PlannedStage:
+    return PlannedStage(
+        rank=rank,
+        node=f"id-{name}",
+        name=name,
+        address=f"{name}:1",
+        layers=(4 * rank, 4 * rank + 4),
+        weight_bytes=3 * 2**20,
+        kv_bytes=2**20,
+        compute_ms=compute_ms,
+        hop_ms=hop_ms,
+    )
+
+
+PLAN = PlanReply(
+    request=1,
+    model="/m",
+    model_id="ab",
+    dtype="bfloat16",
+    wire_dtype="bfloat16",
+    context=512,
+    stages=[stage(0, "anna", 31.4, 0.21), stage(1, "bert", 24.0, 0.2)],
+    left_out=[LeftOut(node="id-cleo", name="cleo", why="with it 3 tok/s, without 18")],
+    predicted_tok_s=17.9,
+    why="because",
+    nodes=[
+        NodeMeasured(
+            node="id-anna",
+            name="anna",
+            memory_bytes=2**30,
+            seconds=StageSeconds(layer_s=0.0078, layer_256_s=0.11, embed_s=5e-5, head_s=0.0051),
+            kernel="packed bfloat16",
+            threads=2,
+            measured_at_s=1.7e9,
+            disk_bytes_per_s=1.4e9,
+        ),
+        NodeMeasured(node="id-bert", name="bert", memory_bytes=2**29, why_not="it generates"),
+    ],
+    links=[
+        WayMeasured(sender="id-anna", receiver="id-bert", round_trip_s=4.2e-4, bytes_per_s=1.1e8)
+    ],
+)
+RUN = LastRun(
+    request=0,
+    plan=PLAN,
+    timing=Timing(
+        load_s=0,
+        ttft_s=0.1,
+        decode_tok_s=16.2,
+        total_s=1,
+        per_stage=[
+            StageShare(rank=0, compute_ms=33.0, queue_ms=0.25, wire_ms=0.4),
+            StageShare(rank=1, compute_ms=25.5, queue_ms=0.02, wire_ms=0.4),
+        ],
+    ),
+    n_tokens=47,
+    ended_at_s=1.7e9,
+)
+
+
+def test_a_plan_says_what_it_predicts_and_from_what() -> None:
+    lines = plan_text(PLAN).splitlines()
+    assert lines[0] == "/m in bfloat16, context 512: because"
+    assert lines[1] == "  predicted: 18 tokens/s"
+    assert lines[2].endswith("compute 31 ms, hop to bert 0.21 ms")
+    assert lines[3].endswith("compute 24 ms, hop to anna 0.2 ms")
+    assert lines[4] == "  left out: cleo: with it 3 tok/s, without 18"
+    assert lines[5] == "measured:"
+    assert lines[6].startswith(
+        "  anna: layer 7.8 ms at 1 row, 110 ms at 256; embedding 0.05 ms, LM head 5.1 ms; "
+        "memory 1.00 GiB, disk 1400 MB/s (packed bfloat16, threads: 2, "
+    )
+    assert lines[7] == "  bert: memory 0.50 GiB; speed not measured: it generates"
+    assert lines[8:] == ["  anna - bert: round trip 0.42 ms, 110 MB/s"]
+
+
+def test_what_many_sequences_make_is_called_so() -> None:
+    plan = msgspec.structs.replace(PLAN, optimise="throughput")
+    assert "predicted: 18 tokens/s of many sequences" in plan_text(plan)
+    assert "18 of many sequences" in run_text(msgspec.structs.replace(RUN, plan=plan))
+
+
+def test_a_plan_in_json_has_what_was_measured() -> None:
+    told = plan_json(PLAN)
+    assert [stage["hop_ms"] for stage in told["stages"]] == [0.21, 0.2]
+    anna, bert = told["measured"]["nodes"]
+    assert (anna["layer_ms"], anna["layer_256_ms"]) == (7.8, 110)
+    assert (anna["head_ms"], anna["why_not"]) == (5.1, None)
+    assert (bert["layer_ms"], bert["kernel"], bert["why_not"]) == (None, None, "it generates")
+    [link] = told["measured"]["links"]
+    assert (link["from"], link["to"], link["bytes_per_s"]) == ("id-anna", "id-bert", 1.1e8)
+    assert link["round_trip_ms"] == 0.42
+
+
+def test_a_run_stands_beside_its_prediction() -> None:
+    lines = run_text(RUN).splitlines()
+    assert lines[0].startswith("/m in bfloat16, 47 tokens, ended ")
+    assert [line.split() for line in lines[1:]] == [
+        ["predicted", "measured"],
+        [
+            "rank",
+            "0:",
+            "anna,",
+            "layers",
+            "0-4",
+            "31",
+            "ms",
+            "33",
+            "ms",
+            "(and",
+            "0.25",
+            "ms",
+            "waiting)",
+        ],
+        ["hop", "to", "bert", "0.21", "ms", "0.4", "ms"],
+        ["rank", "1:", "bert,", "layers", "4-8", "24", "ms", "26", "ms"],
+        ["hop", "to", "anna", "0.2", "ms", "0.4", "ms"],
+        ["tokens/s", "18", "16"],
+        HOPS_NOTE.split(),
+    ]
+    assert run_json(RUN)["stages"][1] == {
+        "rank": 1,
+        "node": "id-bert",
+        "name": "bert",
+        "layers": [4, 8],
+        "predicted_compute_ms": 24.0,
+        "compute_ms": 25.5,
+        "queue_ms": 0.02,
+        "predicted_hop_ms": 0.2,
+        "hop_ms": 0.4,
+    }
+
+
+def test_what_was_not_predicted_is_called_so_and_a_ring_of_one_has_no_hop() -> None:
+    plan = msgspec.structs.replace(
+        PLAN, stages=[stage(0, "anna", None, None)], predicted_tok_s=None
+    )
+    timing = msgspec.structs.replace(RUN.timing, per_stage=RUN.timing.per_stage[:1])
+    run = msgspec.structs.replace(RUN, plan=plan, timing=timing)
+    words = run_text(run)
+    assert words.count("not measured") == 2
+    assert "hop" not in words
+    assert run_json(run)["stages"][0]["hop_ms"] is None
+    assert "predicted" not in plan_text(plan)
+
+
+def test_what_is_rounded_is_said() -> None:
+    changed = msgspec.structs.replace
+    assert number_words(PLAN) == "bfloat16"
+    assert number_words(changed(PLAN, quant="int4")) == "bfloat16 with int4 weights"
+    assert number_words(changed(PLAN, kv_dtype="int8")) == "bfloat16 with int8 KV"
+    both = changed(PLAN, quant="int8", kv_dtype="int8")
+    assert number_words(both) == "bfloat16 with int8 weights and int8 KV"
+    told = [plan_json(plan)["kv_dtype"] for plan in (PLAN, both)]
+    assert told == ["auto", "int8"]

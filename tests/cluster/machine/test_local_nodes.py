@@ -1,0 +1,86 @@
+"""The register of this machine's nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.full_disk import full_disk
+
+from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir, share_of_cores
+from shardnet.errors import ConfigurationError
+
+
+def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
+    nodes = LocalNodes(tmp_path / "run")
+    assert nodes.list() == []
+    entry = nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    assert nodes.list() == [entry]
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    nodes.remove(entry)
+    nodes.remove(entry)
+    assert nodes.list() == []
+
+
+def test_on_a_full_disk_nothing_is_left_of_a_node(tmp_path: Path) -> None:
+    with full_disk(10), pytest.raises(OSError, match="File too large"):
+        LocalNodes(tmp_path).add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_dead_process_is_dropped_and_its_file_deleted(tmp_path: Path) -> None:
+    nodes = LocalNodes(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        nodes.add(node="dead", name="D", address="127.0.0.1:2", pid=process.pid)
+        assert len(nodes.list()) == 1
+        process.kill()
+    assert nodes.list() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"node": "x"}', '{"pid": "no"}'])
+def test_a_file_that_is_no_entry_is_deleted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert LocalNodes(tmp_path).list() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["open to all", "another's", "another's link"])
+def test_a_folder_in_which_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """In a shared /tmp another user may have made it first, and chooses what it leads to."""
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "work.json").write_text("{}")
+    if how == "another's link":
+        folder.symlink_to(mine)
+        true_lstat = os.lstat
+        status = os.stat_result((*true_lstat(folder)[:4], os.getuid() + 1, *true_lstat(folder)[5:]))
+        monkeypatch.setattr(os, "lstat", lambda path: status)
+    else:
+        mine.rename(folder)
+        if how == "open to all":
+            folder.chmod(0o777)
+        else:
+            monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    nodes = LocalNodes(folder)
+    with pytest.raises(ConfigurationError, match="another user can write in"):
+        nodes.list()
+    with pytest.raises(ConfigurationError, match="SHARDNET_RUNTIME_DIR"):
+        nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    assert [path.name for path in folder.iterdir()] == ["work.json"]
+
+
+def test_the_folder_is_where_the_environment_says() -> None:
+    assert runtime_dir({"SHARDNET_RUNTIME_DIR": "/x"}) == Path("/x")
+    assert runtime_dir({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/shardnet")
+    assert "shardnet-" in runtime_dir({}).name
+
+
+@pytest.mark.parametrize(("cores", "nodes", "share"), [(8, 1, 8), (8, 3, 2), (2, 5, 1), (4, 0, 4)])
+def test_cores_are_shared_out(cores: int, nodes: int, share: int) -> None:
+    assert share_of_cores(cores, nodes) == share

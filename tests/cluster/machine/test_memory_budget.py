@@ -1,0 +1,33 @@
+"""What a node may use of its device's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget
+from shardnet.runtime.stage.loading import give_memory_back
+
+GIB = 2**30
+
+
+def test_what_torch_keeps_for_itself_is_there_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a GPU that was unloaded would look full, and the next model would not fit."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 6 * GIB)
+    budget = MemoryBudget(
+        device=Device(kind="cuda", description="cuda", dtypes=()), asked_bytes=None
+    )
+    assert budget.available_bytes() == 66 * GIB
+    assert budget.total_bytes(used_bytes=6 * GIB, n_nodes_here=1) == int(72 * GIB * MEMORY_SHARE)
+
+
+def test_what_is_freed_on_a_gpu_goes_back_to_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
+    give_memory_back()
+    assert not given_back  # no GPU was used here
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    give_memory_back()
+    assert len(given_back) == 1

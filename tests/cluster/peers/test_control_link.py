@@ -1,0 +1,195 @@
+"""Control links over the in-memory transport: requests, progress, refusals, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from shardnet.cluster.peers import control_link as control_module
+from shardnet.cluster.peers.control_link import ControlLink, Handler, Incoming
+from shardnet.errors import (
+    CancelledRequestError,
+    CheckpointError,
+    LinkError,
+    PeerSilentError,
+    RemoteProtocolError,
+    ShardnetError,
+)
+from shardnet.transport.memory import memory_pair
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.stages import LoadProgress, RingBroken
+
+
+def hello(name: str) -> Hello:
+    return Hello(purpose=Purpose.CONTROL, role=Role.NODE, node=name, name=name, version="0")
+
+
+async def nobody(control: ControlLink, message: Incoming) -> None:
+    raise AssertionError(f"{message} was not expected")
+
+
+@asynccontextmanager
+async def pair(handler: Handler) -> AsyncIterator[tuple[ControlLink, ControlLink]]:
+    """Two control links that read; `handler` answers on the second."""
+    near, far = await memory_pair(hello("near"), hello("far"))
+    asking, answering = ControlLink(near, nobody), ControlLink(far, handler)
+
+    async def serve(control: ControlLink) -> None:
+        with suppress(ShardnetError):
+            await control.serve()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve(asking))
+        tasks.create_task(serve(answering))
+        try:
+            yield asking, answering
+        finally:
+            await asyncio.gather(near.close(), far.close())
+
+
+def test_progress_precedes_the_reply_and_requests_do_not_mix() -> None:
+    async def identify(control: ControlLink, message: Incoming) -> None:
+        assert isinstance(message, IdentifyModel)
+        if message.model == "slow":
+            control.send(LoadProgress(request=message.request, done_bytes=1, total_bytes=2))
+            await asyncio.sleep(0)
+        control.send(ModelIdentity(request=message.request, model_id=message.model, complete=True))
+
+    async def main() -> None:
+        async with pair(identify) as (asking, _):
+            seen: list[int] = []
+
+            async def ask(model: str) -> str:
+                message = IdentifyModel(request=asking.next_request(), model=model)
+                reply = await asking.ask(
+                    message, ModelIdentity, on_progress=lambda p: seen.append(p.done_bytes)
+                )
+                return reply.model_id
+
+            assert await asyncio.gather(ask("slow"), ask("fast")) == ["slow", "fast"]
+            assert seen == [1]
+
+    asyncio.run(main())
+
+
+def test_a_named_failure_comes_back_as_itself_with_the_peer() -> None:
+    async def refuse(control: ControlLink, message: Incoming) -> None:
+        raise CheckpointError("no checkpoint at /x")
+
+    async def main() -> None:
+        async with pair(refuse) as (asking, _):
+            with pytest.raises(CheckpointError, match=r"far .*: no checkpoint at /x"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+
+    asyncio.run(main())
+
+
+def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The link, and with it the node, goes on: other requests are not at fault."""
+
+    async def stumble(control: ControlLink, message: Incoming) -> None:
+        if not isinstance(message, Unload):
+            raise ZeroDivisionError("a bug of ours")
+        control.send(Done(request=message.request))
+
+    async def main() -> None:
+        async with pair(stumble) as (asking, _):
+            asking.send(RingBroken(ring="r", epoch=1, code=1, message=""))
+            with pytest.raises(ShardnetError, match=r"far .*: internal error in IdentifyModel"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+            await asking.ask(Unload(request=2), Done)
+
+    asyncio.run(main())
+    assert "RingBroken of near" in caplog.text
+    assert "IdentifyModel of near" in caplog.text
+    assert "test_control.py" in caplog.text
+
+
+def test_a_reply_of_another_kind_is_the_peers_fault() -> None:
+    async def confuse(control: ControlLink, message: Incoming) -> None:
+        assert isinstance(message, IdentifyModel)
+        control.send(Done(request=message.request))
+
+    async def main() -> None:
+        async with pair(confuse) as (asking, _):
+            with pytest.raises(RemoteProtocolError, match="answered IdentifyModel with Done"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+
+    asyncio.run(main())
+
+
+def test_the_end_of_the_link_ends_every_wait_and_later_requests() -> None:
+    async def hang_up(control: ControlLink, message: Incoming) -> None:
+        control.link.abort("gone")
+
+    async def main() -> None:
+        async with pair(hang_up) as (asking, _):
+            for _ in range(2):
+                with pytest.raises(LinkError):
+                    await asking.ask(Unload(request=asking.next_request()), Done)
+
+    asyncio.run(main())
+
+
+def test_giving_up_a_wait_cancels_the_request_at_the_peer() -> None:
+    async def main() -> None:
+        begun, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def wait(control: ControlLink, message: Incoming) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with pair(wait) as (asking, _):
+            asked = asyncio.create_task(asking.ask(Unload(request=5), Done))
+            await begun.wait()
+            asked.cancel()
+            await cancelled.wait()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_answers_nothing_is_told_that_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_module, "REPLY_SILENCE_S", 0.05)
+
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async def wait(control: ControlLink, message: Incoming) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with pair(wait) as (asking, _):
+            with pytest.raises(PeerSilentError, match="did not answer Unload for"):
+                await asking.ask(Unload(request=5), Done)
+            async with asyncio.timeout(60):
+                await cancelled.wait()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_is_answered_with_its_code() -> None:
+    async def main() -> None:
+        async def give_up(control: ControlLink, message: Incoming) -> None:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+
+        async with pair(give_up) as (asking, _):
+            with pytest.raises(CancelledRequestError):
+                await asking.ask(Unload(request=5), Done)
+
+    asyncio.run(main())

@@ -1,0 +1,91 @@
+"""Whom a plan may use: peers are waited for while they are there, and named if they say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
+
+from msgspec.structs import replace
+from support.cluster.checkup_facts import info
+
+from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, Neighbours
+from shardnet.cluster.peers.peers import Peers
+from shardnet.errors import LinkClosedError
+from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
+
+Telling = Callable[[NodeInfo], Awaitable[NodeInfo]]
+
+
+class Peer:
+    """The link to a node that says who it is when `tell` has come to its end."""
+
+    def __init__(self, name: str, tell: Telling) -> None:
+        self._info = replace(info("bert"), node=name, name=name)
+        self._tell = tell
+        self.link = SimpleNamespace(peer=SimpleNamespace(node=name, name=name))
+
+    def next_request(self) -> int:
+        return 1
+
+    async def ask(self, message: Status, expected: type[StatusReply]) -> StatusReply:
+        return StatusReply(request=message.request, node=await self._tell(self._info), peers=[])
+
+
+async def at_once(node: NodeInfo) -> NodeInfo:
+    return node
+
+
+async def never(node: NodeInfo) -> NodeInfo:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def gone(node: NodeInfo) -> NodeInfo:
+    raise LinkClosedError("no byte for 8 s")
+
+
+async def asked(*peers: Peer, status_s: float) -> Candidates:
+    lines = SimpleNamespace(linked=lambda: peers)
+    neighbours = Neighbours(
+        own_info=lambda: replace(info("anna"), node="anna"),
+        peers=cast(Peers, SimpleNamespace(lines=lines, address_of=lambda node: f"{node}:1")),
+        presence=cast(Presence, None),
+        status_s=status_s,
+    )
+    return await neighbours.candidates([])
+
+
+def test_a_busy_peer_is_waited_for() -> None:
+    async def main() -> None:
+        others = asyncio.Event()
+
+        async def fast(node: NodeInfo) -> NodeInfo:
+            others.set()
+            return node
+
+        async def slow(node: NodeInfo) -> NodeInfo:
+            await others.wait()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return node
+
+        found = await asked(Peer("slow", slow), Peer("fast", fast), status_s=60)
+        assert [node.node for node in found.nodes] == ["anna", "slow", "fast"]
+        assert [node.address for node in found.nodes[1:]] == ["slow:1", "fast:1"]
+        assert found.silent == ()
+
+    asyncio.run(main())
+
+
+def test_who_says_nothing_in_time_and_whose_link_ends_are_named() -> None:
+    found = asyncio.run(
+        asked(Peer("pi", never), Peer("vera", gone), Peer("bert", at_once), status_s=0.05)
+    )
+    assert [node.node for node in found.nodes] == ["anna", "bert"]
+    assert [(out.node, out.why) for out in found.silent] == [
+        ("pi", f"it did not answer within 0.05 s: {TOO_BUSY}"),
+        ("vera", "no byte for 8 s"),
+    ]

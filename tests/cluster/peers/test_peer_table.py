@@ -1,0 +1,216 @@
+"""The book of peers by itself: whom to try when, what is forgotten, what is kept for people."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.cluster.peers.peer_table import (
+    HESITATE_S,
+    MAX_KNOWN,
+    MDNS,
+    PATIENCE_S,
+    RETRY_S,
+    SLOW_RETRY_S,
+    KnownNode,
+    PeerBook,
+)
+from shardnet.types import NodeId
+
+M, A, Z = NodeId("m"), NodeId("a"), NodeId("z")
+HERE, THERE = "10.0.0.1:1", "10.0.0.2:1"
+
+
+def book() -> PeerBook:
+    return PeerBook(M)
+
+
+def told(node: NodeId = Z, *addresses: str, now: float = 0.0) -> PeerBook:
+    made = book()
+    made.tell(node, node, addresses or (HERE,), source=MDNS, now=now)
+    return made
+
+
+def due(book: PeerBook, now: float) -> list[NodeId]:
+    return [known.node for known in book.due(now)]
+
+
+def entry(book: PeerBook, node: NodeId = Z) -> KnownNode:
+    known = book.get(node)
+    assert known is not None
+    return known
+
+
+def test_the_smaller_id_tries_at_once_and_the_larger_one_hesitates() -> None:
+    assert due(told(Z), 0.0) == [Z]
+    later = told(A)
+    assert due(later, 0.0) == []
+    assert later.next_due() == HESITATE_S
+    assert due(later, HESITATE_S) == [A]
+
+
+def test_a_node_is_no_peer_of_its_own() -> None:
+    assert told(M).known() == []
+
+
+def test_a_linked_node_is_tried_until_its_best_address_is_known() -> None:
+    known = told(Z)
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    assert due(known, 1.0) == [Z]
+    known.answered(Z, HERE, 0.001, {})
+    assert due(known, 1.0) == []
+    known.tell(Z, "zoe", (HERE, THERE), source=Z, now=2.0)  # it has another address now
+    assert due(known, 3.0) == [Z]
+    known.answered(Z, THERE, 0.001, {HERE: "no answer"})
+    assert due(known, 3.0) == []
+    known.doubt(Z, 4.0)
+    assert due(known, 4.0) == [Z]
+
+
+def test_failures_in_a_row_are_tried_again_more_and_more_slowly() -> None:
+    known, now, waits = told(Z), 0.0, []
+    while now < PATIENCE_S + 100:
+        assert due(known, now) == [Z]
+        known.failed(Z, {HERE: "nothing listens there"}, now)
+        next_due = known.next_due()
+        assert next_due is not None
+        waits.append(next_due - now)
+        now = next_due
+    assert tuple(waits[: len(RETRY_S)]) == RETRY_S
+    assert waits == sorted(waits)
+    assert waits[-1] == SLOW_RETRY_S
+    assert entry(known).failures == {HERE: "nothing listens there"}
+
+
+def test_news_make_a_node_worth_another_attempt() -> None:
+    known = told(Z)
+    for _ in range(5):
+        known.failed(Z, {}, 10.0)
+    known.tell(Z, "zoe", (HERE,), source=A, now=10.1)
+    assert due(known, 10.1) == []  # nothing new
+    known.tell(Z, "zoe", (THERE,), source=A, now=10.2)
+    assert due(known, 10.2) == [Z]
+    assert entry(known).addresses == (HERE, THERE)
+
+
+def test_a_lost_node_is_tried_again_and_forgotten_when_nobody_tells_of_it() -> None:
+    known = told(Z)
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.tell(Z, "zoe", (THERE,), source=Z, now=0.0)
+    known.answered(Z, THERE, 0.001, {})
+    known.lost(Z, 100.0)
+    assert due(known, 100.0) == [Z]
+    known.retract(Z, source=MDNS, now=200.0)
+    assert due(known, 200.0 + PATIENCE_S) == [Z]
+    assert due(known, 201.0 + PATIENCE_S) == []
+    assert known.known() == []
+
+
+def test_a_node_that_a_record_speaks_of_is_never_forgotten() -> None:
+    known = told(Z)
+    known.failed(Z, {}, 0.0)
+    assert due(known, 100 * PATIENCE_S) == [Z]
+
+
+def test_what_a_lost_peer_told_counts_only_for_a_while() -> None:
+    known = book()
+    known.linked(A, "ann", 0.0, dialled_at=THERE)
+    known.tell(Z, "zoe", (HERE,), source=A, now=0.0)
+    known.lost(A, 10.0)
+    assert due(known, 10.0 + HESITATE_S) == [A, Z]
+    assert due(known, 11.0 + PATIENCE_S) == []
+
+
+def test_a_list_of_peers_takes_the_place_of_the_one_before() -> None:
+    known = told(Z)
+    known.tell(Z, "zoe", (THERE,), source=A, now=0.0)
+    known.keep_only([Z], source=A, now=1.0)
+    assert entry(known).addresses == (HERE, THERE)
+    known.keep_only([], source=A, now=2.0)
+    assert entry(known).addresses == (HERE,)
+
+
+def test_a_refused_node_is_kept_with_the_reason_and_not_tried() -> None:
+    known = book()
+    assert known.refuse(Z, "zoe", (HERE,), "another key", source=MDNS, now=0.0)
+    assert not known.refuse(Z, "zoe", (HERE,), "another key", source=MDNS, now=1.0)
+    assert due(known, 10.0) == []
+    assert known.next_due() is None
+    assert entry(known).refusal == "another key"
+    known.tell(Z, "zoe", (HERE,), source=MDNS, now=20.0)
+    assert due(known, 20.0) == [Z]
+
+
+def test_the_dialled_address_is_used_until_a_better_one_has_answered() -> None:
+    known = book()
+    known.linked(Z, "zoe", 0.0, dialled_at="nas.lan:1")
+    assert entry(known).address == "nas.lan:1"
+    known.tell(Z, "zoe", (HERE,), source=Z, now=0.0)
+    assert entry(known).announced == (HERE,)
+    assert set(entry(known).addresses) == {HERE, "nas.lan:1"}
+    assert due(known, 0.0) == [Z]
+
+
+def test_an_address_that_two_nodes_claim_belongs_to_none() -> None:
+    known = book()
+    for node in (A, Z):
+        known.linked(node, node, 0.0, dialled_at="")
+        known.tell(node, node, (HERE,), source=node, now=0.0)
+    assert known.owner_of(HERE) is None
+    known.lost(A, 1.0)
+    assert known.owner_of(HERE) is entry(known)
+
+
+def test_scopes_of_other_machines_do_not_matter() -> None:
+    known = book()
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.tell(Z, "zoe", ("[fe80::1%2]:7433",), source=MDNS, now=0.0)
+    assert known.owner_of("[fe80::1%eth0]:7433") is entry(known)
+    assert known.owner_of("[fe80::2%2]:7433") is None
+
+
+def test_the_book_has_an_end() -> None:
+    known = book()
+    for number in range(MAX_KNOWN + 50):
+        known.tell(NodeId(f"n{number}"), "n", (HERE,), source=MDNS, now=0.0)
+    assert len(known.known()) == MAX_KNOWN
+
+
+Change = tuple[str, NodeId]
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["tell", "retract", "link", "lose", "answer", "fail", "doubt", "refuse"]),
+        st.sampled_from([A, Z, M]),
+    )
+)
+
+
+@given(CHANGES)
+def test_whoever_is_due_has_addresses_and_is_wanted(changes: list[Change]) -> None:
+    known = book()
+    for now, (change, node) in enumerate(changes):
+        match change:
+            case "tell":
+                known.tell(node, node, (HERE,), source=A, now=now)
+            case "retract":
+                known.retract(node, source=A, now=now)
+            case "link":
+                known.linked(node, node, now, dialled_at="")
+            case "lose":
+                known.lost(node, now)
+            case "answer":
+                known.answered(node, HERE, 0.1, {})
+            case "fail":
+                known.failed(node, {}, now)
+            case "doubt":
+                known.doubt(node, now)
+            case "refuse":
+                known.refuse(node, node, (HERE,), "no", source=MDNS, now=now)
+        for one in known.due(now):
+            assert one.addresses
+            assert one.node != M
+            assert not one.refusal
+            assert not (one.is_linked and one.is_settled)
+            next_due = known.next_due()
+            assert next_due is not None
+            assert next_due <= now

@@ -1,0 +1,612 @@
+"""Peers over in-memory links: one link per pair, gossip, loss, and addresses that mislead.
+
+A `Town` is a network in which any address can be given to any node, and any two nodes can be cut
+off from each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shardnet.cluster.machine.addresses import Interface, rank
+from shardnet.cluster.peers import peer_links as peer_lines_module
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.peers import PeerReport, Peers, PeerTimes
+from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
+from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.memory import join, memory_pair
+from shardnet.types import NodeId
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.membership import PeersKnown, Ping
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+
+TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
+PATIENT = LinkOptions(close_s=20)
+HERE = rank([Interface(name="eth0", is_up=True, addresses=("10.0.0.99/24",))])
+
+
+class Member:
+    """A node's peers, and what becomes of them."""
+
+    def __init__(self, town: Town, name: str, tasks: asyncio.TaskGroup) -> None:
+        self.town = town
+        self.name = name
+        self.node = NodeId(name)
+        self.addresses = [f"10.0.0.{ord(name[0])}:7433"]
+        self.lines: list[str] = []
+        self.n_heard = 0
+        self.tasks = tasks
+        self._running: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self.peers = Peers(
+            node=self.node,
+            name=name,
+            dial=lambda address: town.dial(self, address, Role.NODE),
+            knock=lambda address: town.dial(self, address, Role.CLIENT),
+            handler=self._handle,
+            tasks=tasks,
+            own_hosts=lambda: HERE,
+            own_addresses=lambda: self.addresses,
+            log=self._log,
+            times=TIMES,
+        )
+        for address in self.addresses:
+            town.owners[address] = self
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def linked(self) -> set[str]:
+        """The names of the peers it is linked to."""
+        return {control.link.peer.name for control in self.peers.lines.linked()}
+
+    def run(self, *named: str) -> None:
+        """Begin to look for peers."""
+        self._running = self.tasks.create_task(self.peers.run(named))
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        await self.peers.close()
+
+    async def accept(self, link: Link) -> None:
+        if link.peer.role is Role.NODE:
+            self.peers.adopt(link)
+        else:
+            self.tasks.create_task(serve(ControlLink(link, self._handle)))
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until something is so; looked at whenever anything is heard, and now and then."""
+        while not happened():
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await self._news.wait()
+
+    async def until_linked(self, *names: str) -> None:
+        await self.until(lambda: self.linked == set(names))
+
+    def report(self, name: str) -> PeerReport:
+        [report] = [report for report in self.peers.report() if report.node == name]
+        return report
+
+    def said(self, part: str) -> int:
+        """How many lines say so."""
+        return sum(part in line for line in self.lines)
+
+    async def _handle(self, control: ControlLink, message: Incoming) -> None:
+        match message:
+            case Ping(request=request):
+                control.send(Done(request=request))
+            case PeersKnown():
+                self.n_heard += 1
+                self.peers.heard(control, message)
+        self._news.set()
+
+    def _log(self, line: str) -> None:
+        self.lines.append(line)
+        self._news.set()
+
+
+class Town:
+    """Addresses and who has them, and the links between the members."""
+
+    def __init__(self) -> None:
+        self.owners: dict[str, Member] = {}
+        self.slow_s: dict[str, float] = {}
+        self.links: list[tuple[Member, Member, Link]] = []
+        self.dialled: list[tuple[str, str]] = []
+        self.closed: Callable[[Member, Member], bool] = lambda a, b: False
+
+    async def dial(self, who: Member, address: str, role: Role) -> Link:
+        self.dialled.append((who.name, address))
+        owner = self.owners.get(address)
+        if owner is None or self.closed(who, owner):
+            raise PeerUnreachableError(f"{address}: nothing listens there")
+        await asyncio.sleep(self.slow_s.get(address, 0.0))
+        near, far = await memory_pair(hello(who, role), hello(owner, Role.NODE))
+        await owner.accept(far)
+        if role is Role.NODE:
+            self.links.append((who, owner, near))
+        return near
+
+    def cut(self, closed: Callable[[Member, Member], bool]) -> None:
+        """End the links between members for which `closed` holds, and allow no new ones."""
+        self.closed = closed
+        for a, b, link in self.links:
+            if closed(a, b):
+                link.abort("cut")
+
+    def open_links(self, a: Member, b: Member) -> list[Link]:
+        """The links between two members that live."""
+        return [link for x, y, link in self.links if {x, y} == {a, b} and not link.closed]
+
+
+def hello(member: Member, role: Role) -> Hello:
+    return Hello(
+        purpose=Purpose.CONTROL, role=role, node=member.node, name=member.name, version="0"
+    )
+
+
+async def serve(control: ControlLink) -> None:
+    with contextlib.suppress(ShardnetError):
+        await control.serve()
+
+
+@asynccontextmanager
+async def town(*names: str) -> AsyncIterator[list[Member]]:
+    """Members of a new town. They find nobody before they `run`."""
+    async with asyncio.TaskGroup() as tasks:
+        place = Town()
+        members = [Member(place, name, tasks) for name in names]
+        try:
+            yield members
+        finally:
+            for member in members:
+                await member.close()
+
+
+async def is_used(member: Member, other: Member) -> bool:
+    """Send a request over the link that requests use now."""
+    control = member.peers.lines.link_of(other.node)
+    assert control is not None
+    await control.ask(Ping(request=control.next_request()), Done)
+    return True
+
+
+# --- one link
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_nodes_that_dial_each_other_at_once_the_smaller_ones_link_stays(first: int) -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            order = [a.peers.find(b.address), b.peers.find(a.address)]
+            lost: list[ShardnetError] = []
+            controls = await asyncio.gather(*(order if first == 0 else reversed(order)))
+            for member, control in zip((a, b) if first == 0 else (b, a), controls, strict=True):
+                assert control is not None
+                member.peers.lines.watch(control, lost.append)
+            [kept] = [link for who, _, link in a.town.links if who is a]
+            [other] = [link for who, _, link in a.town.links if who is b]
+            assert isinstance(other, MachineLink)
+            assert await is_used(a, b)
+            assert await is_used(b, a)
+            await other.wait_lost()
+            assert not kept.closed
+            assert await is_used(a, b)
+            assert await is_used(b, a)
+            assert (a.linked, b.linked) == ({"b"}, {"a"})
+            assert lost == [], "a link that was replaced is no loss"
+            assert a.said("is here") == b.said("is here") == 1
+
+    asyncio.run(main())
+
+
+def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            begun, answer = asyncio.Event(), asyncio.Event()
+            handle = a._handle
+
+            async def slowly(control: ControlLink, message: Incoming) -> None:
+                if isinstance(message, Ping) and message.request >= 1000:
+                    begun.set()
+                    await answer.wait()
+                await handle(control, message)
+
+            a.peers.lines._handler = slowly
+            old = await b.peers.link_to(a.address)
+            asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
+            await begun.wait()
+            a.peers._node_at.clear()
+            await a.peers._open(a.peers._book.known()[0], b.address)  # as if it had not known b's
+            new = a.peers.lines.link_of(b.node)
+            assert new is not None
+            for _ in range(3):
+                await new.link.drain()
+                await is_used(a, b)
+                await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
+            assert old.ended is None
+            answer.set()
+            await asking
+            assert isinstance(old.link, MachineLink)
+            await old.link.wait_lost()
+            assert b.peers.lines.latest(old) is b.peers.lines.link_of(a.node)
+            assert await is_used(b, a)
+
+    asyncio.run(main())
+
+
+def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
+    """Else each could close the link that the other one has begun to use."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.peers.lines._retire_s = 3600.0
+            await asyncio.gather(a.peers.find(b.address), b.peers.find(a.address))
+            for _ in range(3):
+                await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
+                assert len(a.town.open_links(a, b)) == 2
+
+    asyncio.run(main())
+
+
+def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
+    """Both nodes notice a cut network, one a moment earlier: its new link is not closed then."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            lost: list[str] = []
+            first = await a.peers.link_to(b.address)
+            a.peers.lines.watch(first, lambda error: lost.append(str(error)))
+            second = await b.peers._dial(a.address)  # b has given the first one up
+            b.peers._link_up(second, dialled_at=a.address)
+            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 2)
+            first.link.abort("the network between is cut")
+            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 1)
+            for _ in range(3):
+                await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
+            assert not second.closed
+            assert lost == []
+            assert await is_used(a, b)
+
+    asyncio.run(main())
+
+
+def test_a_second_link_to_a_known_node_is_not_dialled() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            first = await a.peers.link_to(b.address)
+            assert await a.peers.link_to(b.address) is first
+            assert len(a.town.links) == 1
+
+    asyncio.run(main())
+
+
+def test_a_node_that_meets_itself_says_so_and_goes_on() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            assert await a.peers.find(a.address) is None
+            with pytest.raises(UsageError, match="this node itself"):
+                await a.peers.link_to(a.address)
+            a.run(a.address, b.address)
+            await a.until_linked("b")
+            await a.until(lambda: a.said("is this node itself") == 1)
+
+    asyncio.run(main())
+
+
+def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_lines_module, "MAX_PEERS", 2)
+
+    async def main() -> None:
+        async with town("a", "b", "c", "d") as (a, *others):
+            for member in others[:2]:
+                await member.peers.link_to(a.address)
+            near = await a.town.dial(others[2], a.address, Role.CLIENT)  # clients are no peers
+            await near.close()
+            with pytest.raises(LinkError, match="2 peers"):
+                await others[2].peers.link_to(a.address)
+            assert a.linked == {"b", "c"}
+
+    asyncio.run(main())
+
+
+def test_leaving_waits_until_the_connection_of_a_peer_that_left_is_gone() -> None:
+    """The peer has said goodbye; the end of its bytes is still on the way."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            far = MachineLink(hello(b, Role.NODE), initiator=True, options=PATIENT)
+            near = MachineLink(hello(a, Role.NODE), initiator=False, options=PATIENT)
+            join(far, near)
+            await near.wait_up()
+            a.peers.adopt(near)
+            transport = far._transport
+            assert transport is not None
+            transport.pause_reading()
+            transport.writelines(far._machine.send(Frame(kind=FrameKind.BYE)))
+            await a.until(lambda: a.said("b is gone") == 1)
+            assert not near._lost.is_set()
+            asyncio.get_running_loop().call_later(0.02, transport.resume_reading)
+        assert near._lost.is_set()
+
+    asyncio.run(main())
+
+
+# --- gossip and candidates
+
+
+def test_a_node_named_to_one_other_finds_all() -> None:
+    async def main() -> None:
+        async with town("a", "b", "c", "d", "e") as members:
+            members[0].run()
+            for known, member in itertools.pairwise(members):
+                member.run(known.address)
+            for member in members:
+                await member.until_linked(*{other.name for other in members if other is not member})
+            last = members[4]
+            for other in members[:4]:
+                await last.until(lambda name=other.name: bool(last.report(name).address))  # type: ignore[misc]
+                assert last.report(other.name).address == other.address
+                assert last.report(other.name).is_linked
+
+    asyncio.run(main())
+
+
+def test_every_pair_ends_with_one_link() -> None:
+    async def main() -> None:
+        async with town("a", "b", "c", "d") as members:
+            for member in members:
+                member.run(*(other.address for other in members if other is not member))
+            for member in members:
+                await member.until_linked(*{other.name for other in members if other is not member})
+            for a in members:
+                for b in members:
+                    while a is not b and len(links := a.town.open_links(a, b)) > 1:
+                        ends = [asyncio.ensure_future(link.wait_lost()) for link in links]  # type: ignore[attr-defined]
+                        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                        for end in ends:
+                            end.cancel()
+                    assert a is b or await is_used(a, b)
+
+    asyncio.run(main())
+
+
+def test_peers_are_told_when_there_is_news_and_not_again() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: b.n_heard == 1)
+            a.peers.addresses_changed()
+            for _ in range(5):
+                await is_used(a, b)
+            assert b.n_heard == 1
+            a.addresses.append("10.0.0.200:7433")
+            a.peers.addresses_changed()
+            await b.until(lambda: b.n_heard == 2)
+
+    asyncio.run(main())
+
+
+def test_new_addresses_of_a_node_reach_its_peers() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and a.report("b").address == b.address)
+            moved = "10.0.0.77:7433"
+            b.town.owners[moved] = b
+            del b.town.owners[b.address]
+            b.addresses = [moved]
+            b.peers.addresses_changed()
+            await a.until(lambda: moved in a.report("b").addresses)
+            await a.until(lambda: a.report("b").address == moved)
+
+    asyncio.run(main())
+
+
+def test_of_several_addresses_the_fastest_is_used_and_the_reasons_are_kept() -> None:
+    """One leads nowhere, one to this node itself, one to another node, and one is slower."""
+
+    async def main() -> None:
+        async with town("a", "b", "c") as (a, b, c):
+            nowhere, bridge, slow = "10.0.0.1:1", "172.17.0.1:7433", "10.0.0.2:7433"
+            a.town.owners |= {bridge: a, slow: b}
+            a.town.slow_s[slow] = 0.01
+            a.run()
+            told = [nowhere, bridge, c.address, slow, b.address]
+            a.peers.propose(b.node, "b", told)
+            await a.until_linked("b")
+            report = a.report("b")
+            assert report.address in (b.address, slow)
+            assert set(report.addresses) == set(told)
+            failures = report.failures
+            assert "nothing listens" in failures[nowhere]
+            assert "another node answers there, a" in failures[bridge]
+            assert "another node answers there, c" in failures[c.address]
+            assert len(failures) == 4
+            assert a.linked == {"b"}, "what answered by chance is no peer"
+
+    asyncio.run(main())
+
+
+def test_a_named_address_is_used_only_where_the_nodes_own_do_not_answer() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            real, named = b.address, "nas.lan:1234"
+            a.town.owners[named] = b
+            a.run(named)
+            b.run()
+            await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
+            assert a.town.dialled.count(("a", named)) == 1, "it is not asked who answers there"
+            del a.town.owners[real]
+            a.peers._book.doubt(b.node, 0.0)
+            a.peers._changed.set()
+            await a.until(lambda: a.report("b").address == named)
+            assert "nothing listens" in a.report("b").failures[real]
+
+    asyncio.run(main())
+
+
+def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.run()
+            for _ in range(2):
+                a.peers.propose(b.node, "b", [b.address], "it has another cluster key")
+            assert a.said("another cluster key") == 1
+            assert a.report("b").refusal == "it has another cluster key"
+            a.peers.propose(b.node, "b", [b.address])
+            await a.until_linked("b")
+            assert a.town.dialled[0] == ("a", b.address)
+
+    asyncio.run(main())
+
+
+def test_until_an_address_has_answered_the_one_it_has_dialled_from_is_given() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            b.addresses = ["10.0.0.1:7433", "memory-a:7433", "10.0.0.2:7433"]  # all unreachable
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and bool(a.report("b").failures))
+            assert a.peers.address_of(b.node) == "memory-a:7433"
+            assert a.peers.address_of(NodeId("nobody")) == ""
+
+    asyncio.run(main())
+
+
+def test_what_a_peer_tells_is_bounded_by_what_makes_sense_here() -> None:
+    """Loopback and link-local addresses of another machine lead elsewhere."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            b.addresses = ["127.0.0.1:7433", "[fe80::1%eth0]:7433", b.address]
+            a.run()
+            b.run(a.address)
+            good = b.addresses[2]
+            await a.until(lambda: a.linked == {"b"} and a.report("b").addresses == (good,))
+
+    asyncio.run(main())
+
+
+# --- loss
+
+
+def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
+    async def main() -> None:
+        async with town("a", "b", "c") as (a, b, c):
+            a.run()
+            c.run(a.address)
+            b.run(a.address)
+            for member, others in ((a, "bc"), (c, "ab")):
+                await member.until_linked(*others)
+            await a.until(lambda: "c" in a.report("b").told_by)
+            lost: list[ShardnetError] = []
+            control = a.peers.lines.link_of(b.node)
+            assert control is not None
+            a.peers.lines.watch(control, lost.append)
+            b._running.cancel()  # type: ignore[union-attr]
+            a.town.cut(lambda x, y: b in (x, y))
+            await a.until_linked("c")
+            await c.until_linked("a")
+            assert len(lost) == 1
+            assert a.said("node b is gone") == 1
+            assert not a.report("b").is_linked
+            await a.until(lambda: "c" not in a.report("b").told_by)
+            a.peers.lines.watch(control, lost.append)
+            assert len(lost) == 2, "what has ended is told at once"
+
+    asyncio.run(main())
+
+
+def test_a_partition_heals_by_itself() -> None:
+    async def main() -> None:
+        async with town("a", "b", "c") as (a, b, c):
+            a.run()
+            b.run(a.address)
+            c.run(a.address)
+            for member, others in ((a, "bc"), (b, "ac"), (c, "ab")):
+                await member.until_linked(*others)
+            a.town.cut(lambda x, y: (x is c) != (y is c))
+            await c.until_linked()
+            await a.until_linked("b")
+            a.town.cut(lambda x, y: False)
+            for member, others in ((a, "bc"), (b, "ac"), (c, "ab")):
+                await member.until_linked(*others)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_does_not_answer_is_named_once_and_dialled_until_it_does() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            del a.town.owners[b.address]
+            a.run(b.address)
+            await a.until(lambda: a.said("nothing listens there") > 0)
+            await a.until(lambda: len(a.town.dialled) >= 3)
+            a.town.owners[b.address] = b
+            await a.until_linked("b")
+            assert a.said("nothing listens there") == 1
+
+    asyncio.run(main())
+
+
+# --- addresses for other links
+
+
+def test_another_link_goes_where_the_node_has_answered_us() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            real, bridge = b.address, "172.17.0.1:7433"
+            a.run()
+            b.addresses = [bridge, real]
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
+
+            async def dial(address: str) -> Link:
+                tried.append(address)
+                return await a.town.dial(a, address, Role.CLIENT)
+
+            tried: list[str] = []
+            await (await a.peers.dial_by(bridge, dial)).close()
+            assert tried == [real]
+
+            tried.clear()  # it has moved; whoever told the address knows better
+            a.town.owners[bridge] = b
+            del a.town.owners[real]
+            await (await a.peers.dial_by(bridge, dial)).close()
+            assert tried == [real, bridge]
+
+            tried.clear()
+            with pytest.raises(PeerUnreachableError):
+                await a.peers.dial_by("10.0.0.250:1", dial)
+            assert tried == ["10.0.0.250:1"]
+
+    asyncio.run(main())
+
+
+def test_the_round_trip_is_measured() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            await a.peers.link_to(b.address)
+            await a.until(lambda: a.peers.lines.rtt_s(b.node) is not None)
+            rtt_s = a.peers.lines.rtt_s(b.node)
+            assert rtt_s is not None
+            assert rtt_s > 0
+            assert a.peers.lines.rtt_s(NodeId("nobody")) is None
+
+    asyncio.run(main())

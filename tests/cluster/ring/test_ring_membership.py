@@ -1,0 +1,212 @@
+"""A seat in a ring of one: work, and what happens when the compute itself is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingSeat
+from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
+from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.runtime.stage.compute import Activations, Samples, SlotOperation
+from shardnet.runtime.stage.executor import Executor
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.types import (
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+
+
+class BrokenCompute:
+    """A compute with a bug."""
+
+    def use_wire(self, dtype: WireDType) -> None:
+        """Nothing."""
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        raise ZeroDivisionError("a bug of ours")
+
+
+async def no_dial(address: str, seat: RingSeat) -> Link:
+    raise AssertionError("a ring of one dials nobody")
+
+
+def seat(
+    on_broken: Callable[[ShardnetError], None],
+    n_stages: int = 1,
+    rank: int = 0,
+    dial: DialData = no_dial,
+    now_s: Callable[[], float] = time.monotonic,
+) -> RingSeat:
+    return RingSeat(
+        ring="r",
+        epoch=Epoch(1),
+        rank=rank,
+        addresses=("a:1", "b:2", "c:3")[:n_stages],
+        model="/m",
+        owner="n",
+        owner_name="n",
+        dial=dial,
+        on_broken=on_broken,
+        now_s=now_s,
+    )
+
+
+def idle_pipeline() -> Pipeline:
+    return Pipeline(
+        epoch=Epoch(1),
+        vocab_size=5,
+        clock_ns=time.perf_counter_ns,
+        on_answered=lambda answered: None,
+        on_failed=lambda failed: None,
+    )
+
+
+def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        broken: list[ShardnetError] = []
+        ended = asyncio.Event()
+
+        def note(error: ShardnetError) -> None:
+            broken.append(error)
+            ended.set()
+
+        executor = Executor("test")
+        pipeline = idle_pipeline()
+        one = seat(note)
+        await one.join(BrokenCompute(), executor, pipeline)
+        group = RowGroup(
+            sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
+        )
+        pipeline.send(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(1,)))
+        await ended.wait()
+        assert [str(error) for error in broken] == [
+            "internal error at rank 0: ZeroDivisionError('a bug of ours')"
+        ]
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+    assert "rank 0 of ring r failed" in caplog.text
+
+
+def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled, answer = asyncio.Event(), asyncio.Event()
+
+        async def dial(address: str, seat: RingSeat) -> Link:
+            dialled.set()
+            await answer.wait()
+            return near
+
+        one = seat(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await one.leave()
+        answer.set()
+        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+            await joining
+        with pytest.raises(LinkClosedError):
+            await far.receive()
+        assert near.closed
+
+    asyncio.run(main())
+
+
+def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
+    """A cancellation would be nobody's error: the head's ring would seem to be connected."""
+
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled = asyncio.Event()
+
+        async def dial(address: str, seat: RingSeat) -> Link:
+            dialled.set()
+            return near
+
+        one = seat(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await asyncio.sleep(0)  # it has the link now, and waits for the other one
+        leaving = asyncio.create_task(one.leave())
+        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+            await joining
+        await asyncio.gather(leaving, far.close())
+
+    asyncio.run(main())
+
+
+def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_seconds() -> None:
+    async def main() -> None:
+        now_s, executor = 100.0, Executor("test")
+        one = seat(print, now_s=lambda: now_s)
+        now_s += 1000  # loading may take long
+        assert one.is_forming
+        await one.join(BrokenCompute(), executor, idle_pipeline())
+        now_s += SETTLE_S - 1
+        assert one.is_forming
+        one.last_step = StepId(1)
+        assert not one.is_forming
+        one.last_step = StepId(0)
+        now_s += 1
+        assert not one.is_forming
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
+    async def main() -> None:
+        one, executor = seat(print), Executor("test")
+        one.lose_owner()
+        assert one.is_over
+        assert not one.is_forming
+        standing = seat(print)
+        await standing.join(BrokenCompute(), executor, idle_pipeline())
+        standing.lose_owner()  # its links tell
+        assert not standing.is_over
+        await standing.leave()
+        executor.join()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("ring", "epoch", "rank"), [("x", 1, 2), ("r", 2, 2), ("r", 1, 0), ("r", 1, 1)]
+)
+def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -> None:
+    async def main() -> None:
+        hello = Hello(
+            purpose=Purpose.DATA,
+            role=Role.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring=ring,
+            epoch=epoch,
+            rank=rank,
+        )
+        with pytest.raises(UsageError, match="expected was rank 2 of ring r epoch 1"):
+            seat(print, n_stages=3, rank=0).check_hello(hello)
+
+    asyncio.run(main())

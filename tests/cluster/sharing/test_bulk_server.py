@@ -1,0 +1,143 @@
+"""What a peer may ask for on a bulk link, and what it does not get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster.bulk_peers import Sources, open_sources
+from support.models.checkpoints import make_llama
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.tensors.stored_tensor import FileHead
+from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
+from shardnet.errors import RemoteProtocolError
+from shardnet.wire.messages.bulk import FetchHead, FetchPart, Piece, Refused, bulk_frame, read_bulk
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_llama(tmp_path_factory.mktemp("source"), hidden_size=24, intermediate_size=40)
+    (folder / "secret.txt").write_text("not part of the model")
+    return folder
+
+
+def run(
+    source: Path,
+    tmp_path: Path,
+    scenario: Callable[[Sources, BulkClient], Coroutine[Any, Any, None]],
+    model_id: str = "",
+) -> None:
+    """Run a scenario with a client of a source that has one checkpoint."""
+
+    async def main() -> None:
+        async with open_sources() as sources:
+            sources.add("anna", source, tmp_path / "cache")
+            link = await sources.dial("anna")
+            wanted = model_id or Checkpoint.open(source).model_id
+            await scenario(sources, BulkClient(link, wanted, answer_s=20))
+            await link.close()
+
+    asyncio.run(main())
+
+
+def test_a_skeleton_is_the_model_without_its_tensors(source: Path, tmp_path: Path) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        heads = {head.name: head for head in await client.skeleton()}
+        assert heads.keys() == {
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "model.safetensors",
+        }
+        for name, head in heads.items():
+            content = (source / name).read_bytes()
+            got = b"".join([bytes(piece) async for _, piece in client.head(head)])
+            assert len(content) == head.size_bytes
+            assert got == content[: head.head_bytes]
+        assert heads["config.json"].head_bytes == heads["config.json"].size_bytes
+        assert heads["model.safetensors"].head_bytes < heads["model.safetensors"].size_bytes / 2
+
+    run(source, tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["secret.txt", "../secret.txt", "/etc/passwd", "", ".", "model.safetensors/../secret.txt"],
+)
+def test_other_files_are_refused_and_the_link_goes_on(
+    source: Path, tmp_path: Path, name: str
+) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        with pytest.raises(SourceRefused, match="has no file"):
+            await anext(client.head(FileHead(name=name, size_bytes=1, ranges=((0, 1),))))
+        assert await client.skeleton()
+
+    run(source, tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "number"), [("lm_head.weight", 1), ("../secret.txt", 0), ("", 0), ("x", 2**32 - 1)]
+)
+def test_only_parts_of_the_models_tensors_are_given(
+    source: Path, tmp_path: Path, tensor: str, number: int
+) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        part = Part(tensor=tensor, number=number, file="f", offset=0, size_bytes=10)
+        with pytest.raises(SourceRefused, match=f"no part {number} of tensor {tensor}"):
+            await client.piece(client.ask_part(part), 10)
+        with pytest.raises(SourceRefused, match=f"no part {number} of tensor {tensor}"):
+            await client.digests([part])
+
+    run(source, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("model_id", ["f" * 64, "../..", "x"])
+def test_only_models_that_are_here_are_given(source: Path, tmp_path: Path, model_id: str) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        with pytest.raises(SourceRefused, match="is not here any more"):
+            await client.skeleton()
+
+    run(source, tmp_path, scenario, model_id)
+
+
+def test_a_checkpoint_that_has_changed_is_another_model(source: Path, tmp_path: Path) -> None:
+    changed = make_llama(tmp_path / "changed", hidden_size=24, intermediate_size=40)
+
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        (changed / "tokenizer.json").unlink()
+        with pytest.raises(SourceRefused, match="is not here any more"):
+            await client.skeleton()
+
+    run(changed, tmp_path, scenario)
+
+
+def test_a_message_that_asks_nothing_ends_the_link(source: Path, tmp_path: Path) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        near = await sources.dial("anna")
+        near.send(bulk_frame(Piece(request=1), b"x"))
+        with pytest.raises(RemoteProtocolError, match="sent Piece without being asked"):
+            await near.receive()
+        await near.close()
+
+    run(source, tmp_path, scenario)
+
+
+def test_answers_come_in_the_order_of_the_requests(source: Path, tmp_path: Path) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        model_id = Checkpoint.open(source).model_id
+        for request in (1, 2, 3):
+            message: Any = FetchHead(request=request, model_id=model_id, file="config.json")
+            if request == 2:
+                message = FetchPart(request=2, model_id=model_id, tensor="no", part=0)
+            client.link.send(bulk_frame(message))
+        answers = [read_bulk(await client.link.receive()) for _ in range(3)]
+        assert [answer.request for answer in answers] == [1, 2, 3]
+        assert [type(answer) for answer in answers] == [Piece, Refused, Piece]
+
+    run(source, tmp_path, scenario)

@@ -1,0 +1,102 @@
+"""Weight sharing in every format: a stage's stored tensors come, and no byte more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from support.cluster.bulk_peers import Sources, open_sources
+from support.models.checkpoints import make_llama
+from support.models.consolidated_checkpoints import to_meta
+from support.models.gguf_files import pack_as, write_gguf
+from support.models.torch_checkpoints import to_torch_files
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import (
+    Replica,
+    begin_replica,
+    check_heads,
+    lay_out,
+    range_tensors,
+)
+from shardnet.cluster.sharing.bulk_client import BulkClient
+from shardnet.cluster.sharing.fetching import Fetch, Fetched
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.types import LayerRange
+
+LAYERS = LayerRange(1, 2)
+
+
+def make_source(form: str, folder: Path) -> Path:
+    match form:
+        case "safetensors":
+            return make_llama(folder, max_shard_size="60KB")
+        case "gguf":
+            source = make_llama(folder / "hf", hidden_size=96, intermediate_size=160)
+            pack = pack_as(gguf.GGMLQuantizationType.Q8_0)
+            return write_gguf(source, folder / "model.gguf", pack=pack)
+        case "torch":
+            return to_torch_files(make_llama(folder.parent / "hf"), folder, 2)
+        case "consolidated":
+            source = make_llama(folder.parent / "hf", intermediate_size=128)
+            return to_meta(source, folder, 2, cut_embedding_columns=True)
+    raise AssertionError(form)
+
+
+async def begin(sources: Sources, source: Path, folder: Path) -> None:
+    """Fetch all but the tensors, as Sharing does."""
+    model_id = Checkpoint.open(source).model_id
+    link = await sources.dial("anna")
+    client = BulkClient(link, model_id)
+    heads = await client.skeleton()
+    check_heads(heads, client.name)
+    files = lay_out(folder, heads)
+    for head in heads:
+        async for at, piece in client.head(head):
+            files.write(head.name, at, piece)
+    files.close()
+    await link.close()
+    begin_replica(folder, model_id, client.name)
+
+
+async def fetch(sources: Sources, folder: Path) -> Fetched:
+    replica = Replica(folder)
+    try:
+        return await Fetch(
+            model_id=replica.checkpoint.model_id,
+            replica=replica,
+            sources=["anna"],
+            dial=sources.dial,
+            writer=sources.disk,
+            on_progress=lambda done, total: None,
+            log=print,
+        ).run(range_tensors(replica.checkpoint, LAYERS))
+    finally:
+        await sources.disk.run(replica.close)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf", "torch", "consolidated"])
+def test_a_stage_comes_from_another_node(form: str, tmp_path: Path) -> None:
+    source = make_source(form, tmp_path / "source")
+    replica = tmp_path / "replica"
+    replica.mkdir()
+
+    async def scenario() -> Fetched:
+        async with open_sources() as sources:
+            sources.add("anna", source, tmp_path / "cache")
+            await begin(sources, source, replica)
+            return await fetch(sources, replica)
+
+    fetched = asyncio.run(scenario())
+    whole, part = Checkpoint.open(source), Checkpoint.open(replica)
+    wanted = stage_tensors(whole.config, LAYERS).all
+    assert fetched.n_bytes == sum(whole.tensors[name].size_bytes for name in wanted)
+    assert fetched.n_bytes < sum(info.size_bytes for info in whole.stored.values()) / 2
+    assert (part.model_id, part.config) == (whole.model_id, whole.config)
+    for name in wanted:
+        assert torch.equal(part.read(name), whole.read(name))
+    sources = {source.name for name in wanted for source in whole.tensors[name].sources}
+    assert set(part.missing(part.stored)) == part.stored.keys() - sources

@@ -1,0 +1,609 @@
+"""The families' config.json: published ones are read, what changes the maths is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models.checkpoints import make_decoder
+from transformers import AutoConfig
+
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.model_config import (
+    Activation,
+    Experts,
+    Latent,
+    ModelConfig,
+    Rope,
+    RopeKind,
+)
+from shardnet.model.families.family_stages import STAGES
+from shardnet.model.families.registry import FAMILIES, parse_config
+from shardnet.model.families.stage_tensors import left_over
+
+DECODERS = [family for family in FAMILIES if family != "gpt2"]
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 100,
+    "vocab_size": 99,
+}
+QWEN2 = SIZES | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "max_window_layers": 5,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+PHI4_MINI = SIZES | {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "long_factor": [1, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "short_factor": [1.0] * 6,
+        "type": "longrope",
+    },
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = SIZES | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 144,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+GEMMA3 = SIZES | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MIXTRAL = SIZES | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "router_jitter_noise": 0.1,
+    "sliding_window": None,
+}
+QWEN3_MOE = SIZES | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+QWEN2_MOE = SIZES | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+GPT_OSS = SIZES | {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-05,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+DEEPSEEK = SIZES | {
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "seq_aux": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V3 = DEEPSEEK | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+RAW = {
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
+    "qwen2_moe": QWEN2_MOE,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI4_MINI,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
+
+
+def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_config(raw | changes, "config.json")
+
+
+def test_every_family_has_a_forward_pass() -> None:
+    assert STAGES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    """Every key that transformers' own classes put into config.json is known."""
+    folder = make_decoder(tmp_path, family, with_tokenizer=False)
+    raw = json.loads((folder / "config.json").read_text())
+    config = parse_config(raw, "config.json")
+    assert (config.family, config.n_layers, config.vocab_size) == (family, 4, 320)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    """A config that names nothing but the sizes that have no default of their own."""
+    sizes = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
+    sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
+    if family == "deepseek_v2":
+        sizes["num_experts_per_tok"] = 4  # has no default of its own
+    theirs = AutoConfig.for_model(family, **sizes)
+    ours = parse_config(sizes | {"model_type": family}, "config.json")
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings
+    kinds = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if kinds is None:
+        assert set(ours.windows) <= {window}
+    else:
+        expected = [window if kind == "sliding_attention" else None for kind in kinds]
+        assert list(ours.windows) == expected
+    if ours.experts is not None:
+        n_experts = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        assert ours.experts.n_experts == n_experts
+        assert ours.experts.top_k == theirs.num_experts_per_tok
+        if ours.latent is not None:
+            check_latent(ours, theirs)
+        normalizes = getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.normalize_top_k is normalizes
+        inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.intermediate_size == inner
+        assert ours.rope is not None
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert ours.activation is Activation(activation)
+
+
+def check_latent(ours: ModelConfig, theirs: Any) -> None:
+    """Hold what only DeepSeek's families have against transformers' defaults."""
+    assert ours.latent is not None
+    assert ours.experts is not None
+    assert ours.latent == Latent(
+        rank=theirs.kv_lora_rank,
+        rope_size=theirs.qk_rope_head_dim,
+        nope_size=theirs.qk_nope_head_dim,
+        value_size=theirs.v_head_dim,
+        query_rank=theirs.q_lora_rank,
+        interleaved=getattr(theirs, "rope_interleave", True),
+    )
+    assert ours.sparse_layers == tuple(range(theirs.first_k_dense_replace, 7))
+    assert ours.experts.answer_scale == theirs.routed_scaling_factor
+    shared = theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert ours.experts.shared_intermediate_size == shared
+    groups = (theirs.n_group or 1, theirs.topk_group or 1)
+    assert (ours.experts.n_groups, ours.experts.top_groups) == groups
+
+
+def test_mistral_has_a_window_unless_it_says_null() -> None:
+    assert parse(MISTRAL).windows == (4096,) * 7
+    assert parse(MISTRAL, sliding_window=100).windows == (100,) * 7
+    assert parse(MISTRAL, sliding_window=None).windows == (None,) * 7
+
+
+def test_qwen_windows_begin_at_a_layer_where_they_are_switched_on() -> None:
+    config = parse(QWEN2)
+    assert config.windows == (None,) * 7
+    assert config.attention_bias
+    assert config.rope == Rope(theta=1e6)
+    assert parse(QWEN2, use_sliding_window=True).windows == (None,) * 5 + (4096,) * 2
+    kinds = ["sliding_attention"] + ["full_attention"] * 6
+    on = parse(QWEN2, use_sliding_window=True, layer_types=kinds)
+    assert on.windows == (4096,) + (None,) * 6
+
+
+def test_qwen_with_yarn_reaches_further_than_it_says() -> None:
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = parse(QWEN2, rope_scaling=scaling)
+    assert config.max_positions == 131072
+    assert config.rope is not None
+    assert config.rope.kind is RopeKind.YARN
+
+
+def test_phi4_mini() -> None:
+    config = parse(PHI4_MINI)
+    assert config.windows == (262144,) * 7
+    assert config.rope is not None
+    assert config.rope.rotated(config.head_size) == 12
+    assert config.rope.original_max_positions == 4096
+    assert config.rope.long_factors == (1, 1.1, 1.2, 1.3, 1.4, 1.5)
+    assert config.rope.magnitude == pytest.approx((1 + 5 / 12) ** 0.5)  # ln 32 / ln 4096
+    assert (config.max_positions, config.default_context) == (131072, 4096)
+
+
+def test_gemma2() -> None:
+    config = parse(GEMMA2)
+    assert config.windows == (4096, None, 4096, None, 4096, None, 4096)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.attention_scale == pytest.approx(1 / 12)
+    assert (config.embedding_multiplier, config.norm_offset) == (8.0, 1.0)
+    assert config.tie_word_embeddings
+    bare = {key: GEMMA2[key] for key in GEMMA2 if "softcapping" not in key}
+    assert parse(bare) == config
+    capless = parse(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (capless.attention_soft_cap, capless.logit_soft_cap) == (None, None)
+
+
+def test_gemma3_in_both_spellings() -> None:
+    config = parse(GEMMA3)
+    assert config.windows == (512,) * 5 + (None, 512)
+    assert config.rope == Rope(kind=RopeKind.LINEAR, theta=1e6, factor=8.0)
+    assert config.local_rope == Rope(theta=1e4)
+    assert (config.layer_rope(5), config.layer_rope(6)) == (config.rope, config.local_rope)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+    new = {key: GEMMA3[key] for key in GEMMA3 if not key.startswith("rope_")}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert parse(new) == config
+
+
+def test_mixtral() -> None:
+    config = parse(MIXTRAL)
+    assert (config.windows, config.rope) == ((None,) * 7, Rope(theta=1e6))
+    assert config.experts == Experts(
+        n_experts=8, top_k=2, intermediate_size=100, normalize_top_k=True, layers=tuple(range(7))
+    )
+    assert parse(MIXTRAL, sliding_window=4096).windows == (4096,) * 7
+
+
+def test_qwen3_moe_in_both_spellings() -> None:
+    config = parse(QWEN3_MOE)
+    assert config.experts == Experts(
+        n_experts=128, top_k=8, intermediate_size=768, normalize_top_k=True, layers=tuple(range(7))
+    )
+    new = {key: QWEN3_MOE[key] for key in QWEN3_MOE if key != "num_experts"}
+    assert parse(new, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, num_local_experts=128) == config
+    assert parse(QWEN3_MOE, use_sliding_window=True, sliding_window=9).windows == (9,) * 7
+
+
+def test_qwen2_moe() -> None:
+    config = parse(QWEN2_MOE)
+    assert config.experts == Experts(
+        n_experts=60,
+        top_k=4,
+        intermediate_size=1408,
+        normalize_top_k=False,
+        shared_intermediate_size=5632,
+        layers=tuple(range(7)),
+    )
+    assert config.attention_bias
+    assert config.windows == (None,) * 7
+    assert parse(QWEN2_MOE, sliding_window=0) == config  # as transformers 5 writes it
+    on = parse(QWEN2_MOE, use_sliding_window=True, sliding_window=9, max_window_layers=4)
+    assert on.windows == (9, None, 9) + (None,) * 4
+
+
+def test_gpt_oss() -> None:
+    config = parse(GPT_OSS)
+    assert config.windows == (128, None, 128, None, 128, None, 128)
+    assert config.experts == Experts(
+        n_experts=32,
+        top_k=4,
+        intermediate_size=100,
+        normalize_top_k=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        layers=tuple(range(7)),
+    )
+    assert config.rope is not None
+    assert (config.rope.kind, config.rope.truncate) == (RopeKind.YARN, False)
+    assert (config.max_positions, config.attention_bias, config.has_sinks) == (131072, True, True)
+    left_out = ("rope_scaling", "rope_theta", "layer_types")
+    bare = {key: GPT_OSS[key] for key in GPT_OSS if key not in left_out}
+    assert parse(bare) == config
+
+
+def test_deepseek_v3() -> None:
+    config = parse(DEEPSEEK_V3)
+    assert config.experts == Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=True,
+        shared_intermediate_size=2048,
+        n_groups=8,
+        top_groups=4,
+        answer_scale=2.5,
+        layers=(3, 4, 5, 6),
+    )
+    assert (config.n_kv_heads, config.key_size, config.value_size) == (1, 576, 0)
+    magnitude = 0.1 * math.log(40) + 1
+    assert config.attention_scale == pytest.approx(192**-0.5 * magnitude**2)
+    assert config.rope is not None
+    assert config.rope.magnitude == 1  # mscale by mscale_all_dim
+    assert config.max_positions == 163840
+    plain = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "rope_scaling"}
+    assert parse(plain).attention_scale == pytest.approx(192**-0.5)
+    assert parse(DEEPSEEK_V3, first_k_dense_replace=7).experts is None
+
+
+def test_deepseek_v2() -> None:
+    config = parse(DEEPSEEK_V2)
+    assert config.experts is not None
+    assert (config.experts.n_groups, config.experts.top_groups) == (8, 3)
+    assert (config.experts.shared_intermediate_size, config.experts.answer_scale) == (3072, 16.0)
+    lite = parse(DEEPSEEK_V2, topk_method="greedy", n_group=1, topk_group=1, q_lora_rank=None)
+    assert lite.experts is not None
+    assert lite.latent is not None
+    assert (lite.experts.n_groups, lite.latent.query_rank) == (1, None)
+
+
+def test_what_predicts_tokens_ahead_is_left_out() -> None:
+    """DeepSeek-V3's 62nd layer, which transformers does not load either."""
+    config = parse(DEEPSEEK_V3, num_hidden_layers=61)
+    names = ["model.layers.61.eh_proj.weight", "model.layers.62.eh_proj.weight"]
+    assert left_over(config, names) == names[1:]
+
+
+def test_which_layers_of_qwen3_moe_have_experts() -> None:
+    assert parse(QWEN3_MOE, decoder_sparse_step=3).sparse_layers == (2, 5)
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 3]).sparse_layers == (1, 2, 4, 5, 6)
+    assert parse(QWEN3_MOE, mlp_only_layers=[1], decoder_sparse_step=2).sparse_layers == (3, 5)
+    assert parse(QWEN3_MOE, decoder_sparse_step=8).experts is None
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mixtral", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("mixtral", {"shared_expert_intermediate_size": 9}, "shared_expert_intermediate_size"),
+        ("qwen3_moe", {"n_group": 2}, "n_group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("deepseek_v3", {"head_dim": 128}, "head_dim"),
+        ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ("mistral", {"model_type": "mistral3"}, "mistral3"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
+        ("qwen2", {"use_mrope": True}, "use_mrope"),
+        ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+        ("phi3", {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_mscale": 1.1}}, "long_mscale"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*gemma3_text"),
+        (
+            "gemma3_text",
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "Gemma3ForConditionalGeneration",
+        ),
+    ],
+)
+def test_what_changes_the_maths_is_refused_by_name(
+    family: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named) as error:
+        parse_config(RAW[family] | change, "/models/x/config.json")
+    assert str(error.value).startswith("/models/x/config.json: ")
+    assert "\n" not in str(error.value)
+
+
+YARN = {"type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0, expected 1 to 32767"),
+        ("mixtral", {"num_local_experts": 40_000}, "num_local_experts is 40000"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, there are 8 experts"),
+        ("mixtral", {"num_experts": 4}, "num_local_experts and num_experts disagree"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_tok and experts_per_token disagree"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("deepseek_v3", {"n_group": 7}, "n_group 7 and topk_group 4 do not go with 256 experts"),
+        ("deepseek_v3", {"n_group": 256}, "n_group 256 and topk_group 4 do not go"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group 9 do not go"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window is 0, expected 1 or more",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers is .True"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("mistral", {"sliding_window": "4096"}, "sliding_window is '4096'"),
+        ("mistral", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 7"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 7}, "there is no sliding_window"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 0.5}}, "rope factor is 0.5"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 1e300}}, "rope factor is 1e"),
+        ("qwen2", {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta is 1"),
+        ("qwen2", {"rope_scaling": YARN | {"factor": 10**400}}, "rope_scaling.factor is 1"),
+        ("qwen3", {"head_dim": 7}, "head_dim 7 is odd"),
+        ("phi3", {"partial_rotary_factor": 0.7}, "leaves 11 columns"),
+        ("phi3", {"partial_rotary_factor": 2.0}, "leaves 32 columns"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor is missing"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [1]}},
+            "short_factor has 1 numbers, expected 6",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1, 1, 1, 1, 1, "x"]}},
+            "short_factor holds 'x'",
+        ),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping is -1"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_local_base_freq is 'x'"),
+    ],
+)
+def test_a_malformed_field_is_named(family: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse_config(RAW[family] | change, "config.json")
+
+
+def test_a_thinned_model_has_layers_from_all_over() -> None:
+    gemma = parse(GEMMA3, num_hidden_layers=12)
+    assert gemma.thinned(12) == gemma
+    assert gemma.thinned(1).windows == (512,)  # layer 6
+    assert gemma.thinned(6).windows == (512, 512, None, 512, 512, None)  # 1, 3, 5, 7, 9, 11
+    assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5

@@ -1,0 +1,189 @@
+"""Products with bfloat16 weights by the compiled library, against torch in float64."""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import CPU, StageChain, random_prompt
+from torch import Tensor
+
+from shardnet.model.kernels import linear as linear_module
+from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.library import (
+    Isa,
+    NativeKernels,
+    find_kernels,
+    native_kernels,
+    packed_bytes,
+)
+from shardnet.model.kernels.linear import Kernel, KernelChoice, make_linear, probe
+from shardnet.model.kernels.packing import pack_natively
+from shardnet.types import DType, LayerRange
+
+NATIVE = native_kernels()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="no compiled products were built here")
+SHAPES = [(1, 1), (16, 64), (17, 65), (33, 31), (160, 96)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernels_named(name: str) -> NativeKernels:
+    found = find_kernels({"SHARDNET_ISA": name})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2", ""])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 7, 8, 9, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_torch(
+    name: str, shape: tuple[int, int], n_rows: int, dtype: torch.dtype
+) -> None:
+    weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
+    rows = numbers(n_rows, shape[1], seed=2).to(dtype)
+    product = NativeLinear.pack([weight], bias, kernels_named(name))(rows)
+    assert product.dtype is dtype
+    want = rows.double() @ weight.double().T + bias
+    spread = float(want.abs().max())
+    tolerance = 2e-6 if dtype is torch.float32 else 5e-3
+    torch.testing.assert_close(product.double(), want, rtol=0, atol=tolerance * spread)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n_out=st.integers(1, 70),
+    n_in=st.integers(1, 200),
+    n_rows=st.integers(1, 40),
+    is_wide=st.booleans(),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    n_out: int, n_in: int, n_rows: int, is_wide: bool
+) -> None:
+    rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
+    for name in ("portable", "avx2", ""):
+        linear = NativeLinear.pack([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
+        whole = linear(rows)
+        assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
+        assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
+
+
+def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
+    weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
+    products = [
+        NativeLinear.pack([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")
+    ]
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(NativeLinear.pack([weight], None, kernels_named(""))(rows), products[0])
+
+
+@pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (40,)], ids=str)
+@pytest.mark.parametrize("n_in", [1, 31, 32, 33, 130])
+def test_weights_packed_together_are_joined_and_keep_their_bits(
+    n_outs: tuple[int, ...], n_in: int
+) -> None:
+    """Rows of the unit matrix give back every weight; views and turned weights are packed, too."""
+    assert NATIVE is not None
+    stored = [numbers(n_in, n_out + 1).bfloat16()[:, 1:].T for n_out in n_outs]
+    for weights in (stored, [weight.contiguous() for weight in stored]):
+        came = NativeLinear.pack(weights, None, NATIVE)(torch.eye(n_in))
+        assert torch.equal(came.T, torch.cat(stored).float())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.zeros(2, 29),
+        torch.zeros(30),
+        torch.zeros(2, 30, dtype=torch.float16),
+        torch.zeros(2, 30, device="meta"),
+    ],
+    ids=["width", "axes", "dtype", "device"],
+)
+def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
+    """It is told addresses, and would read beyond what is there."""
+    linear = NativeLinear.pack([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    with pytest.raises(ValueError, match="compiled library"):
+        linear(rows)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_weights_that_the_library_would_misread_are_refused(bits: int) -> None:
+    kernels, shape = kernels_named(""), (20, 70)
+    group = {4: 32, 8: 64, 16: 0}[bits]
+    n_bytes = packed_bytes(shape, bits)
+    whole = torch.zeros(n_bytes, dtype=torch.uint8)
+    bias = torch.zeros(20)
+    kernels.product(whole, bias, shape, bits, group)
+    wrong = (whole[:-1], torch.zeros(2 * n_bytes, dtype=torch.uint8)[::2], whole.to("meta"))
+    for weights in wrong:
+        with pytest.raises(ValueError, match=f"wants {n_bytes} bytes"):
+            kernels.product(weights, bias, shape, bits, group)
+    for other in (bias[:-1], bias.bfloat16(), bias.to(torch.int32)):
+        with pytest.raises(ValueError, match="a bias"):
+            kernels.product(whole, other, shape, bits, group)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    kernels, weight = kernels_named(""), numbers(20, 30)
+    room = torch.zeros(packed_bytes((20, 30), 8), dtype=torch.uint8)
+    pack_natively(kernels, weight, room, 8)
+    for other, into, bits in (
+        (weight.double(), room, 8),
+        (weight[0], room, 8),
+        (weight, room[:-1], 8),
+        (weight, torch.zeros(packed_bytes((20, 30), 16), dtype=torch.uint8), 16),
+    ):
+        with pytest.raises(ValueError, match="weights"):
+            pack_natively(kernels, other, into, bits)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what there is")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of another kind of machine")
+def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
+    assert NATIVE is not None
+    [flags, *_] = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    found = set(flags.split())
+    want = Isa.PORTABLE
+    if {"avx2", "fma", "f16c"} <= found:
+        want = Isa.AVX2
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} <= found:
+            want = Isa.AVX512
+    kernels = kernels_named("")
+    assert kernels.isa is want
+    assert kernels.has_pairs == (want is Isa.AVX512 and "avx512_bf16" in found)
+    assert kernels.has_tiles == ("amx_bf16" in found)
+
+
+def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:
+    choice = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
+    weight, rows = numbers(20, 30), numbers(3, 30)
+    assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
+    with pytest.raises(ValueError, match=r"float32, not bfloat16"):
+        NativeLinear.pack([weight], None, kernels_named(""))
+
+
+def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And loses nothing by it: the logits are those with weights in float32."""
+    folder = make_llama(tmp_path, dtype=torch.bfloat16)
+    choice = probe(CPU, DType.FLOAT32, DType.BFLOAT16)
+    assert choice.kernel is Kernel.NATIVE
+    plain = replace(choice, kernel=Kernel.PLAIN)
+    prompt, whole = random_prompt(40, 300), [LayerRange(0, 4)]
+    logits = StageChain.load(folder, whole, choice).prefill(0, prompt)
+    want = StageChain.load(folder, whole, plain).prefill(0, prompt)
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+    monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
+    assert probe(CPU, DType.FLOAT32, DType.BFLOAT16).kernel is not Kernel.NATIVE

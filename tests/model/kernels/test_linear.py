@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels import linear as linear_module
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import (
+    MAX_EXACT_ROWS,
+    Kernel,
+    KernelChoice,
+    PlainLinear,
+    make_linear,
+    probe,
+    rows_are_exact,
+)
+from shardnet.types import DType
+
+CPU = torch.device("cpu")
+
+
+def numbers(rows: int, width: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def choice_of(dtype: DType, kernel: Kernel, min_rows: int = 1) -> KernelChoice:
+    return KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=min_rows)
+
+
+@pytest.mark.parametrize("min_rows", [1, 4])
+@pytest.mark.parametrize("n_rows", [1, 3, 4, 33])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
+@pytest.mark.parametrize("kernel", list(Kernel), ids=lambda k: k.value)
+def test_products_are_right(
+    kernel: Kernel, dtype: DType, with_bias: bool, n_rows: int, min_rows: int
+) -> None:
+    """Joined weights, odd sizes, few rows padded, against float64."""
+    choice = choice_of(dtype, kernel, min_rows)
+    if probe(CPU, dtype, None).dtype is not dtype and kernel is Kernel.PACKED:
+        pytest.skip(f"this CPU does not pack {dtype.value}")
+    torch_type = torch_dtype(dtype)
+    weights = [numbers(n, 37, seed=n).to(torch_type) for n in (5, 19, 1)]
+    biases = [numbers(1, n, seed=n)[0].to(torch_type) for n in (5, 19, 1)] if with_bias else []
+    rows = numbers(n_rows, 37).to(torch_type)
+    expected = rows.double() @ torch.cat(weights).double().T
+    if with_bias:
+        expected += torch.cat(biases).double()
+    linear = make_linear(choice, weights, biases, CPU)
+    assert linear.shape == (25, 37)
+    tolerance = 1e-5 if dtype is DType.FLOAT32 else 1e-2
+    torch.testing.assert_close(linear(rows).double(), expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("kernel", list(Kernel), ids=lambda k: k.value)
+def test_nothing_of_the_source_is_kept(kernel: Kernel) -> None:
+    """The source is a view of a mapped file: changing it later must not show."""
+    weight, bias = numbers(6, 8), numbers(1, 6)[0]
+    linear = make_linear(choice_of(DType.FLOAT32, kernel), [weight], [bias], CPU)
+    before = linear(numbers(2, 8))
+    weight.zero_()
+    bias.zero_()
+    assert torch.equal(linear(numbers(2, 8)), before)
+
+
+class TestProbe:
+    def test_float32_is_computed_in_float32(self) -> None:
+        assert probe(CPU, DType.FLOAT32, DType.BFLOAT16).dtype is DType.FLOAT32
+        assert probe(CPU, "auto", DType.FLOAT32).dtype is DType.FLOAT32
+        assert probe(CPU, "auto", None).dtype is DType.FLOAT32
+
+    def test_a_cpu_never_computes_in_float16(self) -> None:
+        assert probe(CPU, DType.FLOAT16, DType.FLOAT16).dtype is DType.FLOAT32
+        bfloat16 = probe(CPU, "auto", DType.BFLOAT16)
+        assert probe(CPU, "auto", DType.FLOAT16) == bfloat16
+
+    def test_bfloat16_is_packed_or_computed_in_float32(self) -> None:
+        choice = probe(CPU, DType.BFLOAT16, None)
+        assert choice.kernel is not Kernel.PLAIN or choice.dtype is DType.FLOAT32
+
+    def test_it_is_repeatable(self) -> None:
+        assert len({probe(CPU, DType.BFLOAT16, None) for _ in range(3)}) == 1
+
+    def test_without_the_packed_operators_it_falls_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a torch that has moved its private operators, or a CPU they refuse."""
+
+        def refuse(*args: object) -> Tensor:
+            raise RuntimeError("mkldnn_reorder_linear_weight: not on this CPU")
+
+        monkeypatch.setattr(torch.ops.mkldnn._reorder_linear_weight, "default", refuse)
+        choice = probe(CPU, DType.BFLOAT16, None)
+        assert (choice.dtype, choice.kernel) == (DType.FLOAT32, Kernel.PLAIN)
+        monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
+        assert probe(CPU, DType.BFLOAT16, DType.BFLOAT16) == choice
+
+    def test_wrong_numbers_are_not_taken_for_a_kernel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            torch.ops.mkldnn._linear_pointwise,
+            "default",
+            lambda rows, weight, *rest: torch.zeros(rows.shape[0], weight.shape[0]),
+        )
+        assert probe(CPU, DType.FLOAT32, None).kernel is Kernel.PLAIN
+
+    def test_what_it_promises_holds_for_other_shapes(self) -> None:
+        for dtype in (DType.FLOAT32, DType.BFLOAT16):
+            choice = probe(CPU, dtype, None)
+            if choice.exact_rows == 1:
+                continue
+            for n_out, n_in in ((1000, 2048), (257, 1600), (64, 5632)):
+                weight = numbers(n_out, n_in).to(torch_dtype(choice.dtype))
+                assert rows_are_exact(make_linear(choice, [weight], [], CPU), choice, CPU)
+
+
+def test_rows_that_change_in_company_are_found_out() -> None:
+    class Careless(PlainLinear):
+        def __call__(self, rows: Tensor) -> Tensor:
+            product = super().__call__(rows)
+            return product if rows.shape[0] < 17 else product * (1 + 1e-6)
+
+    careless = Careless(numbers(16, 8), None, MAX_EXACT_ROWS)
+    choice = choice_of(DType.FLOAT32, Kernel.PLAIN)
+    assert not rows_are_exact(careless, choice, CPU)
+    assert rows_are_exact(PlainLinear(numbers(16, 8), None, MAX_EXACT_ROWS), choice, CPU)
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+def test_the_compiled_library_is_named_where_it_computes() -> None:
+    choice = KernelChoice(
+        dtype=DType.BFLOAT16,
+        kernel=Kernel.PLAIN,
+        exact_rows=1,
+        min_rows=1,
+        quantization=Quantization.INT4,
+    )
+    assert choice.name != "bfloat16 with int4 weights, torch"
+    assert replace(choice, device="cuda").name == "bfloat16 with int4 weights, torch"

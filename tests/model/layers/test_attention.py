@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.rings.stage_chain import Rows, batch_of
+from torch import Tensor
+
+from shardnet.model.layers.attention import AttentionKind, attention, plan_step
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.types import KvDType, MicroBatch, SlotId
+
+CPU = torch.device("cpu")
+KINDS = {
+    "plain": AttentionKind(),
+    "scaled": AttentionKind(scale=0.3),
+    "window of 1": AttentionKind(window=1),
+    "window of 7": AttentionKind(window=7),
+    "window of 40": AttentionKind(window=40),
+    "capped": AttentionKind(soft_cap=0.8),
+    "capped window": AttentionKind(window=33, soft_cap=1.5, scale=0.9),
+}
+
+
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    """One row [H, D] over [P, KV heads, D], in float64, from the definition."""
+    first = max(0, len(keys) - (kind.window or len(keys)))
+    spread = query.shape[0] // keys.shape[1]
+    keys, values = (t[first:].double().repeat_interleave(spread, dim=1) for t in (keys, values))
+    scores = torch.einsum("hd,phd->hp", query.double(), keys)
+    scores = scores * (kind.scale or 1 / math.sqrt(query.shape[1]))
+    if kind.soft_cap:
+        scores = kind.soft_cap * torch.tanh(scores / kind.soft_cap)
+    return torch.einsum("hp,phd->hd", scores.softmax(-1), values)
+
+
+def batch(*sizes: tuple[int, int]) -> MicroBatch:
+    """A group per (position, rows), each in a slot of its own."""
+    return batch_of(
+        [
+            Rows(slot=slot, position=position, ids=[0] * n_rows, n_sampled=0)
+            for slot, (position, n_rows) in enumerate(sizes)
+        ]
+    )
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
+    n_kv_heads=st.sampled_from([1, 2, 6]),
+    kind=st.sampled_from(list(KINDS.values())),
+    kv_dtype=st.sampled_from(list(KvDType)),
+)
+@example(
+    sizes=[(0, 40), (39, 33), (40, 1)],
+    n_kv_heads=2,
+    kind=KINDS["window of 40"],
+    kv_dtype=KvDType.INT8,
+)
+def test_each_row_sees_its_own_slot_up_to_itself(
+    sizes: list[tuple[int, int]], n_kv_heads: int, kind: AttentionKind, kv_dtype: KvDType
+) -> None:
+    """Groups of one row, few and many, each after some positions that were there before."""
+    n_heads, head_size = 6, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, head_size, generator=generator)
+
+    shape = (1, n_kv_heads, head_size)
+    kv = KvCache(*shape, torch.float32, CPU, room_blocks=16, kv_dtype=kv_dtype)
+    past = [(draw(position, n_kv_heads), draw(position, n_kv_heads)) for position, _ in sizes]
+    n_rows = sum(rows for _, rows in sizes)
+    queries, keys, values = (
+        draw(n_rows, n_heads),
+        draw(n_rows, n_kv_heads),
+        draw(n_rows, n_kv_heads),
+    )
+    step = plan_step(batch(*sizes), kv, 400, torch.float32, [None, kind.window])
+    for slot, (past_keys, past_values) in enumerate(past):
+        cached_keys, cached_values = kv.layer(SlotId(slot), 0)
+        cached_keys[:, : len(past_keys)] = kv.kept(past_keys).transpose(0, 1)
+        cached_values[:, : len(past_values)] = kv.kept(past_values).transpose(0, 1)
+    attended = attention(queries, keys, values, 0, step, kind).view(n_rows, n_heads, head_size)
+
+    def seen_rows(past: Tensor, new: Tensor) -> Tensor:
+        return kv.restored(kv.kept(torch.cat((past, new))), head_size)
+
+    start = 0
+    for (_, rows), (past_keys, past_values) in zip(sizes, past, strict=True):
+        for row in range(start, start + rows):
+            seen = slice(start, row + 1)
+            expected = naive_attention(
+                queries[row],
+                seen_rows(past_keys, keys[seen]),
+                seen_rows(past_values, values[seen]),
+                kind,
+            )
+            torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)
+        start += rows
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 32])
+@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("kv_dtype", list(KvDType))
+def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
+    name: str, n_rows: int, kv_dtype: KvDType
+) -> None:
+    kind, position = KINDS[name], 50
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_rows, 4, 8, generator=generator)
+    keys, values = torch.randn(2, position + n_rows, 2, 8, generator=generator)
+    rows = slice(position, position + n_rows)
+
+    def run(sizes: list[tuple[int, int]]) -> Tensor:
+        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1, kv_dtype=kv_dtype)
+        kv.ensure(SlotId(0), position)
+        for cached, past in zip(kv.layer(SlotId(0), 0), (keys, values), strict=True):
+            cached[:, :position] = kv.kept(past[:position]).transpose(0, 1)
+        out = []
+        for start, count in sizes:
+            step = plan_step(batch((start, count)), kv, 400, torch.float32, [kind.window])
+            own = slice(start, start + count)
+            some = queries[start - position : start - position + count]
+            out.append(attention(some, keys[own], values[own], 0, step, kind))
+        return torch.cat(out)
+
+    one_by_one = run([(p, 1) for p in range(rows.start, rows.stop)])
+    assert torch.equal(run([(position, n_rows)]), one_by_one)
+
+
+def test_a_window_counts_the_row_itself() -> None:
+    """Values are one-hot by position and all scores equal: the output names what was seen."""
+    n_rows, window = 40, 3
+    kv = KvCache(1, 1, 40, torch.float32, CPU, room_blocks=1)
+    step = plan_step(batch((0, n_rows)), kv, 40, torch.float32, [window])
+    zeros = torch.zeros(n_rows, 1, 40)
+    positions = torch.eye(40)[:, None]
+    attended = attention(zeros, zeros, positions, 0, step, AttentionKind(window=window))
+    assert attended[0].nonzero().flatten().tolist() == [0]
+    assert attended[10].nonzero().flatten().tolist() == [8, 9, 10]
+    torch.testing.assert_close(attended[10, 8:11], torch.full((3,), 1 / 3))
+
+
+def test_a_soft_cap_by_hand() -> None:
+    """Two keys, scores 2 and 0, cap 1: weights are the softmax of tanh(2) and 0."""
+    kv = KvCache(1, 1, 2, torch.float32, CPU, room_blocks=1)
+    step = plan_step(batch((0, 2)), kv, 2, torch.float32)
+    queries = torch.tensor([[[0.0, 0.0]], [[2.0, 0.0]]])
+    keys = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    kind = AttentionKind(scale=1.0, soft_cap=1.0)
+    attended = attention(queries, keys, keys, 0, step, kind)
+    first = math.exp(math.tanh(2)) / (math.exp(math.tanh(2)) + 1)
+    torch.testing.assert_close(attended[1], torch.tensor([first, 1 - first]))
+
+
+def test_rounded_keys_and_values_are_brought_back_one_slot_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What planning counts: keys and values of one slot, and nothing of the one before."""
+    kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=4, kv_dtype=KvDType.INT8)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    restored = kv.restored
+
+    def watched(kept: Tensor, width: int) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(rows := restored(kept, width)))
+        return rows
+
+    monkeypatch.setattr(kv, "restored", watched)
+    sizes = [(0, 40), (0, 3), (0, 1), (0, 50)]
+    step = plan_step(batch(*sizes), kv, 400, torch.float32)
+    queries = torch.randn(94, 4, 8)
+    keys, values = torch.randn(2, 94, 2, 8)
+    attention(queries, keys, values, 0, step)
+    assert alive == [0, 1] * 4
+    assert not any(ref() is not None for ref in made)

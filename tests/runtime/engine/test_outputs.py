@@ -1,0 +1,165 @@
+"""The head's collector of outputs: rows that count, each once and in order; room for them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.errors import BusyError, CapacityError, RemoteProtocolError, SamplingError
+from shardnet.runtime.engine.outputs import (
+    OutputBudget,
+    OutputCollector,
+    OutputEvent,
+    PromptScored,
+    RowsGiven,
+    output_bytes,
+)
+from shardnet.runtime.stage.compute import PromptLogprobs
+from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, TokenLogprobs
+from shardnet.wire.payloads.rows import RowBlock
+
+SEQUENCE = SequenceId(1)
+WIDTH = 2
+
+
+def block(start: int, end: int, kind: OutputKind = OutputKind.HIDDEN, offset: int = 0) -> RowBlock:
+    """Rows that hold their position, plus `offset`."""
+    values = [position + offset for position in range(start, end) for _ in range(WIDTH)]
+    return RowBlock(
+        sequence_id=SEQUENCE,
+        kind=kind,
+        position=start,
+        width=WIDTH,
+        payload=struct.pack(f"<{len(values)}f", *values),
+    )
+
+
+def rows_of(events: Sequence[OutputEvent], kind: OutputKind = OutputKind.HIDDEN) -> list[float]:
+    """The first element of each row."""
+    return [
+        row[0]
+        for event in events
+        if isinstance(event, RowsGiven) and event.block.kind is kind
+        for row in struct.iter_unpack("<2f", event.block.payload)
+    ]
+
+
+def scored(position: int) -> PromptLogprobs:
+    logprobs = TokenLogprobs(token_id=position, logprob=-1.0, top=())
+    return PromptLogprobs(sequence_id=SEQUENCE, position=position, logprobs=logprobs)
+
+
+@given(data=st.data())
+def test_every_row_that_counts_comes_once(data: st.DataObject) -> None:
+    """Chunks, wrong drafts behind the last right row, and replays from the beginning."""
+    n_prompt, n_new = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    n_rows = data.draw(st.sampled_from([ALL_ROWS, 1, 3, 50]))
+    collector = OutputCollector(OutputParams(hidden_rows=n_rows, logit_rows=2), n_prompt)
+    first = 0 if n_rows == ALL_ROWS else max(0, n_prompt - n_rows)
+    events: list[OutputEvent] = []
+    done, last = 0, n_prompt + n_new - 1
+    while done < last:
+        start = data.draw(st.sampled_from([done, done, 0]))
+        if done < n_prompt - 1:
+            end = n_right = data.draw(st.integers(start + 1, max(start + 1, n_prompt - 1)))
+        else:
+            n_right = data.draw(st.integers(max(done, start) + 1, last))
+            end = n_right + data.draw(st.integers(0, 4))
+        blocks = [block(max(start, first), n_right)] if n_right > max(start, first) else []
+        blocks += [block(n_right, end, offset=100)] if end > n_right else []
+        first_logits = max(start, n_prompt - 2, 0)
+        blocks += [block(first_logits, end, OutputKind.LOGITS)] if end > first_logits else []
+        events += collector.arrive([], blocks)
+        for stop in (max(start, done), n_right):
+            events += collector.release(stop)
+        done = max(done, n_right)
+    events += collector.finish()
+    want = list(range(first, last)) if n_rows == ALL_ROWS else list(range(last))[-n_rows:]
+    assert rows_of(events) == want
+    assert rows_of(events, OutputKind.LOGITS) == list(range(last))[-2:]
+
+
+def test_a_mean_is_that_of_all_rows() -> None:
+    collector = OutputCollector(OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True), 5)
+    assert not collector.arrive([], [block(0, 4)])
+    assert not collector.release(4)
+    collector.arrive([], [block(4, 9, offset=1)])
+    assert not collector.release(5)
+    (event,) = collector.finish()
+    assert isinstance(event, RowsGiven)
+    assert rows_of([event]) == [pytest.approx((0 + 1 + 2 + 3 + 5) / 5)]
+    assert event.block.n_rows == 1
+
+
+def test_prompt_logprobs_come_once_and_in_order() -> None:
+    collector = OutputCollector(OutputParams(n_prompt_logprobs=0), 6)
+    events = collector.arrive([scored(1), scored(2)], [])
+    events += collector.arrive([scored(1), scored(2), scored(3)], [])
+    events += collector.arrive([], [])
+    assert [
+        logprobs.token_id
+        for event in events
+        if isinstance(event, PromptScored)
+        for logprobs in event.logprobs
+    ] == [1, 2, 3]
+
+
+def test_nothing_is_left_out_and_nothing_comes_unasked() -> None:
+    wants_rows = OutputCollector(OutputParams(hidden_rows=ALL_ROWS), 3)
+    wants_rows.arrive([], [block(1, 3)])
+    with pytest.raises(RemoteProtocolError, match="hidden of position 1, not of 0"):
+        wants_rows.release(3)
+    wants_rows.arrive([], [block(0, 1, OutputKind.LOGITS)])
+    with pytest.raises(RemoteProtocolError, match="logits nobody asked for"):
+        wants_rows.release(3)
+    with pytest.raises(RemoteProtocolError, match="prompt token 1"):
+        wants_rows.arrive([scored(1)], [])
+    with pytest.raises(RemoteProtocolError, match="prompt token 2, not of 1"):
+        OutputCollector(OutputParams(n_prompt_logprobs=1), 3).arrive([scored(2)], [])
+
+
+def test_the_room_for_outputs_is_shared() -> None:
+    budget = OutputBudget(100)
+    with budget.room_for(60):
+        with budget.room_for(40):
+            pass
+        with pytest.raises(BusyError, match="take 60 of 100"), budget.room_for(41):
+            pass
+        with pytest.raises(CapacityError, match=r"101 bytes .* gives them 100"):
+            budget.room_for(101).__enter__()
+    with budget.room_for(100):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("params", "n_bytes"),
+    [
+        (OutputParams(n_prompt_logprobs=5), 0),
+        (OutputParams(logit_rows=ALL_ROWS), 4 * 1000 * 50),
+        (OutputParams(logit_rows=7, hidden_rows=200), 4 * (1000 * 7 + 16 * 50)),
+        (OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True), 4 * 16),
+        (OutputParams(routing=True, logit_rows=1), 2 * 12 * 50 + 4 * 1000),
+    ],
+)
+def test_how_much_is_asked_for(params: OutputParams, n_bytes: int) -> None:
+    assert output_bytes(params, 50, vocab_size=1000, width=16, routing=12) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        (OutputParams(n_prompt_logprobs=101), "prompt-logprobs must be from 0 to 100, not 101"),
+        (OutputParams(n_prompt_logprobs=-1), "prompt-logprobs"),
+        (OutputParams(logit_rows=-1), "logits must be of 1 row or more"),
+        (OutputParams(hidden_rows=-3), "hidden must be of 1 row or more"),
+        (OutputParams(hidden_rows=1, hidden_mean=True), "mean"),
+        (OutputParams(hidden_mean=True), "mean"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused(params: OutputParams, named: str) -> None:
+    with pytest.raises(SamplingError, match=named):
+        params.check()

@@ -1,0 +1,276 @@
+"""Speculation changes no token: with real stages, whoever guesses and however wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.models.checkpoints import make_llama
+from support.rings.real_ring import Said, ask, guessing, real_ring, say, say_all
+from support.rings.rings import running_ring
+from support.rings.stage_chain import CPU, probed, random_prompt
+
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
+from shardnet.runtime.engine.requests import GenerationRequest, Speculation
+from shardnet.runtime.scheduling.drafting import Guesser, NgramGuesser
+from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.stage.compute import Activations, Samples, SequenceOpened, SlotOperation
+from shardnet.types import DType, Epoch, MicroBatch, SamplingParams
+
+NGRAM = Speculation(make_guesser=lambda wake: NgramGuesser())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("big"))
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("small"), num_hidden_layers=1, seed=5)
+
+
+def draft_model(path: Path, vocab_size: int = 320, memory_bytes: int = 1 << 30) -> DraftModel:
+    return load_draft_model(
+        path,
+        vocab_size=vocab_size,
+        device="cpu",
+        context=512,
+        memory_bytes=memory_bytes,
+        threads=1,
+    )
+
+
+class WildGuesser:
+    """Guesses at random, as often right as wrong: half of the vocabulary is never said."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        return True
+
+    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return [self._random.randrange(8) for _ in range(self._random.randint(0, limit))]
+
+    def close(self) -> None: ...
+
+
+def requests(*, deterministic: bool = False) -> list[GenerationRequest]:
+    """Prompts that repeat themselves, greedy and sampled."""
+    return [
+        ask(
+            random_prompt(9, 300, seed=n) * 3,
+            24,
+            temperature=0.0 if n % 2 else 0.3,
+            seed=n,
+            deterministic=deterministic,
+        )
+        for n in range(6)
+    ]
+
+
+def run(
+    folder: Path,
+    asked: Sequence[GenerationRequest],
+    *,
+    dtype: DType = DType.FLOAT32,
+    n_stages: int = 2,
+    room_blocks: int = 64,
+    together: bool = True,
+    draft: DraftModel | None = None,
+) -> list[Said]:
+    async def scenario() -> list[Said]:
+        choice = probed(CPU, dtype, None)
+        async with real_ring(folder, choice, n_stages=n_stages, room_blocks=room_blocks) as engine:
+            if together:
+                said = await say_all(engine, asked)
+            else:
+                said = [await say(engine, request) for request in asked]
+        if draft is not None:
+            await draft.executor.run(lambda: None)  # the slots are given back before this
+        return said
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_look_up_changes_no_token(folder: Path, n_stages: int) -> None:
+    plain = run(folder, requests(), n_stages=n_stages, together=False)
+    guessed = run(folder, [guessing(r, NGRAM) for r in requests()], n_stages=n_stages)
+    assert [said.tokens for said in guessed] == [said.tokens for said in plain]
+    assert sum(said.n_drafted for said in guessed) > 0
+
+
+@pytest.mark.parametrize("which", ["small", "itself"])
+def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which: str) -> None:
+    plain = run(folder, requests(), together=False)
+    draft = draft_model(small_folder if which == "small" else folder)
+    guessed = run(
+        folder,
+        [guessing(r, Speculation(make_guesser=draft.guesser)) for r in requests()],
+        draft=draft,
+    )
+    draft.executor.join()
+    assert [said.tokens for said in guessed] == [said.tokens for said in plain]
+    assert sum(said.n_drafted for said in guessed) > 0
+    greedy = [
+        said
+        for said, request in zip(guessed, requests(), strict=True)
+        if request.sampling.temperature == 0
+    ]
+    if which == "itself":
+        assert all(said.n_accepted == said.n_drafted for said in greedy)
+    assert draft.model.kv.blocks_used == 0
+
+
+def test_more_sequences_than_a_draft_model_has_slots_for_go_without(folder: Path) -> None:
+    """Which of the eight that have a slot get a guess in time is up to the draft's thread."""
+    draft = draft_model(folder)
+    speculation = Speculation(make_guesser=draft.guesser)
+    asked = [ask(random_prompt(5, 300, seed=n), 12, speculation=speculation) for n in range(12)]
+    said = run(folder, asked)
+    draft.executor.join()
+    assert 1 <= sum(bool(one.n_drafted) for one in said) <= 8
+    plain = run(folder, [replace(one, speculation=None) for one in asked])
+    assert [one.tokens for one in said] == [one.tokens for one in plain]
+
+
+def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) -> None:
+    draft = draft_model(folder)
+
+    async def scenario() -> None:
+        guessers = [draft.guesser(lambda: None) for _ in range(9)]
+        assert [guesser.prepare([1, 2, 3], 2) for guesser in guessers] == [False] * 8 + [True]
+        assert guessers[8].guess([1, 2, 3], 2) == []
+        await asyncio.gather(*(g._job for g in guessers if g._job is not None))
+        assert all(len(guesser.guess([1, 2, 3], 2)) == 2 for guesser in guessers[:8])
+        for guesser in guessers:
+            guesser.close()
+
+    asyncio.run(scenario())
+    draft.executor.join()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", vocab_size=330)
+    with pytest.raises(CheckpointError, match="330 token ids and the one it guesses for has 320"):
+        draft_model(other)
+
+
+def exact_choice() -> DType:
+    if probed(CPU, DType.BFLOAT16, None).exact_rows > 1:
+        return DType.BFLOAT16
+    pytest.skip("this machine computes single rows exactly only: speculation is refused")
+
+
+def test_deterministic_tokens_are_the_same_bit_for_bit_whatever_goes_on(folder: Path) -> None:
+    """In company, with guesses right and wrong, and paused for want of room."""
+    dtype = exact_choice()
+    plain = run(folder, requests(deterministic=True), dtype=dtype, together=False)
+    wild = Speculation(make_guesser=lambda wake: WildGuesser(1))
+    for speculation in (NGRAM, wild):
+        asked = [guessing(r, speculation) for r in requests(deterministic=True)]
+        asked += [ask(random_prompt(200, 300, seed=50), 30)]  # company that is not deterministic
+        said = run(folder, asked, dtype=dtype, room_blocks=4)
+        assert [one.tokens for one in said[:-1]] == [one.tokens for one in plain]
+
+
+def test_where_rows_change_each_others_bits_the_two_are_not_for_one_request(
+    folder: Path,
+) -> None:
+    if probed(CPU, DType.FLOAT32, None).exact_rows > 1:
+        pytest.skip("rows leave each other alone on this machine")
+    with pytest.raises(UsageError, match="--deterministic and --speculate exclude each other"):
+        run(folder, [ask([1], 5, deterministic=True, speculation=NGRAM)])
+
+
+# --- the distribution ---------------------------------------------------------------------------
+
+WEIGHTS = (0.4, 0.2, 0.15, 0.1, 0.06, 0.04, 0.03, 0.02)
+
+
+class EightTokens:
+    """A tail whose logits are the same everywhere."""
+
+    def __init__(self) -> None:
+        self._sampler = Sampler(len(WEIGHTS))
+        self._logits = torch.tensor(WEIGHTS).log()
+        self._params: dict[int, SamplingParams] = {}
+
+    def operate(self, operation: SlotOperation) -> None:
+        if isinstance(operation, SequenceOpened):
+            self._params[operation.slot] = operation.sampling
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Samples:
+        rows = [
+            SampleRow(params=self._params[group.slot], position=position)
+            for group in batch.groups
+            for position in range(
+                group.position + group.n_rows - group.n_sampled, group.position + group.n_rows
+            )
+        ]
+        result = self._sampler.sample(self._logits.expand(len(rows), -1).contiguous(), rows)
+        return Samples(token_ids=result.token_ids, logprobs=result.logprobs)
+
+    def reset(self) -> None: ...
+
+
+GUESSERS: dict[str, Callable[[], Guesser]] = {
+    "look-up": NgramGuesser,
+    "wild": lambda: WildGuesser(3),
+}
+
+
+@functools.cache
+def draws(guesser: str) -> list[list[int]]:
+    """8 000 tokens in 20 sequences."""
+    make = GUESSERS.get(guesser)
+    speculation = Speculation(make_guesser=lambda wake: make()) if make else None
+
+    async def scenario() -> list[list[int]]:
+        scheduler = Scheduler(
+            epoch=Epoch(1),
+            n_stages=1,
+            room_blocks=200,
+            context=1000,
+            max_slots=20,
+            limits=StepLimits(cheap_rows=100),
+        )
+        async with running_ring([EightTokens()], scheduler, vocab_size=8, over="memory") as (
+            engine,
+            _,
+        ):
+            asked = [
+                ask([0], 400, temperature=1.0, seed=seed, speculation=speculation)
+                for seed in range(20)
+            ]
+            return [said.tokens for said in await say_all(engine, asked)]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("guesser", ["none", "look-up", "wild"])
+def test_what_is_drawn_follows_the_models_distribution(guesser: str) -> None:
+    tokens = [token for text in draws(guesser) for token in text]
+    assert len(tokens) == 8_000
+    counts = Counter(tokens)
+    chi_square = sum(
+        (counts[token] - share * len(tokens)) ** 2 / (share * len(tokens))
+        for token, share in enumerate(WEIGHTS)
+    )
+    assert chi_square < 24.3  # 7 degrees of freedom: exceeded by chance once in 1000 seeds
+
+
+@pytest.mark.parametrize("guesser", GUESSERS)
+def test_guesses_change_no_draw(guesser: str) -> None:
+    assert draws(guesser) == draws("none")

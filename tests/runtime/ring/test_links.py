@@ -1,0 +1,167 @@
+"""Data links: what the other end may send, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from shardnet.errors import CapacityError, RemoteProtocolError
+from shardnet.runtime.ring import links
+from shardnet.runtime.ring.links import LinkSource, TailLink
+from shardnet.runtime.ring.pipeline import StepAnswer
+from shardnet.runtime.stage.compute import PromptLogprobs, SequenceClosed, StepFailed
+from shardnet.transport.memory import memory_pair
+from shardnet.types import Epoch, OutputKind, SequenceId, TokenLogprobs
+from shardnet.wire.framing.frames import Frame
+from shardnet.wire.messages import metas
+from shardnet.wire.messages.metas import (
+    CloseSequence,
+    Extras,
+    Hello,
+    Purpose,
+    Role,
+    RowLogprobs,
+    StageTiming,
+    TopLogprob,
+    error_frame,
+    extras_frame,
+    sequence_frame,
+)
+from shardnet.wire.payloads.data import tokens_frame
+from shardnet.wire.payloads.rows import RowBlock, rows_frames
+
+EPOCH = Epoch(2)
+TIMED = Extras(timings=[StageTiming(rank=0, compute_us=5, queue_us=1)])
+
+
+def received(kind: Callable[..., LinkSource | TailLink], *frames: Frame) -> object:
+    """What the far end makes of `frames`."""
+
+    async def main() -> object:
+        hello = Hello(
+            purpose=Purpose.DATA,
+            role=Role.NODE,
+            node="n",
+            name="other",
+            version="0",
+            ring="r",
+            epoch=EPOCH,
+        )
+        near, far = await memory_pair(hello, hello)
+        try:
+            for frame in frames:
+                near.send(frame)
+            return await kind(far, EPOCH).receive()
+        finally:
+            await asyncio.gather(near.close(), far.close())
+
+    return asyncio.run(main())
+
+
+def extras(step: int, content: Extras = TIMED) -> Frame:
+    return extras_frame(content, epoch=EPOCH, step=step)
+
+
+def tokens(step: int) -> Frame:
+    return tokens_frame([7, 8], epoch=EPOCH, step=step)
+
+
+def test_an_answer_has_the_extras_that_came_before_it() -> None:
+    logprobs = [
+        RowLogprobs(row=1, token_id=8, logprob=-1.5, top=[TopLogprob(token_id=8, logprob=-1.5)])
+    ]
+    content = Extras(timings=TIMED.timings, logprobs=logprobs)
+    answer = received(TailLink, extras(4, content), tokens(4))
+    assert isinstance(answer, StepAnswer)
+    assert answer.token_ids == (7, 8)
+    assert answer.logprobs == [None, TokenLogprobs(token_id=8, logprob=-1.5, top=((8, -1.5),))]
+    assert [(t.rank, t.compute_us, t.queue_us) for t in answer.timings] == [(0, 5, 1)]
+
+
+def rows(step: int, position: int = 5, payload: bytes = bytes(8)) -> Frame:
+    block = RowBlock(
+        sequence_id=SequenceId(1),
+        kind=OutputKind.HIDDEN,
+        position=position,
+        width=2,
+        payload=payload,
+    )
+    return rows_frames(block, epoch=EPOCH, step=step)[0]
+
+
+def test_an_answer_has_the_rows_and_prompt_logprobs_that_came_before_it() -> None:
+    scored = metas.PromptLogprobs(
+        sequence_id=1, position=5, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)]
+    )
+    frames = [rows(4, 5), rows(4, 6, b"abcdefgh"), extras(4, Extras(prompt_logprobs=[scored]))]
+    answer = received(TailLink, *frames, tokens(4))
+    assert isinstance(answer, StepAnswer)
+    assert [(block.position, bytes(block.payload)) for block in answer.blocks] == [
+        (5, bytes(8)),
+        (6, b"abcdefgh"),
+    ]
+    logprobs = TokenLogprobs(token_id=8, logprob=-1.5, top=((8, -1.5),))
+    assert answer.prompt_logprobs == [
+        PromptLogprobs(sequence_id=SequenceId(1), position=5, logprobs=logprobs)
+    ]
+
+
+def test_rows_of_a_step_that_failed_are_dropped() -> None:
+    failure = error_frame(CapacityError("full"), epoch=EPOCH, step=4)
+    assert isinstance(received(TailLink, rows(4), failure), StepFailed)
+
+
+def test_more_rows_than_a_step_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_STEP_ROWS_BYTES", 16)
+    with pytest.raises(RemoteProtocolError, match="more than 16 bytes of ROWS for step 4"):
+        received(TailLink, rows(4, 5), rows(4, 6), rows(4, 7))
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([rows(3), tokens(4)], "ROWS of step 3 and then TOKENS of step 4"),
+        ([rows(3), rows(4)], "ROWS of step 3 and then ROWS of step 4"),
+        ([rows(3), extras(4), tokens(4)], "ROWS of step 3 and then TOKENS of step 4"),
+        ([extras(3), rows(3), tokens(3)], "EXTRAS of step 3 and then ROWS of step 3"),
+        ([extras(3), tokens(4)], "EXTRAS of step 3 and then TOKENS of step 4"),
+        ([extras(3), extras(3), tokens(3)], "EXTRAS of step 3 and then EXTRAS of step 3"),
+        (
+            [
+                extras(3, Extras(logprobs=[RowLogprobs(row=2, token_id=1, logprob=-1.0, top=[])])),
+                tokens(3),
+            ],
+            "logprobs of row 2 came with 2 tokens",
+        ),
+        ([sequence_frame(CloseSequence(sequence_id=1, slot=0), epoch=EPOCH)], "not travel"),
+    ],
+)
+def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=message):
+        received(TailLink, *frames)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (rows(3), "ROWS, which does not travel"),
+        (tokens(3), "TOKENS, which does not travel"),
+        (sequence_frame(CloseSequence(sequence_id=1, slot=0), epoch=1), "SEQUENCE of epoch 1"),
+    ],
+)
+def test_what_a_stage_may_not_send(frame: Frame, message: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=message):
+        received(LinkSource, frame)
+
+
+def test_operations_and_failed_steps_pass() -> None:
+    operation = sequence_frame(CloseSequence(sequence_id=9, slot=4), epoch=EPOCH)
+    closed = received(LinkSource, operation)
+    assert isinstance(closed, SequenceClosed)
+    assert (closed.sequence_id, closed.slot) == (9, 4)
+    failed = received(LinkSource, error_frame(CapacityError("full"), epoch=EPOCH, step=6))
+    assert isinstance(failed, StepFailed)
+    assert failed.step == 6
+    assert isinstance(failed.error, CapacityError)

@@ -1,0 +1,112 @@
+"""Guesses by look-up, and how many of them are worth a step's rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramGuesser
+from shardnet.runtime.scheduling.step_cost import StepCost
+
+
+def slow_guess(tokens: Sequence[int], limit: int, sizes: Sequence[int] = (4, 3, 2)) -> list[int]:
+    """Look-up by reading all of the text, backwards."""
+    for size in sizes:
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if len(tokens) > size and tokens[end - size : end] == tokens[-size:]:
+                text = [*tokens]
+                for place in range(limit):
+                    text.append(text[end + place])
+                return text[len(tokens) :]
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    cuts=st.lists(st.integers(1, 60)),
+    limit=st.integers(1, 12),
+)
+def test_an_index_that_grows_guesses_what_a_search_finds(
+    tokens: list[int], cuts: list[int], limit: int
+) -> None:
+    guesser = NgramGuesser()
+    for cut in sorted(cuts):
+        guesser.guess(tokens[:cut], limit)
+    assert guesser.guess(tokens, limit) == slow_guess(tokens, limit)
+
+
+def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:
+    assert NgramGuesser().guess([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+class Coin:
+    """A guesser that is right with a given chance."""
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.random = random.Random(1)
+
+    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+        return [0] * limit
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def n_right(self, n_proposed: int) -> int:
+        for place in range(n_proposed):
+            if self.random.random() >= self.chance:
+                return place
+        return n_proposed
+
+
+def proposals(chance: float, row_cost: float, n_steps: int = 400) -> list[int]:
+    """How many guesses are made at each step, by a drafter that learns as it goes."""
+    cost, coin = StepCost(), Coin(chance)
+    drafter = AdaptiveDrafter(guesser=coin, cost=cost)
+    lengths = []
+    for _ in range(n_steps):
+        guesses = drafter.propose([1], 31)
+        lengths.append(len(guesses))
+        cost.learn(1 + len(guesses), 1 + row_cost * len(guesses))
+        if guesses:
+            drafter.learn(len(guesses), coin.n_right(len(guesses)))
+    return lengths
+
+
+def test_good_guesses_on_cheap_rows_are_made_in_plenty() -> None:
+    lengths = proposals(chance=0.97, row_cost=0.005)
+    assert sum(lengths[100:]) / 300 > 12
+
+
+def test_bad_guesses_on_dear_rows_are_hardly_made() -> None:
+    lengths = proposals(chance=0.05, row_cost=0.3)
+    assert sum(lengths[100:]) / 300 < 0.15
+
+
+def test_a_drafter_that_had_given_up_comes_back_when_guesses_are_right() -> None:
+    cost, drafter = StepCost(), AdaptiveDrafter(guesser=Coin(0), cost=StepCost())
+    drafter.cost = cost
+    for _ in range(60):
+        guesses = drafter.propose([1], 31)
+        cost.learn(1 + len(guesses), 1 + 0.3 * len(guesses))
+        if guesses:
+            drafter.learn(len(guesses), 0)
+    assert drafter.propose([1], 31) == []
+    for _ in range(400):
+        guesses = drafter.propose([1], 31)
+        cost.learn(1 + len(guesses), 1 + 0.3 * len(guesses))
+        if guesses:
+            drafter.learn(len(guesses), len(guesses))
+    assert len(drafter.propose([1], 31)) > 2
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_the_cap_holds(most: int) -> None:
+    drafter = AdaptiveDrafter(guesser=Coin(1), cost=StepCost(), most=most)
+    assert len(drafter.propose([1], 31)) == most

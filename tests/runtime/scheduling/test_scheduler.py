@@ -1,0 +1,534 @@
+"""The scheduler, as a pure machine: any order of events keeps its promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
+
+from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
+from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.sequences import (
+    CloseSlot,
+    FinishReason,
+    FreeSlot,
+    OpenSlot,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRequest,
+    TokenSampled,
+)
+from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
+
+CONTEXT = 1024
+LIMITS = StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8, exact_rows=4)
+
+
+def ring(
+    n_stages: int = 2,
+    room_blocks: int = 8,
+    max_slots: int = 16,
+    max_waiting: int = 100,
+    limits: StepLimits = LIMITS,
+) -> ToyRing:
+    return ToyRing(
+        Scheduler(
+            epoch=Epoch(1),
+            n_stages=n_stages,
+            room_blocks=room_blocks,
+            context=CONTEXT,
+            max_slots=max_slots,
+            max_waiting=max_waiting,
+            limits=limits,
+        )
+    )
+
+
+def prompt(seed: int, n_tokens: int) -> tuple[int, ...]:
+    return tuple((seed * 31 + i * 7 + i * i * seed) % 251 for i in range(n_tokens))
+
+
+@dataclass
+class Oracle:
+    """A drafter that knows the text, and errs on every `errs`-th token; 0 never."""
+
+    errs: int = 0
+    learned: list[tuple[int, int]] = field(default_factory=list)
+
+    def prepare(self, tokens: Sequence[int]) -> bool:
+        return True
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        guessed = list(tokens)
+        for _ in range(limit):
+            right = next_token(guessed)
+            is_error = self.errs and (len(guessed) % self.errs == 0)
+            guessed.append(right + 1 if is_error else right)
+        return guessed[len(tokens) :]
+
+    def learn(self, n_proposed: int, n_accepted: int) -> None:
+        self.learned.append((n_proposed, n_accepted))
+
+
+def request(
+    number: int,
+    tokens: tuple[int, ...] | int = 5,
+    max_tokens: int = 3,
+    *,
+    stop: bool = False,
+    priority: int = 0,
+    deterministic: bool = False,
+    whole_prompt: bool = False,
+    drafter: Oracle | None = None,
+) -> SequenceRequest:
+    return SequenceRequest(
+        sequence_id=SequenceId(number),
+        prompt=prompt(number, tokens) if isinstance(tokens, int) else tokens,
+        max_tokens=max_tokens,
+        stop_ids=frozenset({STOP_ID}) if stop else frozenset(),
+        priority=priority,
+        deterministic=deterministic,
+        whole_prompt=whole_prompt,
+        drafter=drafter,
+    )
+
+
+def test_prompt_chunks_end_at_multiples_of_the_chunk_size_and_flow_behind_each_other() -> None:
+    for n_stages in (1, 2, 4):
+        one = ring(n_stages=n_stages)
+        one.scheduler.submit(request(1, 2 * 64 + 1))
+        one.pump()
+        expected = [(0, 64, 0), (64, 64, 0), (128, 1, 1)]
+        groups = [(g.position, g.n_rows, g.n_sampled) for g in one.groups()]
+        assert groups == expected[: one.scheduler.max_in_flight]
+
+
+def test_short_prompts_share_a_step() -> None:
+    one = ring()
+    for number in range(1, 5):
+        one.scheduler.submit(request(number, 20))
+    assert [step.batch.n_rows for step in one.pump()] == [60, 20]
+
+
+def test_a_text_is_what_it_is_alone_until_the_stop_id() -> None:
+    for number in range(1, 30):
+        one = ring()
+        one.scheduler.submit(request(number, 7, max_tokens=40, stop=True))
+        one.run()
+        said = one.said[SequenceId(number)]
+        assert said == text_of(prompt(number, 7), 40, CONTEXT, stop=True)
+        assert said[-1] == STOP_ID or len(said) == 40
+
+
+def test_how_a_sequence_ends() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, 5, max_tokens=1))
+    one.pump()
+    token = next_token(prompt(1, 5))
+    assert one.answer() == [
+        TokenSampled(sequence_id=SequenceId(1), token_id=token, row=0),
+        SequenceFinished(sequence_id=SequenceId(1), reason=FinishReason.LENGTH),
+    ]
+    [close] = one.scheduler.next_instructions()
+    assert close == CloseSlot(sequence_id=SequenceId(1), slot=close.slot)  # type: ignore[union-attr]
+    assert one.scheduler.book.booked_blocks == 0
+
+
+def test_the_end_of_the_context_ends_with_length() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, CONTEXT - 3, max_tokens=100))
+    one.run()
+    assert len(one.said[SequenceId(1)]) == 3
+
+
+def test_no_tokens_asked_for_computes_the_prompt_and_samples_nothing() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, 100, max_tokens=0))
+    one.run()
+    assert one.finished == {SequenceId(1)}
+    assert sum(group.n_rows for group in one.groups()) == 100
+    assert not any(group.n_sampled for group in one.groups())
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (request(1, ()), UsageError, "prompt is empty"),
+        (request(1, 1, max_tokens=-1), UsageError, "max-tokens"),
+        (request(1, CONTEXT), CapacityError, "1024 tokens and the context holds 1024"),
+        (request(1, 300, max_tokens=900), CapacityError, "room for 3"),
+    ],
+)
+def test_what_can_never_run_is_refused(
+    bad: SequenceRequest, error: type[ShardnetError], message: str
+) -> None:
+    one = ring(room_blocks=3)
+    with pytest.raises(error, match=message):
+        one.scheduler.submit(bad)
+    assert one.scheduler.n_active == 0
+
+
+def test_the_queue_has_an_end() -> None:
+    one = ring(max_waiting=2)
+    one.scheduler.submit(request(1))
+    one.scheduler.submit(request(2))
+    with pytest.raises(BusyError, match="2 requests wait already"):
+        one.scheduler.submit(request(3))
+
+
+def test_a_failed_step_fails_its_sequences_alone() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, 64))
+    one.scheduler.submit(request(2, 64))
+    one.pump()
+    cause = CapacityError("no room")
+    first = one.in_flight.popleft()[0]
+    assert one.scheduler.on_step_failed(first.step, cause) == [
+        SequenceFailed(sequence_id=SequenceId(1), error=cause)
+    ]
+    one.run()
+    assert one.said == {SequenceId(2): text_of(prompt(2, 64), 3, CONTEXT)}
+
+
+def test_an_answer_to_no_step_is_our_own_bug() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, 2))
+    [step] = one.pump()
+    with pytest.raises(LocalProtocolError):
+        one.scheduler.on_tokens(StepId(step.batch.step + 1), [1])
+    with pytest.raises(LocalProtocolError):
+        one.scheduler.on_tokens(step.batch.step, [1, 2])
+
+
+# --- many at once -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_decoding_sequences_share_as_many_steps_as_there_are_stages(n_stages: int) -> None:
+    one = ring(n_stages=n_stages, room_blocks=40)
+    for number in range(1, 13):
+        one.scheduler.submit(request(number, 5, max_tokens=200))
+    one.pump()
+    for _ in range(60):
+        one.answer()
+        one.pump()
+    steady = [len(batch.groups) for batch, _ in one.in_flight]
+    assert steady == [12 // n_stages] * n_stages
+
+
+def test_a_long_prompt_travels_beside_the_rows_of_those_who_decode() -> None:
+    one = ring()
+    for number in range(1, 5):
+        one.scheduler.submit(request(number, 5, max_tokens=200))
+    one.pump()
+    for _ in range(10):
+        one.answer()
+        one.pump()
+    one.scheduler.submit(request(9, 400, max_tokens=1))
+    before = len(one.sent)
+    while SequenceId(9) not in one.finished:
+        one.answer()
+        one.pump()
+    carrying = [s for s in one.sent[before:] if any(g.sequence_id == 9 for g in s.batch.groups)]
+    rows = [g.n_rows for s in carrying for g in s.batch.groups if g.sequence_id == 9]
+    assert max(rows) == LIMITS.mixed_rows
+    assert sum(rows) == 400
+    assert all(len(step.batch.groups) == 3 for step in carrying[1:-1])  # two decode rows beside it
+    decoded = [s for s in one.sent[before:] if any(g.sequence_id < 9 for g in s.batch.groups)]
+    assert len(decoded) >= len(one.sent) - before - 1  # hardly a step without them
+
+
+@pytest.mark.parametrize(
+    ("row_s", "expected"), [(0.0, 32), (0.001, 32), (0.003, 16), (0.004, 12), (0.05, 8)]
+)
+def test_as_many_prompt_rows_travel_beside_others_as_their_cost_allows(
+    row_s: float, expected: int
+) -> None:
+    """A step of two decode rows takes 50 ms and may take 100; never more than twice the last."""
+    scheduler, cost = ring().scheduler, StepCost()
+    scheduler.mixed_rows = 8
+    seen = []
+    for _ in range(12):
+        cost.learn(2, 0.05 + 2 * row_s)
+        cost.learn(2 + scheduler.mixed_rows, 0.05 + row_s * (2 + scheduler.mixed_rows))
+        scheduler.mix(2, cost, 2.0)
+        seen.append(scheduler.mixed_rows)
+    assert seen[0] <= 16
+    assert seen[-1] == expected
+
+
+def test_where_most_wait_for_their_prompt_those_who_decode_wait_longer() -> None:
+    """Each sequence counts the same: with two of eight decoding, a step may take four times."""
+    scheduler, cost = ring().scheduler, StepCost()
+    scheduler.limits = StepLimits(chunk_rows=64, mixed_rows=128, exact_rows=4)
+    scheduler.mixed_rows = 128
+    for n_rows in (2, 50):
+        cost.learn(n_rows, 0.05 + 2.5e-3 * n_rows)
+    scheduler.mix(2, cost, 2.2)
+    assert scheduler.mixed_rows == 24
+    for number in range(1, 9):
+        scheduler.submit(request(number, 200, max_tokens=2))
+    scheduler.next_instructions()
+    running = [*scheduler._roster.running.values()]
+    assert len(running) == 8
+    for sequence in running[:2]:
+        sequence.n_sent = len(sequence.tokens)
+        sequence.tokens.append(7)
+    for expected in (48, 64, 64):  # twice the last at most
+        scheduler.mix(2, cost, 2.2)
+        assert scheduler.mixed_rows == expected
+
+
+def test_a_larger_priority_goes_first_and_equals_by_arrival() -> None:
+    one = ring(max_slots=1)
+    for number, priority in ((1, 0), (2, 0), (3, 5)):
+        one.scheduler.submit(request(number, priority=priority))
+    one.run()
+    assert list(one.said) == [3, 1, 2]
+
+
+def test_the_youngest_is_paused_when_the_room_runs_out_and_goes_on_later() -> None:
+    one = ring(room_blocks=4)
+    for number in (1, 2, 3):
+        one.scheduler.submit(request(number, 10, max_tokens=600))
+    one.run()
+    assert one.paused[SequenceId(2)]
+    assert not one.paused[SequenceId(1)]
+    for number in (1, 2, 3):
+        assert one.said[SequenceId(number)] == text_of(prompt(number, 10), 600, CONTEXT)
+    assert one.finished == {1, 2, 3}
+    resumed = [i for i in one.instructions if isinstance(i, OpenSlot) and i.is_resumed]
+    assert len(resumed) == one.paused.total()
+
+
+# --- drafts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("errs", [0, 1, 2, 5])
+def test_drafts_change_no_token_and_right_ones_save_steps(errs: int) -> None:
+    plain, drafted = ring(), ring()
+    oracle = Oracle(errs=errs)
+    plain.scheduler.submit(request(1, 20, max_tokens=60))
+    drafted.scheduler.submit(request(1, 20, max_tokens=60, drafter=oracle))
+    plain.run()
+    drafted.run()
+    assert drafted.said == plain.said
+    if errs == 0:
+        assert len(drafted.sent) < len(plain.sent) / 4
+        assert all(proposed == accepted for proposed, accepted in oracle.learned)
+    if errs == 1:
+        assert not any(accepted for _, accepted in oracle.learned)
+    assert max(group.n_rows for group in drafted.groups()[1:]) == LIMITS.cheap_rows
+
+
+def test_drafts_share_what_a_step_carries_cheaply() -> None:
+    one = ring(n_stages=1)
+    for number in (1, 2, 3):
+        one.scheduler.submit(request(number, 5, max_tokens=60, drafter=Oracle()))
+    one.run()
+    rows = [step.batch.n_rows for step in one.sent[1:]]
+    assert max(rows) == LIMITS.cheap_rows
+    assert one.finished == {1, 2, 3}
+
+
+# --- prefixes -----------------------------------------------------------------------------------
+
+
+def test_a_second_turn_continues_the_warm_slot() -> None:
+    one = ring()
+    first = prompt(1, 100)
+    one.scheduler.submit(request(1, first, max_tokens=20))
+    one.run()
+    answer = one.said[SequenceId(1)]
+    before = len(one.groups())
+    second = (*first, *answer, 1, 2, 3)
+    one.scheduler.submit(request(2, second, max_tokens=5))
+    one.run()
+    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    assert opened[1].slot == opened[0].slot
+    assert opened[1].n_kept == 119  # the last token of the answer was never computed
+    assert one.groups()[before].n_rows == 4
+    assert one.said[SequenceId(2)] == text_of(second, 5, CONTEXT)
+
+
+def test_a_common_beginning_is_copied_and_both_go_on() -> None:
+    one = ring()
+    system = prompt(7, 90)
+    one.scheduler.submit(request(1, (*system, 1, 2), max_tokens=10))
+    one.run()
+    one.scheduler.submit(request(2, (*system, 3, 4), max_tokens=10))
+    one.run()
+    one.scheduler.submit(request(3, (*system, 1, 2), max_tokens=10))
+    one.run()
+    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    assert [o.n_kept for o in opened] == [0, 90, 91]
+    assert opened[1].source == opened[0].slot != opened[1].slot
+    assert one.said[SequenceId(3)] == one.said[SequenceId(1)]
+    assert one.said[SequenceId(2)] == text_of((*system, 3, 4), 10, CONTEXT)
+
+
+def test_requests_that_come_together_compute_their_common_beginning_once() -> None:
+    one = ring()
+    system = prompt(7, 200)
+    for number in range(1, 6):
+        one.scheduler.submit(request(number, (*system, number, 1), max_tokens=4))
+    one.run()
+    prefilled = sum(group.n_rows for group in one.groups() if group.position < 200)
+    assert prefilled < 200 + 5 * LIMITS.mixed_rows
+    for number in range(1, 6):
+        assert one.said[SequenceId(number)] == text_of((*system, number, 1), 4, CONTEXT)
+
+
+def test_a_request_for_every_row_of_the_prompt_shares_nothing() -> None:
+    one = ring()
+    for number in (1, 2):
+        one.scheduler.submit(request(number, prompt(1, 80), max_tokens=2, whole_prompt=True))
+        one.run()
+    assert [i.n_kept for i in one.instructions if isinstance(i, OpenSlot)] == [0, 0]
+
+
+def test_warm_slots_are_given_up_when_room_is_short_the_shared_ones_last() -> None:
+    one = ring(room_blocks=4)
+    shared = prompt(1, 100)
+    one.scheduler.submit(request(1, (*shared, 1), max_tokens=3))
+    one.run()
+    one.scheduler.submit(request(2, (*shared, 2), max_tokens=3))  # copies from 1
+    one.run()
+    one.scheduler.submit(request(3, 100, max_tokens=3))
+    one.run()
+    slots = {i.sequence_id: i.slot for i in one.instructions if isinstance(i, OpenSlot)}
+    one.scheduler.submit(request(4, 600, max_tokens=3))
+    one.run()
+    freed = [i.slot for i in one.instructions if isinstance(i, FreeSlot)]
+    assert freed == [slots[SequenceId(2)], slots[SequenceId(3)]]
+    assert one.finished == {1, 2, 3, 4}
+
+
+# --- deterministic ------------------------------------------------------------------------------
+
+
+def check_exact(one: ToyRing, n_prompts: dict[SequenceId, int]) -> None:
+    """What design decision 4 asks of every step that carries rows of an exact sequence.
+
+    `n_prompts` has the length of each such sequence's prompt.
+    """
+    for step in one.sent:
+        groups = step.batch.groups
+        if not any(group.sequence_id in n_prompts for group in groups):
+            continue
+        if step.batch.n_rows <= LIMITS.exact_rows and len(groups) > 1:
+            continue
+        [group] = groups
+        n_prompt = n_prompts[group.sequence_id]
+        if group.position < n_prompt:
+            assert group.position % LIMITS.chunk_rows == 0
+            assert group.n_rows == min(LIMITS.chunk_rows, n_prompt - group.position)
+        else:
+            assert group.n_rows <= LIMITS.exact_rows
+
+
+def test_deterministic_sequences_travel_in_exact_steps() -> None:
+    one = ring(room_blocks=4)
+    for number in (1, 2, 3):
+        one.scheduler.submit(
+            request(number, 70, max_tokens=500, deterministic=True, drafter=Oracle(errs=3))
+        )
+    one.scheduler.submit(request(4, 70, max_tokens=100))
+    one.run()
+    assert one.paused.total()
+    check_exact(one, dict.fromkeys(map(SequenceId, (1, 2, 3)), 70))
+    assert one.finished == {1, 2, 3, 4}
+
+
+def test_deterministic_sequences_reuse_whole_chunks_alone() -> None:
+    one = ring()
+    first = prompt(1, 150)
+    one.scheduler.submit(request(1, first, max_tokens=30, deterministic=True))
+    one.run()
+    second = (*first, *one.said[SequenceId(1)], 5)
+    one.scheduler.submit(request(2, second, max_tokens=3, deterministic=True))
+    one.run()
+    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    assert [o.n_kept for o in opened] == [0, 128]
+
+
+# --- any order ----------------------------------------------------------------------------------
+
+requests = st.tuples(
+    st.just("submit"),
+    st.integers(0, 3),  # which beginning the prompt has
+    st.integers(1, 300),  # how much of it
+    st.integers(0, 400),  # tokens to make
+    st.sampled_from(["plain", "exact", "drafted", "urgent", "whole"]),
+)
+events = st.lists(
+    st.one_of(
+        requests,
+        st.tuples(st.just("answer"), st.integers(1, 12)),
+        st.tuples(st.just("fail"), st.just(0)),
+        st.tuples(st.just("end"), st.integers(1, 12)),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=200)
+@given(
+    events=events,
+    n_stages=st.integers(1, 4),
+    max_slots=st.integers(1, 6),
+    room_blocks=st.integers(3, 6),
+)
+def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
+    events: list[tuple[str, int]], n_stages: int, max_slots: int, room_blocks: int
+) -> None:
+    one = ring(n_stages=n_stages, room_blocks=room_blocks, max_slots=max_slots)
+    asked: dict[SequenceId, SequenceRequest] = {}
+    ended_from_outside = set()
+    for kind, number, *rest in events:
+        match kind:
+            case "submit":
+                n_prompt, max_tokens, how = rest
+                asked_for = request(
+                    len(asked) + 1,
+                    prompt(number, n_prompt),
+                    max_tokens,
+                    stop=True,
+                    priority=int(how == "urgent"),
+                    deterministic=how == "exact",
+                    whole_prompt=how == "whole",
+                    drafter=Oracle(errs=3) if how in ("drafted", "exact") else None,
+                )
+                asked[asked_for.sequence_id] = asked_for
+                one.scheduler.submit(asked_for)
+            case "answer":
+                for _ in range(min(number, len(one.in_flight))):
+                    one.answer()
+            case "fail" if one.in_flight:
+                one.fail(CapacityError("x"))
+            case "end" if one.scheduler.end(SequenceId(number)):
+                one.ended[SequenceId(number)] += 1
+                ended_from_outside.add(number)
+        one.pump()
+    one.run()
+    assert one.ended == dict.fromkeys(asked, 1)
+    for sequence_id, asked_for in asked.items():
+        alone = text_of(asked_for.prompt, asked_for.max_tokens, CONTEXT, stop=True)
+        said = one.said.get(sequence_id, [])
+        assert said == (alone if sequence_id in one.finished else alone[: len(said)])
+    check_exact(one, {n: len(r.prompt) for n, r in asked.items() if r.deterministic})
+    assert one.scheduler.n_active == 0
+    assert one.scheduler.book.booked_blocks == one.scheduler.book.warm_blocks
+    assert all(slot.owner is None for slot in one.stage.slots.values())
+
+
+def test_blocks_are_what_stages_count() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, BLOCK_POSITIONS + 1, max_tokens=2))
+    one.run()
+    assert one.stage.n_blocks == one.scheduler.book.booked_blocks == 2

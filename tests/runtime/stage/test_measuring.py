@@ -1,0 +1,266 @@
+"""Measuring a model without its checkpoint, within the memory there is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rings.stage_chain import probed
+
+from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import Linear, make_linear
+from shardnet.model.layers.attention import Step
+from shardnet.runtime.stage import measuring
+from shardnet.runtime.stage.measuring import (
+    measure_disk,
+    measure_stage,
+    read_config,
+    rounded,
+    windows,
+)
+from shardnet.stage import synthetic_model
+from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_bytes
+from shardnet.stage.synthetic_model import (
+    MAX_HEAD_BYTES,
+    UNCACHED_BYTES,
+    SampleModel,
+    StepTimes,
+    sample_bytes,
+    sample_config,
+)
+from shardnet.types import DType, KvDType
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "attention_bias": True,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 300,
+}
+QWEN3_MOE: dict[str, Any] = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],
+    "attention_bias": False,
+}
+GIB = 2**30
+
+
+def config(raw: dict[str, Any] = LLAMA, **changes: Any) -> ModelConfig:
+    return read_config(json.dumps(raw | changes), "config.json")
+
+
+def no_tick() -> None:
+    """Nobody waits."""
+
+
+@pytest.mark.parametrize("kv_dtype", KvDType, ids=lambda d: d.value)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
+@pytest.mark.parametrize(
+    "raw", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["own-head", "tied", "gpt2"]
+)
+def test_every_figure_is_a_time_of_two_digits(
+    raw: dict[str, Any], dtype: DType, kv_dtype: KvDType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "WINDOW_S", 0.005)  # how long it takes is not looked at here
+    ticks = []
+    figures = measure_stage(
+        config(raw),
+        dtype,
+        None,
+        kv_dtype,
+        device="cpu",
+        threads=1,
+        memory_bytes=GIB,
+        tick=lambda: ticks.append(1),
+    )
+    for time_s in (figures.layer_s, figures.layer_256_s, figures.embed_s, figures.head_s):
+        assert time_s == float(f"{time_s:.2g}") > 0
+    choice = probed(torch.device("cpu"), dtype, None)
+    assert figures.kernel == choice.name
+    assert len(ticks) > 10
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a bfloat16 checkpoint in float32."""
+    made: list[Linear] = []
+
+    def make(*arguments: Any) -> Linear:
+        made.append(make_linear(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(synthetic_model, "make_linear", make)
+    model = config(QWEN3_MOE, torch_dtype="bfloat16")
+    choice = probed(torch.device("cpu"), DType.FLOAT32, DType.BFLOAT16)
+    SampleModel(model, choice, torch.device("cpu"), no_tick)
+    assert made
+    assert all(isinstance(product, NativeLinear) for product in made)
+
+
+def windows_of(durations_s: Iterable[float]) -> list[float]:
+    """Measure steps that take so long, on a clock of their own."""
+    now_s = 0.0
+    rest = iter(durations_s)
+
+    def step() -> StepTimes:
+        nonlocal now_s
+        duration_s = next(rest)
+        now_s += duration_s
+        return StepTimes(plan_s=0.0, embed_s=0.0, layers_s=duration_s, head_s=0.0)
+
+    return [times.layers_s for times in windows(step, at_least=3, clock=lambda: now_s)]
+
+
+@pytest.mark.parametrize("period_s", [0.01, 0.05])
+@pytest.mark.parametrize("step_s", [0.0001, 0.002, 0.009])
+def test_a_limited_share_of_the_processor_counts(step_s: float, period_s: float) -> None:
+    """A fifth of each period computes, then the process stands: most steps do not notice."""
+    share, worked_s = 0.2, 0.0
+
+    def durations() -> Iterator[float]:
+        nonlocal worked_s
+        while True:
+            before = worked_s // (share * period_s)
+            worked_s += step_s
+            n_pauses = worked_s // (share * period_s) - before
+            yield step_s + n_pauses * (1 - share) * period_s
+
+    means = windows_of(durations())
+    assert statistics.median(means) == pytest.approx(step_s / share, rel=0.35)
+
+
+def test_what_comes_once_does_not_count() -> None:
+    once = chain(repeat(0.001, 120), [0.3], repeat(0.001))
+    assert statistics.median(windows_of(once)) == pytest.approx(0.001)
+
+
+def test_slow_steps_are_measured_three_times() -> None:
+    assert windows_of(repeat(2.0)) == [2.0] * 3
+
+
+def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def tick() -> None:
+        seen.append(torch.get_num_threads())
+        raise CapacityError("enough")
+
+    with pytest.raises(CapacityError, match="enough"):
+        measure_stage(config(), DType.FLOAT32, device="cpu", threads=2, memory_bytes=GIB, tick=tick)
+    assert seen == [2]
+    assert torch.get_num_threads() == before
+
+
+def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same few would stay in the cache, and the layer would look fast."""
+    visited: dict[int, set[int]] = {}
+
+    def tell(step: Step, layer: int, experts: torch.Tensor) -> None:
+        visited.setdefault(layer, set()).update(experts.flatten().tolist())
+
+    monkeypatch.setattr(Step, "tell_experts", tell)
+    cpu = torch.device("cpu")
+    sample = sample_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
+    assert sample is not None
+    model = SampleModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
+    for _ in range(80):
+        model.step(1)
+    assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
+
+
+def test_no_memory_is_refused_before_it_is_taken() -> None:
+    with pytest.raises(CapacityError, match="one layer to measure does not fit the 1 MiB"):
+        measure_stage(
+            config(hidden_size=8192, intermediate_size=28672),
+            DType.BFLOAT16,
+            device="cpu",
+            threads=1,
+            memory_bytes=2**20,
+            tick=no_tick,
+        )
+
+
+@given(
+    hidden=st.sampled_from([64, 1024, 8192]),
+    n_layers=st.integers(1, 200),
+    vocab_size=st.integers(1, 300_000),
+    memory_bytes=st.integers(0, 4 * GIB),
+    dtype=st.sampled_from(list(DType)),
+)
+def test_a_sample_fits_its_memory_and_stands_for_the_model(
+    hidden: int, n_layers: int, vocab_size: int, memory_bytes: int, dtype: DType
+) -> None:
+    model = config(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=n_layers,
+        vocab_size=vocab_size,
+    )
+    form = WeightForm(dtype=dtype)
+    sample = sample_config(model, form, memory_bytes)
+    roomy = sample_config(model, form, 1 << 60)
+    assert roomy is not None
+    is_uncached = roomy.n_layers * layer_weight_bytes(model, form) >= UNCACHED_BYTES
+    assert is_uncached or roomy.n_layers == n_layers
+    head_bytes = roomy.vocab_size * hidden * dtype.size_bytes
+    assert head_bytes <= MAX_HEAD_BYTES
+    assert roomy.vocab_size == vocab_size or head_bytes > MAX_HEAD_BYTES // 2
+    if sample is None:
+        assert memory_bytes < sample_bytes(roomy, form)
+    else:
+        assert sample_bytes(sample, form) <= memory_bytes
+        assert 1 <= sample.n_layers <= roomy.n_layers
+        assert 1 <= sample.vocab_size <= roomy.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("{", CheckpointError, "not readable as JSON"),
+        ("[" * 100_000, CheckpointError, "not readable as JSON"),
+        ("[]", CheckpointError, "expected a JSON object"),
+        ('{"model_type": "mamba"}', UnsupportedModelError, "mamba"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(text: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        read_config(text, "what anna sent")
+
+
+def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
+    assert measure_disk(tmp_path) is None
+    assert measure_disk(tmp_path / "missing") is None
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert measure_disk(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(bytes(3 * 2**20 + 5))
+    rate = measure_disk(tmp_path)
+    assert rate is not None
+    assert rate == rounded(rate) > 0

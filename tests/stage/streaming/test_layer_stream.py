@@ -1,0 +1,384 @@
+"""Layers streamed from disk: the bits of resident ones, what is fetched, what cannot be had."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.own_process import figures_of, make_large
+from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.kernels.bf16_linear import NativeLinear, PanelPacking
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
+from shardnet.stage.load import load_stage
+from shardnet.stage.pack_cache import PackCache, packed_models, remove
+from shardnet.stage.stage_model import Run, StageModel
+from shardnet.stage.streaming import layer_stream
+from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
+from shardnet.types import (
+    DType,
+    LayerRange,
+    MicroBatch,
+)
+
+WHOLE = LayerRange(0, 4)
+
+
+def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    if family == "gpt2":
+        return make_gpt2(folder, dtype=dtype, with_tokenizer=False)
+    return make_decoder(folder, family, dtype=dtype, with_tokenizer=False)
+
+
+def choice_of(dtype: DType, quant: str = "") -> KernelChoice:
+    return probed(CPU, dtype, dtype, Quantization.named(quant))
+
+
+def load(
+    folder: Path, n_streamed: int, choice: KernelChoice | None = None, packs: Path | None = None
+) -> StageModel:
+    choice = choice or choice_of(DType.FLOAT32)
+    kind = choice.quantization
+    return load_stage(
+        Checkpoint.open(folder),
+        WHOLE,
+        choice=choice,
+        device=CPU,
+        room_blocks=64,
+        progress=lambda done, total: None,
+        packs=PackCache(packs, str(folder), "model", kind) if packs and kind else None,
+        n_streamed=n_streamed,
+    )
+
+
+def said(model: StageModel) -> list[torch.Tensor]:
+    """What two sequences say that are prefilled, one in a chunk, and decoded together."""
+    prompt = random_prompt(40, 300)
+    return StageChain([model]).generate([prompt, prompt[:5]], 4)
+
+
+def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, DType.FLOAT32) for family in FAMILIES if family != "gpt_oss"),
+        *((family, DType.BFLOAT16) for family in ("llama", "gpt2", "qwen3_moe")),
+    ],
+)
+def test_streamed_layers_give_the_bits_of_resident_ones(
+    family: str, dtype: DType, tmp_path: Path
+) -> None:
+    choice = choice_of(dtype)
+    if choice.dtype is not dtype:
+        pytest.skip(f"this machine computes {dtype.value} in {choice.dtype.value}")
+    folder = make(tmp_path, family, torch.float32 if dtype is DType.FLOAT32 else torch.bfloat16)
+    streamed = load(folder, 3, choice)
+    assert same(said(streamed), said(load(folder, 0, choice)))
+    assert streamed.n_fetched == 2 + 5 * 3
+    """Five passes fetch three layers each; two lie ready for the next one."""
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [("llama", "int4"), ("gpt_oss", "int4"), ("deepseek_v3", "int8"), ("gpt2", "int8")],
+)
+def test_streamed_rounded_layers_give_the_bits_of_resident_ones(
+    family: str, quant: str, tmp_path: Path
+) -> None:
+    folder, packs = make(tmp_path / "model", family), tmp_path / "packs"
+    choice = choice_of(DType.FLOAT32, quant)
+    streamed = load(folder, 4, choice, packs)
+    assert same(said(streamed), said(load(folder, 0, choice)))
+    again = load(folder, 4, choice, packs)
+    assert same(said(again), said(streamed))
+
+
+def batch(*groups: tuple[int, int, Sequence[int]]) -> MicroBatch:
+    """Rows by (slot, position, token ids)."""
+    return batch_of(
+        [Rows(slot=slot, position=at, ids=ids, n_sampled=1) for slot, at, ids in groups]
+    )
+
+
+PROMPT = random_prompt(400, 300)
+STEPS = [
+    batch((0, 0, PROMPT[:256])),
+    batch((0, 256, PROMPT[256:]), (1, 0, PROMPT[:3])),
+    batch((0, 512, [5])),  # beyond the context: this one fails
+    batch((2, 0, [7]), (1, 3, [8])),
+    batch((3, 0, [300000])),
+    batch((1, 3, [9, 10])),  # again from 3 on: a draft was rejected
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_micro_batches_together_get_what_they_get_alone(family: str, tmp_path: Path) -> None:
+    windows = {"sliding_window": 20} if family == "gemma3_text" else {}
+    folder = make_decoder(tmp_path, family, with_tokenizer=False, **windows)
+    one_by_one, together = load(folder, 4), load(folder, 4)
+    alone: list[torch.Tensor | ShardnetError] = []
+    for step in STEPS:
+        try:
+            alone.append(one_by_one.run(step, None))
+        except ShardnetError as error:
+            alone.append(error.with_traceback(None))
+    results = together.run_together([Run(batch=step, hidden=None) for step in STEPS])
+    assert len(results) == len(STEPS)
+    for mine, theirs in zip(results, alone, strict=True):
+        if isinstance(theirs, ShardnetError):
+            assert (type(mine), str(mine)) == (type(theirs), str(theirs))
+        else:
+            assert isinstance(mine, torch.Tensor)
+            assert torch.equal(mine, theirs)
+    assert isinstance(results[2], CapacityError)
+    assert isinstance(results[4], UsageError)
+    n_passes = 1 if family == "llama" else 4
+    """Of a slot with windows one step after the other."""
+    assert together.n_fetched == 2 + 4 * n_passes
+    assert one_by_one.n_fetched == 2 + 4 * 4
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "gone": lambda file: file.unlink(),
+    "shorter": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "written": lambda file: os.utime(file, ns=(1, 1)),
+    "another": lambda file: file.with_suffix(".new").rename(file),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_does_not_stay_is_named(damage: str, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, with_tokenizer=False)
+    file = folder / "model.safetensors"
+    file.with_suffix(".new").write_bytes(file.read_bytes())
+    model = load(folder, 4)
+    said(model)
+    DAMAGES[damage](file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* stream"):
+        said(model)
+    with pytest.raises(CheckpointError, match="shardnet unload"):
+        said(model)
+
+
+def test_after_an_error_the_same_layers_serve_again(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, with_tokenizer=False)
+    file, away = folder / "model.safetensors", tmp_path / "away"
+    model = load(folder, 3)
+    want = said(model)
+    file.rename(away)
+    with pytest.raises(CheckpointError):
+        said(model)
+    away.rename(file)
+    model.kv.clear()
+    assert same(said(model), want)
+
+
+def test_rounded_weights_that_are_deleted_meanwhile_are_named(tmp_path: Path) -> None:
+    folder, packs = make(tmp_path / "model", "llama"), tmp_path / "packs"
+    model = load(folder, 4, choice_of(DType.FLOAT32, "int8"), packs)
+    [packed] = packed_models(packs)
+    remove(packed)
+    said_or_not = [Run(batch=STEPS[0], hidden=None)] * 3
+    results = [model.run_together([run])[0] for run in said_or_not]
+    assert isinstance(results[-1], CheckpointError)
+    assert ".packed" in str(results[-1])
+
+
+def test_a_disk_without_room_for_rounded_weights_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / "model", "llama")
+    monkeypatch.setattr(PackCache, "put", lambda *arguments: None)
+    with pytest.raises(CapacityError, match="could not be kept"):
+        load(folder, 4, choice_of(DType.FLOAT32, "int8"), tmp_path / "packs")
+
+
+def test_another_device_is_refused_by_name(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, with_tokenizer=False)
+    with pytest.raises(UsageError, match="meta cannot stream layers"):
+        load_stage(
+            Checkpoint.open(folder),
+            WHOLE,
+            choice=choice_of(DType.FLOAT32),
+            device=torch.device("meta"),
+            room_blocks=1,
+            progress=lambda done, total: None,
+            n_streamed=1,
+        )
+
+
+def test_weights_that_have_to_be_made_are_refused_by_name(tmp_path: Path) -> None:
+    half = make_llama(tmp_path / "half", dtype=torch.float16, with_tokenizer=False)
+    with pytest.raises(CheckpointError, match=r"stored in float16 .* float32; use --quant"):
+        load(half, 4)
+    brain = make_llama(tmp_path / "brain", dtype=torch.bfloat16, with_tokenizer=False)
+    with pytest.raises(CheckpointError, match="use --dtype bfloat16 or --quant"):
+        load(brain, 4)
+    stacked = make(tmp_path / "stacked", "gpt_oss")
+    with pytest.raises(CheckpointError, match="have to be made of what is stored"):
+        load(stacked, 4)
+    with pytest.raises(UsageError, match="not kept on disk"):
+        load(brain, 4, choice_of(DType.FLOAT32, "int8"))
+
+
+@given(st.integers(1, 80), st.integers(0, 90), st.integers(0, 9))
+def test_streamed_layers_are_so_many_and_spread(n_layers: int, n: int, start: int) -> None:
+    found = streamed_layers(LayerRange(start, start + n_layers), n)
+    assert len(set(found)) == len(found) == min(n, n_layers)
+    assert all(start <= layer < start + n_layers for layer in found)
+    gaps = [b - a for a, b in pairwise(found)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_layers_come_in_turn_and_each_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(200)))
+    stream = LayerStream()
+    places = {
+        layer: stream.reserve(
+            layer, [FilePart.of(file, 10 * layer, 5), FilePart.of(file, 10 * layer + 7, 3)]
+        )
+        for layer in (0, 2, 3, 5, 6)
+    }
+    assert stream.reserve(2, [FilePart.of(file, 0, 4)]) == 64
+    stream.start()
+    for _ in range(3):
+        for layer, begin in places.items():
+            stream.need(layer)
+            held = stream.weights(begin, 8, stream.buffer_of(layer)).tolist()
+            first = 10 * layer
+            assert held == [*range(first, first + 5), *range(first + 7, first + 10)]
+            stream.need(1)  # not streamed
+            stream.done(1)
+            stream.done(layer)
+    assert stream.n_fetched == 3 * 5 + 2
+    stream.need(5)  # a pass that was given up
+    assert stream.weights(places[5], 1, stream.buffer_of(5)).tolist() == [50]
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@pytest.mark.parametrize("n_in", [64, 33])
+@pytest.mark.parametrize("shared_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("n_outs", [(16,), (32, 16, 5)], ids=str)
+def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
+    n_outs: tuple[int, ...],
+    shared_bytes: int,
+    n_in: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Piece by piece, by two threads, and a last panel that is not full."""
+    monkeypatch.setattr(layer_stream, "_SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(layer_stream, "_PACKED_AT_A_TIME", shared_bytes // 2)
+    native = native_kernels()
+    assert native is not None
+    packing = PanelPacking(native=native, n_in=n_in)
+    weights = [torch.randn(n_out, n_in).bfloat16() for n_out in n_outs]
+    file, parts, whole = tmp_path / "file", list[tuple[int, int]](), b"..."
+    for weight in weights:
+        parts.append((len(whole), 2 * weight.numel()))
+        whole += weight.view(torch.uint8).numpy().tobytes()
+    file.write_bytes(whole)
+    stream = LayerStream()
+    named = [FilePart.of(file, offset, size_bytes) for offset, size_bytes in parts]
+    assert stream.reserve(1, named[:1]) == 0
+    begin = stream.reserve(1, named, packing)
+    end = stream.reserve(1, named[:1])
+    stream.start()
+    stream.need(1)
+    shape, rows = (sum(n_outs), n_in), torch.eye(n_in)
+    packed = stream.weights(begin, packing.packed_bytes(2 * shape[0] * n_in), 0)
+    assert begin + packed.numel() <= end
+    assert torch.equal(
+        NativeLinear(packed, shape, None, native)(rows),
+        NativeLinear.pack(weights, None, native)(rows),
+    )
+    first = weights[0].view(torch.uint8).flatten()
+    for plain in (0, end):
+        assert torch.equal(stream.weights(plain, first.numel(), 0), first)
+
+
+MEASURE = """
+import ctypes, json, sys, torch
+from pathlib import Path
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.kernels.linear import probe
+from shardnet.stage.pack_cache import PackCache
+from shardnet.model.config.quantization import Quantization
+from shardnet.stage.load import load_stage
+from shardnet.types import *
+
+def resident_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+def load(layers, n_streamed):
+    return load_stage(checkpoint, layers, choice=choice, device=cpu, room_blocks=8, packs=packs,
+                      progress=lambda done, total: None, n_streamed=n_streamed)
+
+def step(stage, position):
+    group = RowGroup(sequence_id=SequenceId(0), slot=SlotId(0), position=position, n_rows=1,
+                     n_sampled=1)
+    stage.forward(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=[5]), None)
+
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+checkpoint = Checkpoint.open(sys.argv[1])
+kind = Quantization.named(sys.argv[2])
+packs = PackCache(Path(sys.argv[1]) / "packs", "x", "x", kind) if kind else None
+choice = probe(cpu, "auto", checkpoint.config.checkpoint_dtype, kind)
+if kind:  # rounding is for the first start
+    load(LayerRange(0, 8), 8)
+warm = load(LayerRange(0, 8), 8)
+step(warm, 0)
+del warm
+ctypes.CDLL(None).malloc_trim(0)
+idle = resident_bytes()
+stage = load(LayerRange(0, 8), 8)
+ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
+most = 0
+for position in range(3):
+    step(stage, position)
+    most = max(most, resident_bytes() - idle)
+print(json.dumps({"dtype": choice.dtype.value, "most": most, "fetched": stage.n_fetched}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers weigh far more than a step takes."""
+    return make_large(tmp_path_factory.mktemp("large"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
+    """Pages of files included: no more than the planner says, far less than the layers weigh."""
+    figures = figures_of(MEASURE, str(large), quant)
+    config, kind = Checkpoint.open(large).config, Quantization.named(quant)
+    dtype = DType(figures["dtype"])
+    form = WeightForm(dtype=dtype, rounded=kind)
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), form, 8)
+    resident = stage_weight_bytes(config, LayerRange(0, 8), form)
+    slack = 6 << 20
+    """The KV cache's block, and what a step takes."""
+    assert figures["most"] <= 1.05 * predicted + slack
+    assert predicted < 0.6 * resident
+    assert figures["fetched"] == 2 + 3 * 8

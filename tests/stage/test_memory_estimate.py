@@ -1,0 +1,176 @@
+"""What the planner predicts, held against what loading and computing really take."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+from support.models.checkpoints import make_decoder, make_gpt2
+from support.own_process import figures_of, make_large
+from support.rings.stage_chain import CPU
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.layers.kv_cache import KvCache
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    embedding_weight_bytes,
+    head_weight_bytes,
+    kv_block_bytes,
+    layer_weight_bytes,
+    read_bytes_per_step,
+    stage_weight_bytes,
+)
+from shardnet.types import DType, KvDType, LayerRange, SlotId
+
+
+@pytest.fixture(scope="module", params=product(FAMILIES, ["own-head", "tied"]), ids="-".join)
+def stored_and_tied(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Checkpoint, bool]:
+    """A checkpoint of each family, and whether its head is the embedding again."""
+    family, head = request.param
+    make = make_gpt2 if family == "gpt2" else partial(make_decoder, family=family)
+    folder = tmp_path_factory.mktemp(family)
+    tied: bool = head == "tied"
+    return Checkpoint.open(make(folder, with_tokenizer=False, tie_word_embeddings=tied)), tied
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
+def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) -> None:
+    checkpoint, tied = stored_and_tied
+    config = checkpoint.config
+    stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
+    table = config.vocab_size * config.hidden_size * dtype.size_bytes
+    form = WeightForm(dtype=dtype)
+    whole = stage_weight_bytes(config, LayerRange(0, 4), form)
+    assert whole == stored + (table if tied else 0)
+    parts = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
+    assert sum(stage_weight_bytes(config, part, form) for part in parts) == whole
+    assert whole == (
+        embedding_weight_bytes(config, dtype)
+        + 4 * layer_weight_bytes(config, form)
+        + head_weight_bytes(config, form)
+    )
+    read = sum(read_bytes_per_step(config, part, form) for part in parts)
+    assert read == whole - embedding_weight_bytes(config, dtype) - 4 * unvisited(config, dtype)
+    if config.experts is not None:
+        assert 0 < unvisited(config, dtype) < layer_weight_bytes(config, form)
+
+
+def test_of_unlike_layers_the_largest_is_planned_with(tmp_path: Path) -> None:
+    """The first layer has no experts, and the others have more weights than it."""
+    folder = make_decoder(tmp_path, "deepseek_v3", with_tokenizer=False, first_k_dense_replace=1)
+    config, dtype = Checkpoint.open(folder).config, DType.FLOAT32
+    form = WeightForm(dtype=dtype)
+    layers = [stage_weight_bytes(config, LayerRange(n, n + 1), form) for n in (1, 2)]
+    assert layer_weight_bytes(config, form) == layers[0] == layers[1]
+    dense = stage_weight_bytes(config, LayerRange(0, 1), form)
+    assert dense - embedding_weight_bytes(config, dtype) < layers[0]
+
+
+def unvisited(config: ModelConfig, dtype: DType) -> int:
+    """Bytes of a layer's experts that one row does not visit: gate, up and down each."""
+    if config.experts is None:
+        return 0
+    n_left = config.experts.n_experts - config.experts.top_k
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    biases = 2 * inner + hidden if config.family == "gpt_oss" else 0
+    return n_left * (3 * hidden * inner + biases) * dtype.size_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
+@pytest.mark.parametrize("kv_dtype", list(KvDType), ids=lambda d: d.value)
+def test_a_block_costs_what_the_cache_says(
+    family: str, dtype: DType, kv_dtype: KvDType, tmp_path: Path
+) -> None:
+    config = Checkpoint.open(make_decoder(tmp_path, family, with_tokenizer=False)).config
+    sizes = (config.n_kv_heads, config.key_size, torch_dtype(dtype), CPU, 4)
+    cache = KvCache(3, *sizes, value_size=config.value_size, kv_dtype=kv_dtype)
+    cache.ensure(SlotId(0), 1)
+    held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
+    planned = kv_block_bytes(config, LayerRange(1, 4), dtype, kv_dtype)
+    assert planned == cache.block_bytes == held
+
+
+MEASURE = """
+import ctypes, json, sys, torch
+from pathlib import Path
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.stage.estimate.stored_dtype import weight_form
+from shardnet.model.kernels.linear import probe
+from shardnet.model.config.quantization import Quantization
+from shardnet.stage.load import load_stage
+from shardnet.types import DType, LayerRange
+
+def private_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+def load(layers, progress):
+    return load_stage(checkpoint, layers, choice=choice, device=cpu, room_blocks=8,
+                      progress=progress)
+
+torch.set_num_threads(1)
+cpu = torch.device("cpu")
+checkpoint = Checkpoint.open(sys.argv[1])
+quantization = Quantization.named(sys.argv[2])
+dtype = "auto" if sys.argv[3] == "auto" else DType(sys.argv[3])
+choice = probe(cpu, dtype, checkpoint.config.checkpoint_dtype, quantization)
+load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
+ctypes.CDLL(None).malloc_trim(0)
+idle = private_bytes()
+read = sum(checkpoint.bytes_read.values())
+during = []
+stage = load(LayerRange(0, 8), lambda done, total: during.append(private_bytes() - idle))
+ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
+loaded = private_bytes()
+print(json.dumps({
+    "dtype": choice.dtype.value,
+    "stored": weight_form(checkpoint, choice).products.value,
+    "counted": stage.weight_bytes,
+    "loaded": loaded - idle,
+    "most": max(during),
+    "read": sum(checkpoint.bytes_read.values()) - read,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that weighs more than what the libraries take now and then."""
+    return make_large(tmp_path_factory.mktemp("large"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("quant", "asked"), [("none", "auto"), ("int4", "auto"), ("none", "float32")]
+)
+def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path) -> None:
+    """At most 1.15 times the bytes of the range after loading, and one layer more on the way.
+
+    In float32 the compiled library keeps the weights of products in bfloat16.
+    """
+    figures = figures_of(MEASURE, str(large), quant, asked)
+    config = Checkpoint.open(large).config
+    dtype = DType(figures["dtype"])
+    quantization = Quantization.named(quant)
+    stored = DType(figures["stored"])
+    wide = WeightForm(dtype=dtype)
+    form = WeightForm(dtype=dtype, rounded=quantization, products=stored)
+    predicted = stage_weight_bytes(config, LayerRange(0, 8), form)
+    assert figures["counted"] == predicted
+    if native_kernels() is not None:
+        assert stored is DType.BFLOAT16
+    if dtype is DType.BFLOAT16:
+        assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), wide)
+    assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted
+    assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, wide)

@@ -1,0 +1,138 @@
+"""A node in a few lines: what it answers to a prompt is what the prompt says.
+
+Texts are echoed, one token per character. `fail…` fails, for `unplanned…` there is no plan, `wait…`
+says its first character and then nothing more, `elsewhere…` is sent to another address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardnet.api.client import Client, open_client
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.errors import CapacityError, PlanError, ShardnetError
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.types import LiveState
+from shardnet.wire.messages.control import ControlMessage, Redirect
+from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
+
+NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=[])
+
+
+class ScriptedNode:
+    """Remembers what it was asked, how many requests it had at once and who gave up."""
+
+    def __init__(self, elsewhere: str = "") -> None:
+        self.asked: list[Generate] = []
+        self.given_up: list[str] = []
+        self.elsewhere = elsewhere
+        self.link: Link
+        self._n_now = 0
+        self.n_most = 0
+        self.changed = asyncio.Condition()
+
+    async def handle(self, control: ControlLink, message: Incoming) -> None:
+        if isinstance(message, PlanRequest):
+            control.send(_plan(message.request, message.choice))
+            return
+        assert isinstance(message, Generate)
+        self.asked.append(message)
+        self._n_now += 1
+        self.n_most = max(self.n_most, self._n_now)
+        try:
+            await self._answer(control, message)
+        except asyncio.CancelledError:
+            self.given_up.append(message.prompt)
+            raise
+        finally:
+            self._n_now -= 1
+            await self._tell()
+
+    async def until_given_up(self, n: int) -> None:
+        """Wait until so many requests were given up."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.given_up) >= n)
+
+    async def _tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _answer(self, control: ControlLink, message: Generate) -> None:
+        number, prompt = message.request, message.prompt
+        if prompt.startswith("elsewhere") and self.elsewhere:
+            control.send(Redirect(request=number, address=self.elsewhere))
+            return
+        if prompt.startswith("fail"):
+            raise CapacityError(f"no room for {prompt}")
+        if prompt.startswith("unplanned"):
+            raise PlanError("the model fits nowhere")
+        answers: list[ControlMessage] = [
+            _plan(number, message.choice),
+            StateChanged(request=number, state=LiveState.QUEUED, ahead=2),
+            StateChanged(request=number, state=LiveState.RUNNING, n_kept=1),
+        ]
+        for answer in answers:
+            control.send(answer)
+        await asyncio.sleep(0)
+        for character in prompt[:-1]:
+            token = [ord(character)]
+            control.send(
+                TextPiece(request=number, token_ids=token, tokens=[character], text=character)
+            )
+            if prompt.startswith("wait"):
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+        control.send(
+            Finished(
+                request=number,
+                finish_reason="stop",
+                prompt_token_ids=[1, 2],
+                text=prompt[-1:],
+                timing=NO_TIME,
+            )
+        )
+
+
+def _plan(number: int, choice: ModelChoice) -> PlanReply:
+    return PlanReply(
+        request=number,
+        model=choice.model,
+        model_id="0",
+        dtype="float32",
+        wire_dtype="float32",
+        context=64,
+        stages=[],
+        why="it is scripted",
+    )
+
+
+@asynccontextmanager
+async def client_of(node: ScriptedNode) -> AsyncIterator[Client]:
+    """Give a client that is linked to the node in memory."""
+    async with serving(node) as link, open_client(link, node_name="scripted") as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(node: ScriptedNode) -> AsyncIterator[Link]:
+    """Let the node serve one link, and give its other end."""
+    hello = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+    near, node.link = await memory_pair(hello, hello)
+    serving = asyncio.create_task(_serve(node))
+    try:
+        yield near
+    finally:
+        await near.close()
+        await serving
+
+
+async def _serve(node: ScriptedNode) -> None:
+    try:
+        await ControlLink(node.link, node.handle).serve()
+    except ShardnetError:
+        return

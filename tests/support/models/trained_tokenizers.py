@@ -1,0 +1,229 @@
+"""Tokenizers trained on the spot by the programs whose files shardnet reads, and texts to try."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from shardnet.tokenizers.backends.byte_level import byte_of_character
+from shardnet.tokenizers.backends.merges import merges_of
+from shardnet.tokenizers.backends.pretokenizers import LLAMA3, TEKKEN, WordSplit
+
+TEXT = [
+    "hello world the cat sat on the mat " * 3,
+    "Café crème, naïve façade 你好,世界! two  spaces   three",
+    "abab abba aaaa aabb aaaaaa bababa",
+    "It is a truth universally acknowledged, I'm we'LL 1234 5678   \n\n  in possession",
+]
+
+_IN_SENTENCEPIECE: dict[str, dict[str, Any]] = {
+    "llama": {"split_digits": True, "allow_whitespace_only_pieces": True},
+    "mistral": {"control_symbols": ["[INST]", "[/INST]"]},
+    "gemma": {
+        "user_defined_symbols": ["<sep>", "▁▁", "▁▁▁", "\n"],
+        "add_dummy_prefix": False,
+        "split_by_whitespace": False,
+    },
+    "symbols": {"user_defined_symbols": ["<sep>", "▁▁", "ab"]},
+    "no_bytes": {"byte_fallback": False},
+    "collapsing": {"remove_extra_whitespaces": True},
+    "nfkc": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "unigram": {"model_type": "unigram", "vocab_size": 320},
+    "unigram_symbols": {
+        "model_type": "unigram",
+        "vocab_size": 330,
+        "user_defined_symbols": ["<sep>", "\n"],
+    },
+}
+KINDS = sorted(_IN_SENTENCEPIECE)
+
+
+@cache
+def sentencepiece_model(kind: str) -> bytes:
+    """A `.model` file of some kind, as sentencepiece trains it."""
+    settings = {
+        "vocab_size": 420,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "character_coverage": 0.99,
+        "hard_vocab_limit": False,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+        "num_threads": 1,
+    }
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 5),
+        model_writer=written,
+        **settings | _IN_SENTENCEPIECE[kind],
+    )
+    return written.getvalue()
+
+
+def user_defined(kind: str) -> list[str]:
+    """The pieces that are found as wholes."""
+    symbols: list[str] = _IN_SENTENCEPIECE[kind].get("user_defined_symbols", [])
+    return symbols
+
+
+def write_sentencepiece(folder: Path, kind: str, name: str = "tokenizer.model") -> Path:
+    (folder / name).write_bytes(sentencepiece_model(kind))
+    return folder / name
+
+
+@cache
+def ranks(split: WordSplit, n_ranks: int = 380) -> tuple[bytes, ...]:
+    """Tokens in the order in which plain byte-pair training finds them; the last is never made."""
+    (pattern,) = split.patterns
+    cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    counts = Counter(word for text in TEXT for word, _ in cut.pre_tokenize_str(text))
+    words = {tuple(bytes([byte]) for byte in word.encode()): n for word, n in counts.items()}
+    found = [bytes([byte]) for byte in range(256)]
+    while len(found) < n_ranks - 1:
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        for word, n in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += n
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if b"".join(best) not in found:
+            found.append(b"".join(best))
+        merged: dict[tuple[bytes, ...], int] = {}
+        for word, n in words.items():
+            whole = _merge(word, best)
+            merged[whole] = merged.get(whole, 0) + n
+        words = merged
+    return (*found, b"zzqq")
+
+
+def _merge(word: tuple[bytes, ...], pair: tuple[bytes, bytes]) -> tuple[bytes, ...]:
+    merged: list[bytes] = []
+    place = 0
+    while place < len(word):
+        together = word[place : place + 2] == pair
+        merged.append(b"".join(pair) if together else word[place])
+        place += 2 if together else 1
+    return tuple(merged)
+
+
+def write_tiktoken(folder: Path, name: str = "tokenizer.model") -> Path:
+    lines = [base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(ranks(LLAMA3))]
+    (folder / name).write_bytes(b"".join(lines))
+    return folder / name
+
+
+N_TEKKEN_SPECIAL, N_TEKKEN_UNUSED = 24, 3
+
+
+def tekken() -> dict[str, Any]:
+    """A tekken.json of version 3, whose last tokens the model does not have."""
+    tokens = ranks(TEKKEN)
+    return {
+        "config": {
+            "pattern": TEKKEN.patterns[0],
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(tokens) - N_TEKKEN_UNUSED + N_TEKKEN_SPECIAL,
+            "default_num_special_tokens": N_TEKKEN_SPECIAL,
+            "version": "v3",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+    }
+
+
+def write_tekken(folder: Path, **changes: Any) -> Path:
+    (folder / "tekken.json").write_text(json.dumps(tekken() | changes))
+    return folder / "tekken.json"
+
+
+def write_gpt2(folder: Path, backend: tokenizers.Tokenizer, **files: Any) -> Path:
+    """Write vocab.json and merges.txt of a byte-level backend, and JSON files beside them."""
+    said = json.loads(backend.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(said["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in said["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+GGUF_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
+
+
+def gguf_pieces(kind: str) -> dict[str, Any]:
+    """The metadata of a sentencepiece model, as llama.cpp's converter writes it.
+
+    It writes the ▁ of user-defined pieces as spaces.
+    """
+    model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(kind))
+    n_pieces = model.get_piece_size()
+    pieces = [model.id_to_piece(token_id) for token_id in range(n_pieces)]
+    symbols = user_defined(kind)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [
+            *(piece.replace("▁", " ") if piece in symbols else piece for piece in pieces),
+            *(f"[PAD{n_pieces + number}]" for number in range(3)),
+        ],
+        "tokenizer.ggml.scores": [model.get_score(n) for n in range(n_pieces)] + [-1e4] * 3,
+        "tokenizer.ggml.token_type": [_kind_of(model, kind, n) for n in range(n_pieces)] + [5] * 3,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": kind != "gemma",
+        "tokenizer.chat_template": GGUF_TEMPLATE,
+    }
+
+
+def _kind_of(model: sentencepiece.SentencePieceProcessor, kind: str, token_id: int) -> int:
+    if model.id_to_piece(token_id) in user_defined(kind):
+        return 4
+    if model.is_unknown(token_id):
+        return 2
+    return 3 if model.is_control(token_id) else 6 if model.is_byte(token_id) else 1
+
+
+def gguf_ranks(split: WordSplit, pre: str) -> dict[str, Any]:
+    """The metadata of ranked tokens with two special ones and one word behind them."""
+    tokens_of_split = ranks(split)
+    table = {byte: character for character, byte in byte_of_character().items()}
+    tokens = ["".join(table[byte] for byte in token) for token in tokens_of_split]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*tokens, "<|begin|>", "<|end|>", "<think>", "[PAD383]", "[PAD1]"],
+        "tokenizer.ggml.token_type": [1] * len(tokens) + [3, 3, 4, 5, 5],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges_of(tokens, set(tokens))],
+        "tokenizer.ggml.bos_token_id": len(tokens),
+        "tokenizer.ggml.eos_token_id": len(tokens) + 1,
+        "tokenizer.ggml.eot_token_id": len(tokens) + 1,
+        "tokenizer.ggml.eom_token_id": len(tokens) + 2,
+    }
+
+
+PARTS = [
+    *"abab   thecsHo'<s>\n\r\t▁é你🙂0x41ſ\0",
+    *("<sep>", "the cat", "<s>", "[INST]", "<0x41>", " hello", "①", "ﬁ", "'ll", "'S", "ABC"),
+    *("  \n", "ǅ", "12345", "\u0085", "\u3000", "e\u0301", "zzqq", "<|eot_id|>", "</s>", "👩‍👩‍👧"),
+]
+TEXTS = st.one_of(
+    st.text(max_size=30),
+    st.lists(st.sampled_from(PARTS), max_size=25).map("".join),
+    st.text(alphabet="ab ▁", max_size=40),
+)
+"""Any Unicode; the parts that matter to some tokenizer; and what merges in many ways."""

@@ -1,0 +1,49 @@
+"""transformers as the oracle: what a stage chain's tokens and logits are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.rings.stage_chain import StageChain
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+FLOAT32_TOLERANCE = 1e-4
+CLOSE_CALL = 1e-3
+"""A step whose two best logits are closer than this may go either way; it is counted."""
+CLOSE_CALLS_ALLOWED = 0.02
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own class, with plain products: its grouped ones take no odd widths."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    ).eval()
+
+
+def reference_logits(model: Any, ids: list[int]) -> Tensor:
+    """transformers' full forward over `ids`: float32 [T, V]."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([ids])).logits[0].float()
+    return logits
+
+
+def check_generation(
+    chain: StageChain, reference: Any, prompts: Sequence[list[int]], n_tokens: int
+) -> None:
+    """Hold prompts in chunks, then decoding in one micro-batch, against full forwards."""
+    close_calls = 0
+    for prompt, logits in zip(prompts, chain.generate(prompts, n_tokens), strict=True):
+        tokens = logits.argmax(-1)[len(prompt) - 1 :].tolist()
+        expected = reference_logits(reference, prompt + tokens[:-1])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+        for token, row in zip(tokens, expected[len(prompt) - 1 :], strict=True):
+            first, second = row.topk(2).values
+            if first - second < CLOSE_CALL:
+                close_calls += 1
+            else:
+                assert token == row.argmax()
+    assert close_calls <= CLOSE_CALLS_ALLOWED * n_tokens * len(prompts)

@@ -1,0 +1,106 @@
+"""A ring of real stages in one process: checkpoint, kernels, KV cache and sampler as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from support.rings.rings import NoText, running_ring
+from support.rings.stage_chain import ROOM_BLOCKS, StageChain, even_split
+
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.requests import (
+    GenerationFinished,
+    GenerationRequest,
+    Speculation,
+    TokenGenerated,
+)
+from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.types import Epoch, SamplingParams, WireDType
+
+N_LAYERS = 4
+CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a request gave."""
+
+    tokens: list[int]
+    n_drafted: int
+    n_accepted: int
+
+
+@asynccontextmanager
+async def real_ring(
+    folder: Path, choice: KernelChoice, *, n_stages: int = 2, room_blocks: int = ROOM_BLOCKS
+) -> AsyncIterator[Engine]:
+    """Run a tiny checkpoint of 4 layers as a ring of `n_stages` over memory links."""
+    chain = StageChain.load(folder, even_split(N_LAYERS, n_stages), choice)
+    computes = [
+        TorchCompute(
+            stage,
+            Sampler(stage.vocab_size) if stage.last else None,
+            wire_dtype=WireDType.own(choice.dtype),
+        )
+        for stage in chain.stages
+    ]
+    scheduler = Scheduler(
+        epoch=Epoch(1),
+        n_stages=n_stages,
+        room_blocks=room_blocks,
+        context=CONTEXT,
+        max_slots=16,
+        limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
+    )
+    vocab_size = chain.stages[0].vocab_size
+    async with running_ring(computes, scheduler, vocab_size=vocab_size, over="memory") as (ring, _):
+        yield ring
+
+
+def ask(
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    deterministic: bool = False,
+    speculation: Speculation | None = None,
+) -> GenerationRequest:
+    """A request without stop ids."""
+    return GenerationRequest(
+        prompt=tuple(prompt),
+        sampling=SamplingParams(temperature=temperature, seed=seed),
+        max_tokens=max_tokens,
+        stop_ids=frozenset(),
+        text=NoText(),
+        deterministic=deterministic,
+        speculation=speculation,
+    )
+
+
+def guessing(request: GenerationRequest, speculation: Speculation) -> GenerationRequest:
+    """The same request with speculation."""
+    return replace(request, speculation=speculation)
+
+
+async def say(engine: Engine, request: GenerationRequest) -> Said:
+    """Run one request to its end."""
+    tokens = []
+    async for event in engine.generate(request):
+        if isinstance(event, TokenGenerated):
+            tokens.append(event.token_id)
+        elif isinstance(event, GenerationFinished):
+            timing = event.timing
+    return Said(tokens=tokens, n_drafted=timing.n_drafted, n_accepted=timing.n_accepted)
+
+
+async def say_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Said]:
+    """Run requests at once."""
+    return await asyncio.gather(*(say(engine, request) for request in requests))

@@ -1,0 +1,135 @@
+"""Rings in one process: real workers, links, pipeline and engine around any stages' computes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
+from shardnet.runtime.ring.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.stage.compute import StageCompute
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.transport import tcp
+from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.memory import memory_pair
+from shardnet.types import Epoch, RoutingShape
+from shardnet.wire.messages.metas import Hello, Purpose, Role
+
+SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
+
+
+class NoText:
+    """A TextAssembler for tokens that mean nothing."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def finish(self) -> str:
+        return ""
+
+
+@asynccontextmanager
+async def running_ring(
+    computes: Sequence[StageCompute],
+    scheduler: Scheduler,
+    *,
+    vocab_size: int,
+    routing: RoutingShape | None = None,
+    over: str = "memory",
+    options: LinkOptions = SMALLEST,
+) -> AsyncIterator[tuple[Engine, list[Link]]]:
+    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
+    n_stages, epoch = len(computes), scheduler.epoch
+    engine = Engine(
+        scheduler=scheduler,
+        make_pipeline=lambda on_answered, on_failed: Pipeline(
+            epoch=epoch,
+            vocab_size=vocab_size,
+            clock_ns=time.perf_counter_ns,
+            on_answered=on_answered,
+            on_failed=on_failed,
+            routing=routing,
+        ),
+        clock_ns=time.perf_counter_ns,
+    )
+    pipeline = engine.pipeline
+    pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
+    executors = [Executor(f"stage-{rank}") for rank in range(n_stages)]
+    async with asyncio.TaskGroup() as tasks:
+        running = []
+        for rank, compute in enumerate(computes):
+            source: StageSource = pipeline
+            sink: StageSink = RingOfOne(pipeline)
+            if n_stages > 1:
+                if rank:
+                    source = LinkSource(pairs[rank - 1][1], epoch)
+                is_tail = rank == n_stages - 1
+                sink = (TailSink if is_tail else LinkSink)(pairs[rank][0], epoch)
+            worker = StageWorker(
+                rank=rank,
+                compute=compute,
+                executor=executors[rank],
+                source=source,
+                sink=sink,
+                on_step_done=lambda step: None,
+            )
+            running.append(tasks.create_task(_until_broken(worker, engine)))
+        if n_stages > 1:
+            running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
+        links = [link for pair in pairs for link in pair]
+        try:
+            yield engine, links
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            for link in links:
+                link.abort("the test is over")
+            await asyncio.gather(*(link.close() for link in links))
+            for executor in executors:
+                executor.join()
+
+
+async def _until_broken(worker: StageWorker, engine: Engine) -> None:
+    try:
+        await worker.run()
+    except* ShardnetError as group:
+        engine.fail(ShardnetError(f"broken: {group.exceptions[0]}"))
+
+
+async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
+    try:
+        while True:
+            pipeline.answer(await tail.receive())
+    except ShardnetError:
+        return
+
+
+async def _pair(over: str, options: LinkOptions) -> tuple[Link, Link]:
+    hello = Hello(
+        purpose=Purpose.DATA,
+        role=Role.NODE,
+        node="n",
+        name="n",
+        version="0",
+        ring="r",
+        epoch=Epoch(1),
+    )
+    if over == "memory":
+        return await memory_pair(hello, hello, options=options)
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+
+    async def accept(link: Link) -> None:
+        accepted.set_result(link)
+
+    listener = await tcp.listen("127.0.0.1", 0, hello, accept, options=options)
+    near = await tcp.connect("127.0.0.1", listener.port, hello, options=options)
+    far = await accepted
+    await listener.close()
+    return near, far

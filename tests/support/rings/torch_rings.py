@@ -1,0 +1,143 @@
+"""Rings in one process over tiny checkpoints: the whole way from a request to its events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from support.rings.rings import NoText, running_ring
+from support.rings.stage_chain import StageChain
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.engine.requests import (
+    GenerationEvent,
+    GenerationFinished,
+    GenerationRequest,
+    TokenGenerated,
+)
+from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.stage.compute import Samples, SequenceOpened
+from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.types import (
+    Epoch,
+    KvDType,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
+
+CONTEXT = 512
+
+
+class TorchStages:
+    """The stages of a model, each with its KV cache, the last with the tail."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranges: Sequence[LayerRange],
+        choice: KernelChoice | None = None,
+        context: int = CONTEXT,
+        kv_dtype: KvDType = KvDType.AUTO,
+    ) -> None:
+        self.context = context
+        config = Checkpoint.open(folder).config
+        self.window, self.routing = config.smallest_window, config.routing
+        stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
+        self.exact_rows = min(stage.exact_rows for stage in stages)
+        self.vocab_size = stages[-1].vocab_size
+        sampler = Sampler(self.vocab_size)
+        self.computes = [
+            TorchCompute(stage, sampler if stage.last else None, WireDType.FLOAT32)
+            for stage in stages
+        ]
+
+    def step(self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0) -> Samples:
+        """Send one group of rows, of the sequence numbered like its slot, through the stages."""
+        group = RowGroup(
+            sequence_id=SequenceId(slot),
+            slot=SlotId(slot),
+            position=position,
+            n_rows=len(ids),
+            n_sampled=n_sampled,
+        )
+        batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=ids)
+        result: Any = None
+        for compute in self.computes:
+            result = compute.compute(batch, result)
+        assert isinstance(result, Samples)
+        return result
+
+    def open(self, sampling: SamplingParams, *, slot: int = 0, **rest: Any) -> None:
+        """Open a sequence in a slot on every stage."""
+        for compute in self.computes:
+            compute.operate(
+                SequenceOpened(
+                    sequence_id=SequenceId(slot), slot=SlotId(slot), sampling=sampling, **rest
+                )
+            )
+
+
+def request(
+    prompt: Sequence[int], max_tokens: int, sampling: SamplingParams | None = None, **rest: Any
+) -> GenerationRequest:
+    """A request without text."""
+    return GenerationRequest(
+        prompt=tuple(prompt),
+        sampling=sampling or SamplingParams(),
+        max_tokens=max_tokens,
+        text=NoText(),
+        **{"stop_ids": frozenset(), **rest},
+    )
+
+
+def run(
+    stages: TorchStages,
+    *requests: GenerationRequest,
+    chunk_rows: int = 16,
+    room_blocks: int = 64,
+    at_once: bool = True,
+) -> list[list[GenerationEvent]]:
+    """Run requests over memory links, all at once or one by one; return the events of each."""
+
+    async def events_of(engine: Any, wanted: GenerationRequest) -> list[GenerationEvent]:
+        async with aclosing(engine.generate(wanted)) as events:
+            return [event async for event in events]
+
+    async def main() -> list[list[GenerationEvent]]:
+        scheduler = Scheduler(
+            epoch=Epoch(1),
+            n_stages=len(stages.computes),
+            room_blocks=room_blocks,
+            context=stages.context,
+            window=stages.window,
+            max_slots=8,
+            limits=StepLimits(
+                chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows
+            ),
+        )
+        ring = running_ring(
+            stages.computes, scheduler, vocab_size=stages.vocab_size, routing=stages.routing
+        )
+        async with ring as (engine, _):
+            if at_once:
+                return await asyncio.gather(*(events_of(engine, wanted) for wanted in requests))
+            return [await events_of(engine, wanted) for wanted in requests]
+
+    return asyncio.run(main())
+
+
+def tokens_of(events: Sequence[GenerationEvent]) -> list[int]:
+    """The new tokens among the events, the last of which must be the end."""
+    assert isinstance(events[-1], GenerationFinished)
+    return [event.token_id for event in events if isinstance(event, TokenGenerated)]

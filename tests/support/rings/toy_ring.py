@@ -1,0 +1,190 @@
+"""A ring that computes in integers: its slots hold the tokens whose keys a real one would hold.
+
+Its "model" makes the next token from all tokens before, so that whatever a slot holds wrongly
+shows in the text. It checks every promise that stages rely on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.sequences import (
+    CloseSlot,
+    FreeSlot,
+    Instruction,
+    OpenSlot,
+    Outcome,
+    SendStep,
+    SequenceFailed,
+    SequenceFinished,
+    TokenSampled,
+)
+from shardnet.types import MicroBatch, RowGroup, SequenceId, SlotId, blocks_for
+
+VOCABULARY = 12
+STOP_ID = 3
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the toy model says after `tokens`."""
+    digest = hashlib.blake2b(bytes(token % 256 for token in tokens), digest_size=2).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def text_of(
+    prompt: Sequence[int], max_tokens: int, context: int, *, stop: bool = False
+) -> list[int]:
+    """What a sequence becomes when it runs alone."""
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, context):
+        tokens.append(next_token(tokens))
+        if stop and tokens[-1] == STOP_ID:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class ToySlot:
+    """The tokens of each position, and who owns the slot."""
+
+    tokens: list[int] = field(default_factory=list)
+    n_blocks: int = 0
+    owner: SequenceId | None = None
+
+    def trim(self, n_positions: int) -> None:
+        assert n_positions <= len(self.tokens), "positions were never computed"
+        del self.tokens[n_positions:]
+        self.n_blocks = blocks_for(n_positions)
+
+
+@dataclass(slots=True)
+class ToyStage:
+    """A stage's slots, changed in data order."""
+
+    room_blocks: int
+    slots: dict[SlotId, ToySlot] = field(default_factory=dict)
+
+    @property
+    def n_blocks(self) -> int:
+        return sum(slot.n_blocks for slot in self.slots.values())
+
+    def carry_out(self, instruction: OpenSlot | CloseSlot | FreeSlot) -> None:
+        match instruction:
+            case OpenSlot(slot=slot, source=None):
+                held = self.slots.setdefault(slot, ToySlot())
+                assert held.owner is None
+                held.trim(instruction.n_kept)
+                held.owner = instruction.sequence_id
+            case OpenSlot(slot=slot, source=source):
+                assert slot not in self.slots
+                assert source is not None
+                kept = self.slots[source].tokens[: instruction.n_kept]
+                assert len(kept) == instruction.n_kept
+                self.slots[slot] = ToySlot(
+                    tokens=kept, n_blocks=blocks_for(len(kept)), owner=instruction.sequence_id
+                )
+            case CloseSlot(slot=slot):
+                held = self.slots[slot]
+                assert held.owner == instruction.sequence_id
+                held.owner = None
+                held.trim(instruction.n_kept)
+                if not instruction.n_kept:
+                    del self.slots[slot]
+            case FreeSlot(slot=slot):
+                assert self.slots.pop(slot).owner is None
+        assert self.n_blocks <= self.room_blocks
+
+    def compute(self, batch: MicroBatch) -> list[int]:
+        """Take the rows in and sample those that are to be sampled."""
+        sampled: list[int] = []
+        ids = iter(batch.token_ids)
+        for group in batch.groups:
+            held = self.slots[group.slot]
+            assert held.owner == group.sequence_id
+            assert group.position <= len(held.tokens), "a position was left out"
+            end = group.position + group.n_rows
+            for position in range(group.position, end):
+                held.tokens[position : position + 1] = [next(ids)]
+                if position >= end - group.n_sampled:
+                    sampled.append(next_token(held.tokens[: position + 1]))
+            held.n_blocks = max(held.n_blocks, blocks_for(end))
+        assert self.n_blocks <= self.room_blocks
+        return sampled
+
+
+@dataclass(slots=True)
+class ToyRing:
+    """A scheduler, the ring it drives and the clients' view. Answers come in order of the steps."""
+
+    scheduler: Scheduler
+    stage: ToyStage = field(init=False)
+    in_flight: deque[tuple[MicroBatch, list[int]]] = field(default_factory=deque)
+    sent: list[SendStep] = field(default_factory=list)
+    said: dict[SequenceId, list[int]] = field(default_factory=dict)
+    ended: Counter[SequenceId] = field(default_factory=Counter)
+    finished: set[SequenceId] = field(default_factory=set)
+    paused: Counter[SequenceId] = field(default_factory=Counter)
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stage = ToyStage(room_blocks=self.scheduler.room_blocks)
+
+    def pump(self) -> list[SendStep]:
+        """Carry out everything that the scheduler wants sent. Returns the steps."""
+        steps = []
+        for instruction in self.scheduler.next_instructions():
+            self.instructions.append(instruction)
+            if isinstance(instruction, SendStep):
+                steps.append(instruction)
+                batch = instruction.batch
+                assert len(batch.token_ids) == batch.n_rows > 0
+                self.in_flight.append((batch, self.stage.compute(batch)))
+            else:
+                self.stage.carry_out(instruction)
+                if isinstance(instruction, CloseSlot) and instruction.is_pause:
+                    self.paused[instruction.sequence_id] += 1
+        self.sent += steps
+        assert len(self.in_flight) <= self.scheduler.max_in_flight
+        assert self.stage.n_blocks <= self.scheduler.book.booked_blocks <= self.stage.room_blocks
+        return steps
+
+    def answer(self) -> list[Outcome]:
+        """Let the oldest step come round."""
+        batch, sampled = self.in_flight.popleft()
+        return self.take(self.scheduler.on_tokens(batch.step, sampled))
+
+    def fail(self, error: Exception) -> None:
+        """Let the oldest step fail."""
+        batch, _ = self.in_flight.popleft()
+        self.take(self.scheduler.on_step_failed(batch.step, error))  # type: ignore[arg-type]
+
+    def take(self, outcomes: list[Outcome]) -> list[Outcome]:
+        for outcome in outcomes:
+            assert not self.ended[outcome.sequence_id], "news of a sequence that has ended"
+            match outcome:
+                case TokenSampled(sequence_id=sequence_id, token_id=token_id):
+                    self.said.setdefault(sequence_id, []).append(token_id)
+                case SequenceFinished(sequence_id=sequence_id):
+                    self.ended[sequence_id] += 1
+                    self.finished.add(sequence_id)
+                case SequenceFailed(sequence_id=sequence_id):
+                    self.ended[sequence_id] += 1
+        return outcomes
+
+    def run(self, limit: int = 100_000) -> None:
+        """Go on until nothing is in flight."""
+        self.pump()
+        for _ in range(limit):
+            if not self.in_flight:
+                return
+            self.answer()
+            self.pump()
+        raise AssertionError(f"steps without an end: {self.scheduler.n_active} are left")
+
+    def groups(self) -> list[RowGroup]:
+        """All row groups sent so far."""
+        return [group for step in self.sent for group in step.batch.groups]

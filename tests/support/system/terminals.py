@@ -1,0 +1,96 @@
+"""A `shardnet` command at a terminal of its own, as a person has it before them.
+
+Knows the terminal: what is typed, what is seen, its settings, and how it is closed. Must not know
+what commands do.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from support.system.nodes import STOP_S, Machine, Output
+
+RUN = """
+import os, signal, sys
+os.setsid()
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "shardnet_cli", *sys.argv[1:]])
+"""
+"""Python code: become the leader of a session whose terminal is standard input, and the command."""
+
+
+class Terminal:
+    """A terminal at which a command runs. `screen` is what has come to it."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+    ) -> None:
+        self._outside, inside = pty.openpty()
+        self._settings = termios.tcgetattr(inside)[:4]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *arguments],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=environment,
+            cwd=folder,
+        )
+        os.close(inside)
+        self._closed, self._close = os.pipe()
+        shown, self._show = os.pipe()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.screen = Output(os.fdopen(shown, "rb"))
+
+    def type(self, keys: str, then: str = "") -> None:
+        """Press keys, and wait until `then` comes to the screen."""
+        seen = len(self.screen.text)
+        os.write(self._outside, keys.encode())
+        if then:
+            self.screen.wait_for(then, after=seen)
+
+    def has_its_settings(self) -> bool:
+        """Whether the terminal has the settings with which it was found."""
+        return termios.tcgetattr(self._outside)[:4] == self._settings
+
+    def wait(self) -> int:
+        """Wait for the command's end and return its exit code."""
+        return self.process.wait(STOP_S)
+
+    def close(self) -> None:
+        """Close the window: whoever is still there is hung up on."""
+        with suppress(OSError):  # closed before
+            os.close(self._close)
+            self._reader.join()
+            os.close(self._closed)
+            os.close(self._outside)
+            self.screen.close()
+
+    def _read(self) -> None:
+        ends = [self._outside, self._closed]
+        with open(self._show, "wb", buffering=0) as screen, suppress(OSError):
+            while self._closed not in select.select(ends, [], [])[0]:
+                screen.write(os.read(self._outside, 1 << 16))  # fails when the command has gone
+
+
+@contextmanager
+def at_terminal(machine: Machine, *arguments: str) -> Iterator[Terminal]:
+    """Run a command of a machine at a terminal; both are gone afterwards."""
+    terminal = Terminal(arguments, machine.environment, machine.folder)
+    try:
+        yield terminal
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        terminal.close()

@@ -1,0 +1,149 @@
+"""Nodes and commands that begin as copies of one process which has imported torch.
+
+That saves 2 s of CPU for each node, 0.3 s for each command.
+
+Python's fork server makes the copies: one server for each process that runs tests. A copy has the
+arguments, the environment and the folder that it is given, and runs the same `__main__` as
+`python -m shardnet_cli`. Knows nothing of what the processes say or do.
+
+What is not tested this way is Python's own start and end; the nodes of `--local`, those of the
+walkthrough and those that check keys are started as users start them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+PRELOADED = [
+    "torch",
+    "shardnet.cluster.node.node",
+    "shardnet.cluster.ring.stage_host",
+    "shardnet_cli.main",
+]
+"""What a node has imported when it serves a model, or leads to it. None of it reads the environment
+or starts a thread of ours when it is imported."""
+
+CLONE_NEWNET = 0x40000000
+"""Linux's number for network namespaces; Python knows it from 3.12 on."""
+
+
+def is_possible() -> bool:
+    """Whether a process with torch in it may be copied here; not so on macOS."""
+    return sys.platform == "linux"
+
+
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """Have the process that is copied, and wait for its end, which nobody else does."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+class WarmProcess:
+    """`python -m shardnet_cli` as a copy; has what tests use of subprocess.Popen.
+
+    It has the network of this process, or that of the `namespace` of this name.
+    """
+
+    stdin = None
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        namespace: str = "",
+    ) -> None:
+        self.args = ["shardnet_cli", *arguments]
+        context = multiprocessing.get_context("forkserver")
+        stdout, its_stdout = context.Pipe(duplex=False)
+        stderr, its_stderr = context.Pipe(duplex=False)
+        with stdout, stderr, its_stdout, its_stderr:
+            self._process = context.Process(
+                target=_run,
+                args=(arguments, environment, cwd, namespace, its_stdout, its_stderr),
+                daemon=True,
+            )
+            self._process.start()
+            self.stdout: IO[bytes] = os.fdopen(os.dup(stdout.fileno()), "rb")
+            self.stderr: IO[bytes] = os.fdopen(os.dup(stderr.fileno()), "rb")
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, once there is one; minus the signal's number if one ended it."""
+        if self._code is None and (code := self._process.exitcode) is not None:
+            self._code = code
+            self._process.close()
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code. Raises subprocess.TimeoutExpired, as Popen does."""
+        if self._code is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal unless it is gone."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    namespace: str,
+    stdout: Connection,
+    stderr: Connection,
+) -> None:
+    """Be the command, in the copy."""
+    if namespace:
+        _enter(namespace)
+    gc.freeze()  # what the server has imported is not looked through again
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for pipe, descriptor in ((stdout, 1), (stderr, 2)):
+        os.dup2(pipe.fileno(), descriptor)
+        pipe.close()
+    warnings.simplefilter("error", ResourceWarning)
+    sys.argv = ["shardnet_cli", *arguments]
+    try:
+        runpy.run_module("shardnet_cli", run_name="__main__", alter_sys=True)
+    finally:
+        gc.collect()  # what is dropped while it still has something to say would say so now
+        atexit._run_exitfuncs()
+
+
+def _enter(namespace: str) -> None:
+    """Leave this network for another one, as `ip netns exec` does; threads to come go along."""
+    with Path("/run/netns", namespace).open() as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), namespace)

@@ -1,0 +1,193 @@
+"""Chat templates: found where checkpoints keep them, as transformers renders them, and bounded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.tokenizers.chat import chat_template
+from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+
+SHORT_TALK = [{"role": "user", "content": ' Hello <there> & "you"\n'}]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello\nyou"},
+    {"role": "user", "content": "  Go on — ünïcode 🙂 "},
+]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+HEADERS = """{{- bos_token }}
+{%- set date = strftime_now("%Y") if strftime_now is defined else "2024" %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start|>system<|end|>\\n\\nYear: " + date + "\\n" + system + "<|eot|>" }}
+{%- for message in messages %}
+    {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}"""
+INST = """{{ bos_token }}{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{% endif %}
+{% endfor %}"""
+TURNS = """{%- set ns = namespace(found=0) -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' -%}{%- continue -%}{%- endif -%}
+    {%- set ns.found = ns.found + 1 -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' ~ role ~ '\\n' ~ (message['content'] | trim) ~ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{{ ns.found }}{{ {'a': [1, 'é<']} | tojson }}{% if tools %}tools{% endif %}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
+
+
+PATIENCE_S = 120
+"""Processor time for templates that are good: much more than any takes."""
+
+
+def make_template(source: str) -> ChatTemplate:
+    return ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
+
+
+@pytest.mark.parametrize("messages", [SHORT_TALK, TALK])
+@pytest.mark.parametrize("source", [CHATML, HEADERS, INST, TURNS])
+def test_a_template_gives_the_text_that_transformers_gives(
+    source: str, messages: list[dict[str, str]]
+) -> None:
+    [expected], _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True, **TOKENS
+    )
+    assert make_template(source).render(messages, seconds=PATIENCE_S) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for x in messages %}\n{% if %}", "line 2: "),
+        ("\n\n{{ messages[0].nothing.more }}", "line 3: UndefinedError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{{ 'a' * 10**10 }}", "needs more than 1024 MiB"),
+        ("{{ 'a' | center(10**10) }}", "needs more than 1024 MiB"),
+        ("{% for i in range(90000) %}{{ 'a' * 1000 }}{% endfor %}", "grows beyond 8388608 bytes"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "without end"),
+    ],
+)
+def test_what_a_template_may_not_do_is_named(source: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^chat_template\.jinja") as caught:
+        make_template(source).render(SHORT_TALK, seconds=PATIENCE_S)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** (10 ** 9) }}",
+    ],
+)
+def test_a_template_that_takes_too_long_is_given_up(source: str) -> None:
+    with pytest.raises(CheckpointError, match="not done after 1 s: it loops"):
+        make_template(source).render(SHORT_TALK, seconds=1)
+
+
+def test_a_process_that_gets_no_processor_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the template's own time that counts."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import runpy, time\ntime.sleep(1.2)\n"
+        f"runpy.run_path({str(chat_template._PROGRAM)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(chat_template, "_PROGRAM", late)
+    assert make_template("{{ messages | length }}").render(SHORT_TALK, seconds=1) == "1"
+
+
+def test_a_template_may_refuse_messages_in_its_own_words() -> None:
+    template = make_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
+        template.render(TALK, seconds=PATIENCE_S)
+
+
+def test_the_environment_of_the_node_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor would jinja2 give it: two walls."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    template = make_template("{{ HF_TOKEN }}{{ environ }}|")
+    assert template.render(TALK, seconds=PATIENCE_S) == "|"
+
+
+@pytest.mark.parametrize(
+    ("files", "source"),
+    [
+        ({"chat_template.jinja": "A", "tokenizer_config.json": {"chat_template": "B"}}, "A"),
+        ({"tokenizer_config.json": {"chat_template": "B"}, "chat_template.json": {}}, "B"),
+        ({"chat_template.json": {"chat_template": "C"}}, "C"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "T"},
+                        {"name": "default", "template": "D"},
+                    ]
+                }
+            },
+            "D",
+        ),
+    ],
+)
+def test_where_templates_are_found(files: dict[str, Any], source: str, tmp_path: Path) -> None:
+    for name, said in files.items():
+        text = said if isinstance(said, str) else json.dumps(said)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert ChatTemplate.find(tmp_path).source == source
+
+
+def test_special_tokens_come_from_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ pad_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<a>", "eos_token": "<b>"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<c>", "lstrip": false}, "pad_token": null}'
+    )
+    assert ChatTemplate.find(tmp_path).render(TALK, seconds=PATIENCE_S) == "<a>|<c>|"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "words"),
+    [
+        ("nothing", "", UsageError, "has no chat template"),
+        ("tokenizer_config.json", "{", CheckpointError, "not readable as JSON"),
+        ("tokenizer_config.json", "[1]", CheckpointError, "expected a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 3}', CheckpointError, "neither a template"),
+        ("chat_template.json", '{"chat_template": [{"name": "x"}]}', CheckpointError, "default"),
+        ("chat_template.jinja", "a" * (MAX_TEMPLATE_BYTES + 1), CheckpointError, "at most 1048576"),
+    ],
+)
+def test_files_that_hold_no_template_are_named(
+    name: str, text: str, kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(kind, match=words) as caught:
+        ChatTemplate.find(tmp_path)
+    assert str(tmp_path) in str(caught.value)

@@ -1,0 +1,226 @@
+"""Tokenizers of GGUF metadata: ids as in the tokenizer's first form, templates, bad keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from hypothesis import example, given, settings
+from support.models import trained_tokenizers as trained
+from tokenizers import models, normalizers, pre_tokenizers
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, LLAMA3, QWEN2, TEKKEN
+from shardnet.tokenizers.chat.chat_template import ChatTemplate
+from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from shardnet.tokenizers.tokenizer import Tokenizer
+
+
+@cache
+def load(kind: str) -> Tokenizer:
+    metadata = (
+        trained.gguf_pieces(kind) if kind in trained.KINDS else trained.gguf_ranks(*WORDS[kind])
+    )
+    return tokenizer_of(metadata)
+
+
+def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
+    read = read_gguf_tokenizer(metadata, "small.gguf")
+    assert read is not None
+    return Tokenizer.of(read)
+
+
+WORDS = {
+    "llama3": (LLAMA3, "llama-bpe"),
+    "qwen2": (QWEN2, "qwen2"),
+    "tekken": (TEKKEN, "tekken"),
+}
+
+
+def plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, bos="off", parse_special=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "symbols", "collapsing"])
+@given(text=trained.TEXTS)
+def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
+    other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model(kind))
+    collapses = {"tokenizer.ggml.remove_extra_whitespaces": True} if kind == "collapsing" else {}
+    tokenizer = tokenizer_of(trained.gguf_pieces(kind) | collapses) if collapses else load(kind)
+    assert plain(tokenizer, text) == other.encode(text)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "tekken"])
+@settings(max_examples=80)
+@given(text=trained.TEXTS)
+@example(text="zzqq")
+def test_ranked_tokens_give_the_ids_of_tiktoken(kind: str, text: str) -> None:
+    split, _ = WORDS[kind]
+    other = tiktoken.Encoding(
+        name="small",
+        pat_str=split.patterns[0],
+        mergeable_ranks={token: rank for rank, token in enumerate(trained.ranks(split))},
+        special_tokens={"<think>": len(trained.ranks(split)) + 2},
+    )
+    ids = other.encode(text, allowed_special="all")
+    assert plain(load(kind), text) == ids
+    assert load(kind).decode(ids) == text
+
+
+@given(text=trained.TEXTS)
+def test_qwen_tokens_give_the_ids_of_the_tokenizer_json(text: str) -> None:
+    """Composed first, as Qwen's tokenizer.json does and llama.cpp does not."""
+    said = trained.gguf_ranks(*WORDS["qwen2"])
+    tokens = said["tokenizer.ggml.tokens"]
+    merges = [tuple(line.split(" ")) for line in said["tokenizer.ggml.merges"]]
+    other = tokenizers.Tokenizer(
+        models.BPE(vocab={text: n for n, text in enumerate(tokens[:-5])}, merges=merges)
+    )
+    other.normalizer = normalizers.NFC()
+    other.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(QWEN2.patterns[0]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert plain(load("qwen2"), text) == other.encode(text).ids
+
+
+def test_special_ids_and_padding() -> None:
+    llama = load("llama")
+    assert (llama.bos_id, llama.eos_ids) == (1, (2,))
+    assert llama.encode("the cat") == [1, *plain(llama, "the cat")]
+    assert llama.ids_without_token(llama.n_tokens + 3) == tuple(
+        llama.n_tokens + place for place in range(3)
+    )
+    ranked = load("llama3")
+    first = len(trained.ranks(LLAMA3))
+    assert (ranked.bos_id, ranked.eos_ids) == (first, (first + 1, first + 2))
+    assert ranked.special_ids == {first, first + 1}
+    assert ranked.encode("<think><|end|>") == [first, first + 2, first + 1]
+    assert ranked.n_tokens == first + 3
+
+
+def test_a_bos_stands_before_a_text_as_the_file_or_else_its_kind_says() -> None:
+    for pre, by_default in (("llama-bpe", True), ("qwen2", False), ("tekken", True)):
+        said = trained.gguf_ranks(LLAMA3, pre)
+        bos_id = said["tokenizer.ggml.bos_token_id"]
+        for key, want in ((None, by_default), (True, True), (False, False)):
+            ids = tokenizer_of(said | {"tokenizer.ggml.add_bos_token": key}).encode("the")
+            assert (ids[0] == bos_id) == want
+
+
+def test_every_name_of_a_split_can_be_read() -> None:
+    for pre in GGUF_NAMES:
+        tokenizer = tokenizer_of(trained.gguf_ranks(LLAMA3, pre))
+        for text in trained.TEXT:
+            assert tokenizer.decode(plain(tokenizer, text)) == text
+
+
+WORDS_OF = {
+    "gpt-2": ["a", "1234", "'s", " b", "  ", " c"],
+    "llama-bpe": ["a", "123", "4", "'s", " b", "  ", " c"],
+    "qwen2": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
+    "refact": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
+    "deepseek-v3": ["a", "123", "4", "'s", " b", "  ", " c"],
+}
+
+
+@pytest.mark.parametrize("pre", WORDS_OF)
+def test_words_of_a_text(pre: str) -> None:
+    """Written out by hand."""
+    cut = GGUF_NAMES[pre].pre_tokenizer().pre_tokenize_str("a1234's b   c")
+    assert [word.replace("Ġ", " ") for word, _ in cut] == WORDS_OF[pre]
+
+
+def test_the_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load("llama")
+    assert tokenizer.template is not None
+    assert tokenizer.template.render([{"role": "user", "content": "hi"}]) == "<s>[hi]</s>"
+    assert ChatTemplate.find(tmp_path, tokenizer.template) is tokenizer.template
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert ChatTemplate.find(tmp_path, tokenizer.template).source == "beside"
+    assert load("llama3").template is None
+
+
+def test_metadata_without_a_tokenizer() -> None:
+    assert read_gguf_tokenizer({"general.architecture": "llama"}, "small.gguf") is None
+    assert read_gguf_tokenizer({"tokenizer.ggml.model": "none"}, "small.gguf") is None
+
+
+# --- bad metadata
+
+Said = dict[str, Any]
+
+
+def with_key(key: str, value: Any) -> Callable[[Said], Said]:
+    return lambda said: said | {f"tokenizer.ggml.{key}": value}
+
+
+def element(key: str, place: int, value: Any) -> Callable[[Said], Said]:
+    def spoil(said: Said) -> Said:
+        values = list(said[f"tokenizer.ggml.{key}"])
+        values[place] = value
+        return said | {f"tokenizer.ggml.{key}": values}
+
+    return spoil
+
+
+LLAMA_BAD = {
+    "another kind": (
+        with_key("model", "bert"),
+        "tokenizer.ggml.model = 'bert' is not supported; supported: llama, gpt2",
+    ),
+    "a kind that is a number": (with_key("model", 7), "model must be of type str"),
+    "no tokens": (with_key("tokens", None), "tokens is missing or empty"),
+    "tokens that are numbers": (with_key("tokens", [1, 2]), "tokens must be an array of str"),
+    "a token twice": (element("tokens", 300, "▁the"), "'▁the' is there 2 times"),
+    "a token that is no UTF-8": (element("tokens", 300, "a\udcff"), "tokens[300] is no UTF-8"),
+    "an empty token": (element("tokens", 300, ""), "piece 300 has 0 characters"),
+    "a huge token": (element("tokens", 300, "a" * 9999), "piece 300 has 9999 characters"),
+    "scores too few": (with_key("scores", [0.0]), "scores must have one number for each"),
+    "a score that is none": (element("scores", 300, float("inf")), "has the score inf"),
+    "types too few": (with_key("token_type", [1]), "token_type has 1 elements for"),
+    "a type nobody knows": (element("token_type", 7, 9), "token_type[7] is 9, expected 1 to 6"),
+    "a bos beyond the tokens": (with_key("bos_token_id", 10**9), "bos_token_id is 1000000000, and"),
+    "an eos that is text": (with_key("eos_token_id", "2"), "eos_token_id must be of type int"),
+    "bos that is neither": (with_key("add_bos_token", 1), "add_bos_token must be of type bool"),
+    "a prefix that is neither": (with_key("add_space_prefix", "no"), "add_space_prefix must be"),
+    "a template that is none": (
+        lambda said: said | {"tokenizer.chat_template": 5},
+        "tokenizer.chat_template must be a text",
+    ),
+    "a gigantic template": (
+        lambda said: said | {"tokenizer.chat_template": "a" * (1 << 21)},
+        "tokenizer.chat_template must be a text of at most",
+    ),
+}
+GPT2_BAD = {
+    "no way to split": (with_key("pre", None), "pre is missing; supported: gpt-2,"),
+    "a way nobody knows": (with_key("pre", "chatglm"), "pre = 'chatglm' is not supported; supp"),
+    "no merges": (with_key("merges", None), "merges is missing or empty"),
+    "a merge of one": (element("merges", 5, "ab"), "merges[5] is 'ab', not two tokens"),
+    "a merge of no tokens": (element("merges", 5, "q zqz"), "needs 'zqz', which is no token"),
+    "a token twice": (element("tokens", 9, "a"), "tokens 9 and "),
+}
+
+
+@pytest.mark.parametrize("name", [*LLAMA_BAD, *(f"gpt2: {name}" for name in GPT2_BAD)])
+def test_bad_metadata_is_refused_by_key(name: str) -> None:
+    said = (
+        trained.gguf_ranks(LLAMA3, "llama-bpe")
+        if name.startswith("gpt2: ")
+        else trained.gguf_pieces("llama")
+    )
+    spoil, why = LLAMA_BAD[name] if name in LLAMA_BAD else GPT2_BAD[name.removeprefix("gpt2: ")]
+    with pytest.raises(CheckpointError) as caught:
+        read_gguf_tokenizer(spoil(said), "small.gguf")
+    assert str(caught.value).startswith("small.gguf: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,156 @@
+"""The msgpack schemas: round trip of every message, and strictness."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.strategies.msgspec_strategies import values
+from support.strategies.wire_strategies import encoded, hello
+
+from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
+from shardnet.types import SamplingParams
+from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
+from shardnet.wire.messages.control import (
+    ControlMessage,
+    Failed,
+    control_frame,
+    read_control,
+    reported_error,
+)
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.metas import (
+    ErrorReport,
+    Extras,
+    Hello,
+    Sampling,
+    SlotOperation,
+    error_frame,
+    extras_frame,
+    hello_frame,
+    read_error,
+    read_extras,
+    read_hello,
+    read_sequence,
+    sequence_frame,
+)
+
+
+@pytest.mark.parametrize("kind", ControlMessage.__args__, ids=lambda kind: kind.__name__)
+def test_control_round_trip(kind: type[Any]) -> None:
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+    @given(values(kind))
+    def round_trip(message: Any) -> None:
+        assert read_control(control_frame(message)) == message
+
+    round_trip()
+
+
+@pytest.mark.parametrize("kind", BulkMessage.__args__, ids=lambda kind: kind.__name__)
+def test_bulk_round_trip(kind: type[Any]) -> None:
+    @settings(max_examples=20)
+    @given(values(kind))
+    def round_trip(message: Any) -> None:
+        assert read_bulk(bulk_frame(message)) == message
+
+    round_trip()
+
+
+def test_only_a_piece_has_a_payload() -> None:
+    assert read_bulk(bulk_frame(Piece(request=1), b"x")) == Piece(request=1)
+    with pytest.raises(RemoteProtocolError, match="FetchSkeleton came with 1 bytes of payload"):
+        read_bulk(bulk_frame(FetchSkeleton(request=1, model_id="ab"), b"x"))
+
+
+@given(values(Hello))
+def test_hello_round_trip(hello: Hello) -> None:
+    assert read_hello(hello_frame(hello)) == hello
+
+
+@given(values(SlotOperation))
+def test_sequence_round_trip(operation: Any) -> None:
+    assert read_sequence(sequence_frame(operation, epoch=1)) == operation
+
+
+@given(values(Extras))
+def test_extras_round_trip(extras: Extras) -> None:
+    assert read_extras(extras_frame(extras, epoch=1, step=2)) == extras
+
+
+@given(st.text(st.characters(exclude_categories=[]), max_size=5000))
+def test_any_error_text_fits_its_frame(text: str) -> None:
+    frame = error_frame(PlanError(text), step=4, sequence=9)
+    pack_frame(frame, Limits())
+    report = read_error(frame)
+    assert (report.code, report.sequence, frame.step) == (PlanError.code, 9, 4)
+    if text.isascii() and len(text) <= 2000:
+        assert report.message == text
+
+
+def test_sampling_carries_every_sampling_parameter() -> None:
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert sorted(Sampling.__struct_fields__) == sorted(names)
+    assert Sampling() == Sampling.of(SamplingParams())
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, n_logprobs=0)
+    assert Sampling.of(params).params() == params
+
+
+CANCEL = {"type": "Cancel", "request": 1}
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"",
+        b"\xc1",
+        encoded(CANCEL)[:-1],
+        encoded(CANCEL) + b"\0",
+        encoded({**CANCEL, "more": 1}),
+        encoded({"type": "Cancel"}),
+        encoded({"type": "Nonsense", "request": 1}),
+        encoded({"request": 1}),
+        encoded({**CANCEL, "request": -1}),
+        encoded({**CANCEL, "request": "1"}),
+        encoded({**CANCEL, "request": 2**63}),
+        encoded([1]),
+        b"\x91" * 100_000,
+        encoded({"type": "Failed", "request": 1, "code": 2, "message": "x" * 3000}),
+        encoded({"type": "Failed", "request": 1, "code": 2}) + b"\xa7message\xa1\xff",
+        b"\x84" + encoded({"type": "Failed", "request": 1, "code": 2})[1:] + b"\xa7message\xa1\xff",
+    ],
+)
+def test_a_malformed_message_is_the_peers_fault(meta: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="CONTROL frame is malformed"):
+        read_control(Frame(kind=FrameKind.CONTROL, meta=meta))
+
+
+def test_the_message_that_the_cases_above_break_is_good() -> None:
+    assert read_control(Frame(kind=FrameKind.CONTROL, meta=encoded(CANCEL))) == Cancel(request=1)
+
+
+@pytest.mark.parametrize("more", [{"rank": 256}, {"node": "x" * 257}, {"x": 1}, {"purpose": "?"}])
+def test_a_malformed_hello_is_the_peers_fault(more: dict[str, Any]) -> None:
+    meta = encoded({**msgspec.to_builtins(hello()), **more})
+    with pytest.raises(RemoteProtocolError, match="HELLO frame is malformed"):
+        read_hello(Frame(kind=FrameKind.HELLO, meta=meta))
+
+
+def test_a_reported_error_has_its_class_and_names_the_peer() -> None:
+    report = Failed(request=1, code=PlanError.code, message="no plan fits")
+    error = reported_error(report, "nas")
+    assert type(error) is PlanError
+    assert str(error) == "nas: no plan fits"
+    unknown = reported_error(ErrorReport(code=9999, message="new"), "nas")
+    assert type(unknown) is ShardnetError
+
+
+def test_a_text_without_a_bound_would_be_noticed() -> None:
+    """The round trips above go through `values`, which refuses schemas without bounds."""
+    for unbounded in (str, list[int]):
+        with pytest.raises(NotImplementedError, match="bound it"):
+            values(unbounded)
