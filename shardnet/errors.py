@@ -30,15 +30,31 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
 
 class ShardnetError(Exception):
-    """The root of every named failure. `code` stands in ERROR frames (docs/protocol.md)."""
+    """The root of every named failure. `code` stands in ERROR frames (docs/protocol.md).
+
+    `message` says what was expected, what came and where; `remedy` what the reader can do about it,
+    in the imperative, "" where nothing is known. `str()` gives both in one line, "message; remedy".
+    """
 
     code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "", *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+
+    def at(self, where: str) -> Self:
+        """Make the same error with `where` in front of its message, its remedy kept."""
+        return type(self)(f"{where}: {self.message}", remedy=self.remedy)
 
 
 class UsageError(ShardnetError):
@@ -191,13 +207,13 @@ def _tree(root: type[ShardnetError]) -> list[type[ShardnetError]]:
     return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
 
 
-def error_for_code(code: int, message: str) -> ShardnetError:
+def error_for_code(code: int, message: str, *, remedy: str = "") -> ShardnetError:
     """Make the exception that an ERROR frame's `code` stands for.
 
     An unknown code, from a newer peer, becomes a plain ShardnetError with the same message.
     """
     by_code = {kind.code: kind for kind in _tree(ShardnetError)}
-    return by_code.get(code, ShardnetError)(message)
+    return by_code.get(code, ShardnetError)(message, remedy=remedy)
 
 
 def first_error(group: BaseExceptionGroup[E]) -> E:

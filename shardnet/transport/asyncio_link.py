@@ -244,7 +244,7 @@ class MachineLink(asyncio.BufferedProtocol):
         if self._error is not None:
             return
         who = f"{self._peer.name} ({self._peer_address})" if self._peer else self._peer_address
-        self._error = type(error)(f"{who}: {error}")
+        self._error = error.at(who)
         self._error.__cause__ = error.__cause__
         self._stop_timer()
         self._settled.set()

@@ -108,7 +108,7 @@ def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) 
     asyncio.run(main())
     assert "RingBroken of near" in caplog.text
     assert "IdentifyModel of near" in caplog.text
-    assert "test_control.py" in caplog.text
+    assert "test_control_link.py" in caplog.text
 
 
 def test_a_reply_of_another_kind_is_the_peers_fault() -> None:
