@@ -22,7 +22,7 @@ from bench_ring import random_1b
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import Speculation
-from shardnet.runtime.scheduling.drafting import NgramGuesser
+from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.scheduling.sequences import Outcome, SendStep, SequenceRequest
 from shardnet.runtime.stage.executor import Executor
@@ -249,7 +249,7 @@ async def speculation(bench: Bench) -> dict[str, Any]:
     return report
 
 
-LOOK_UP = Speculation(make_guesser=lambda wake: NgramGuesser())
+LOOK_UP = Speculation(make_draft_source=lambda wake: NgramDrafts())
 
 
 async def _forced(

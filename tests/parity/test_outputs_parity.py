@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from shardnet.runtime.engine.outputs import PromptScored, RowsGiven
 from shardnet.runtime.engine.requests import GenerationEvent, GenerationRequest, Speculation
-from shardnet.runtime.scheduling.drafting import NgramGuesser
+from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
 
 N_LAYERS = 4
@@ -179,8 +179,8 @@ def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
 def test_rows_of_wrong_guesses_are_left_out(stages: TorchStages, reference: Any) -> None:
     """A prompt that repeats itself, so that look-up guesses, rightly and wrongly."""
     phrase = random_prompt(12, 300, seed=11)
-    guesser = Speculation(make_guesser=lambda wake: NgramGuesser())
-    wanted = request(phrase * 4, 40, outputs=EVERYTHING, speculation=guesser)
+    draft_source = Speculation(make_draft_source=lambda wake: NgramDrafts())
+    wanted = request(phrase * 4, 40, outputs=EVERYTHING, speculation=draft_source)
     (events,) = run(stages, wanted)
     timing = events[-1].timing  # type: ignore[union-attr]
     assert timing.n_drafted > timing.n_accepted > 0

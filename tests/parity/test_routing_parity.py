@@ -20,7 +20,7 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.runtime.engine.outputs import RowsGiven
 from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
-from shardnet.runtime.scheduling.drafting import NgramGuesser
+from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.stage.compute import SequenceOpened
 from shardnet.types import OutputKind, OutputParams
 
@@ -117,8 +117,8 @@ def test_asking_changes_no_token_and_not_asking_sends_nothing(
 
 def test_rejected_guesses_leave_nothing(stages: TorchStages, reference: Any) -> None:
     phrase = random_prompt(12, 300, seed=11)
-    guesser = Speculation(make_guesser=lambda wake: NgramGuesser())
-    (events,) = run(stages, request(phrase * 4, 40, outputs=ASKING, speculation=guesser))
+    draft_source = Speculation(make_draft_source=lambda wake: NgramDrafts())
+    (events,) = run(stages, request(phrase * 4, 40, outputs=ASKING, speculation=draft_source))
     timing = events[-1].timing  # type: ignore[union-attr]
     assert timing.n_drafted > timing.n_accepted > 0
     check(reference, phrase * 4, events)

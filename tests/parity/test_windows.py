@@ -47,7 +47,7 @@ def stages(folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(n_layers, 2), context=CONTEXT)
 
 
-class WrongGuesser:
+class WrongDrafts:
     """Guesses more tokens than a window holds, nearly always wrong."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class WrongGuesser:
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         return True
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         return [self._random.randrange(300) for _ in range(limit)]
 
     def close(self) -> None: ...
@@ -79,7 +79,7 @@ def test_long_prompts_are_as_in_transformers(folder: Path, stages: TorchStages) 
 
 def test_wrong_guesses_leave_no_trace(stages: TorchStages) -> None:
     prompt = random_prompt(700, 300, seed=1)
-    speculation = Speculation(make_guesser=lambda wake: WrongGuesser(), most=16)
+    speculation = Speculation(make_draft_source=lambda wake: WrongDrafts(), most=16)
     (plain,) = run(stages, request(prompt, 100), chunk_rows=256)
     (guessed,) = run(stages, request(prompt, 100, speculation=speculation), chunk_rows=256)
     assert tokens_of(guessed) == tokens_of(plain)
@@ -120,7 +120,7 @@ def test_deterministic_text_with_rounded_keys_and_values_is_the_same_whatever_go
     prompts = [prompt, [*prompt[:600], *random_prompt(30, 300, seed=6)], random_prompt(9, 300)]
     plain = [request(ids, 20, deterministic=True) for ids in prompts]
     alone = [tokens_of(run(stages, one, chunk_rows=256)[0]) for one in plain]
-    speculation = Speculation(make_guesser=lambda wake: WrongGuesser(), most=16)
+    speculation = Speculation(make_draft_source=lambda wake: WrongDrafts(), most=16)
     guessed = [request(ids, 20, deterministic=True, speculation=speculation) for ids in prompts]
     for asked in (plain, guessed):
         together = run(stages, *asked, chunk_rows=256)

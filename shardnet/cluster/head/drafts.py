@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramGuesser
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import find_folder, stamp
 
@@ -57,9 +57,9 @@ class Drafts:
         if how == OFF:
             return None
         if how == NGRAM:
-            return Speculation(make_guesser=lambda wake: NgramGuesser(), most=most)
+            return Speculation(make_draft_source=lambda wake: NgramDrafts(), most=most)
         model = await self._load(how, vocab_size, context)
-        return Speculation(make_guesser=model.guesser, most=most)
+        return Speculation(make_draft_source=model.draft_source, most=most)
 
     def close(self) -> None:
         """Free the draft model."""

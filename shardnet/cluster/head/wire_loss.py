@@ -19,7 +19,7 @@ from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import use_threads
-from shardnet.runtime.stage.progress import Reporter
+from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.wire_loss import measure_logit_error, measure_rounding_s
 from shardnet.types import WireDType
 from shardnet.wire.framing.schema import Strict
@@ -106,7 +106,7 @@ class WireErrors:
 
     async def _error(self, plan: Plan, on_progress: Progress) -> WireError:
         threads = plan.choice.threads or self._threads()
-        reporter = Reporter(on_progress, asyncio.get_running_loop())
+        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         measuring = asyncio.ensure_future(
             self._thread.run(lambda: self._find_or_measure(plan, threads, reporter))
         )
@@ -119,7 +119,7 @@ class WireErrors:
 
     # --- on the thread
 
-    def _find_or_measure(self, plan: Plan, threads: int, reporter: Reporter) -> WireError:
+    def _find_or_measure(self, plan: Plan, threads: int, reporter: ProgressReporter) -> WireError:
         key = _Key(
             method=METHOD,
             model_id=plan.facts.model_id,

@@ -24,7 +24,7 @@ from shardnet.runtime.stage.loading import (
     load,
     use_threads,
 )
-from shardnet.runtime.stage.progress import Reporter
+from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, WireDType
@@ -47,7 +47,7 @@ class StageHost:
         self._compute = Executor("shardnet-compute")
         self._loader = Executor("shardnet-load", niceness=10)
         self._changing = asyncio.Lock()
-        self._work: Reporter | None = None
+        self._work: ProgressReporter | None = None
         """Of what is loaded or measured now."""
         self._is_closing = False
         self.loaded: LoadedStage | None = None
@@ -173,7 +173,7 @@ class StageHost:
         async with self._changing:
             self._check_not_closing()
             self.check_idle()
-            reporter = Reporter(on_progress, asyncio.get_running_loop())
+            reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
 
             def tick() -> None:
                 self.check_idle()
@@ -238,7 +238,7 @@ class StageHost:
         self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
     ) -> LoadedStage:
         """Load on the loading thread. When cancelled, wait until the thread has given up."""
-        reporter = Reporter(on_progress, asyncio.get_running_loop())
+        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         try:
             return await self._to_its_end(
                 self._loader,
@@ -249,7 +249,9 @@ class StageHost:
             await finish(self._loader.run(give_memory_back))
             raise
 
-    async def _to_its_end(self, thread: Executor, job: Callable[[], T], reporter: Reporter) -> T:
+    async def _to_its_end(
+        self, thread: Executor, job: Callable[[], T], reporter: ProgressReporter
+    ) -> T:
         """Run `job` on a thread. When cancelled, have it give up and wait until it has."""
         self._work = reporter
         running = asyncio.ensure_future(thread.run(job))

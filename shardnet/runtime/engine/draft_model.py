@@ -1,7 +1,7 @@
-"""A small model beside the ring that guesses what the big one will say (design decision 5).
+"""A small draft model that runs beside the ring (design decision 5).
 
 Knows how to run a whole model on a thread of its own, greedily, for several sequences. Must not
-know the ring, nor whether its guesses are right: those that were wrong are overwritten by position.
+know the ring, nor which drafts are accepted: rejected ones are overwritten by position.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ from shardnet.types import (
 
 log = logging.getLogger(__name__)
 
-MAX_GUESSERS = 8
-"""Sequences that it guesses for at once; others go without."""
+MAX_DRAFTED_SEQUENCES = 8
+"""Sequences that it drafts for at the same time; others get no drafts."""
 
 
 @dataclass(slots=True, eq=False)
 class DraftModel:
-    """A loaded model. `guess` runs on `executor`, everything else on the event loop."""
+    """A loaded draft model. `draft` runs on `executor`, everything else on the event loop."""
 
     model: StageModel
     executor: Executor
-    _free_slots: list[SlotId] = field(default_factory=lambda: [*map(SlotId, range(MAX_GUESSERS))])
+    _free_slots: list[SlotId] = field(
+        default_factory=lambda: [*map(SlotId, range(MAX_DRAFTED_SEQUENCES))]
+    )
 
     def close(self) -> None:
         """End the thread."""
         self.executor.close()
 
-    def guesser(self, wake: Callable[[], None]) -> ModelGuesser:
-        """Give a sequence its guesser, which has nothing to say where all slots are taken."""
+    def draft_source(self, wake: Callable[[], None]) -> ModelDrafts:
+        """Make the draft source of one sequence; it proposes nothing if all slots are taken."""
         slot = self._free_slots.pop() if self._free_slots else None
-        return ModelGuesser(self, slot, wake)
+        return ModelDrafts(self, slot, wake)
 
     def give_back(self, slot: SlotId) -> None:
-        """Take a slot back, once its last guess is done."""
+        """Release a slot when its last draft is done."""
         self.executor.submit(lambda: self.model.kv.free(slot)).add_done_callback(
             lambda _: self._free_slots.append(slot)
         )
 
-    def guess(self, slot: SlotId, tokens: Sequence[int], n_held: int, limit: int) -> list[int]:
+    def draft(self, slot: SlotId, tokens: Sequence[int], n_held: int, limit: int) -> list[int]:
         """Return the `limit` likeliest tokens after `tokens`, one after the other.
 
         The slot holds the first `n_held` positions of `tokens`. Raises CapacityError when the
@@ -74,10 +76,10 @@ class DraftModel:
         for start in range(n_held, len(tokens), PREFILL_CHUNK_ROWS):
             rows = tokens[start : start + PREFILL_CHUNK_ROWS]
             token = self._next(slot, rows, start)
-        guessed = [token]
-        while len(guessed) < limit:
-            guessed.append(self._next(slot, guessed[-1:], len(tokens) + len(guessed) - 1))
-        return guessed
+        drafts = [token]
+        while len(drafts) < limit:
+            drafts.append(self._next(slot, drafts[-1:], len(tokens) + len(drafts) - 1))
+        return drafts
 
     def _next(self, slot: SlotId, rows: Sequence[int], position: int) -> int:
         group = RowGroup(
@@ -91,8 +93,8 @@ class DraftModel:
         return int(self.model.forward(batch, None)[0].argmax())
 
 
-class ModelGuesser:
-    """One sequence's guesses (drafting.Guesser), made while the ring is at other work."""
+class ModelDrafts:
+    """Drafts for one sequence (drafting.DraftSource), computed while the ring does other work."""
 
     def __init__(self, draft: DraftModel, slot: SlotId | None, wake: Callable[[], None]) -> None:
         self._draft = draft
@@ -101,46 +103,46 @@ class ModelGuesser:
         self._job: asyncio.Future[list[int]] | None = None
         self._held: list[int] = []
         self._n_tokens = 0
-        self._guesses: list[int] = []
+        self._drafted: list[int] = []
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Have the model guess; see Guesser."""
+        """Start drafting on the thread; see DraftSource."""
         if self._slot is None or self._n_tokens == len(tokens):
             return True
         if self._job is None:
             slot, text = self._slot, list(tokens)
             n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
             self._job = self._draft.executor.submit(
-                lambda: self._draft.guess(slot, text, n_held, limit)
+                lambda: self._draft.draft(slot, text, n_held, limit)
             )
             self._job.add_done_callback(lambda job: self._take(text, job))
         return False
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Give what was guessed after exactly these tokens."""
-        return self._guesses[:limit] if self._n_tokens == len(tokens) else []
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return the drafts made for exactly these tokens; none if they are for others."""
+        return self._drafted[:limit] if self._n_tokens == len(tokens) else []
 
     def close(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         if self._slot is not None:
             self._draft.give_back(self._slot)
             self._slot = None
 
     def _take(self, text: list[int], job: asyncio.Future[list[int]]) -> None:
-        """Take what the thread has guessed. Where it could not, it is not asked again."""
+        """Keep the drafts of a finished job. After a failure the model is not asked again."""
         self._job = None
         if self._slot is None or job.cancelled():
             return
         error = job.exception()
         if isinstance(error, ShardnetError):
-            log.warning("the draft model guesses no more for this text: %s", error)
+            log.warning("the draft model stops drafting for this text: %s", error)
             self.close()
-        elif error is not None:  # our own bug: the ring goes on without guesses
+        elif error is not None:  # our own bug: the ring continues without drafts
             log.error("the draft model failed", exc_info=error)
             self.close()
         else:
-            self._n_tokens, self._guesses = len(text), job.result()
-            self._held = [*text, *self._guesses[:-1]]
+            self._n_tokens, self._drafted = len(text), job.result()
+            self._held = [*text, *self._drafted[:-1]]
         self._wake()
 
 
@@ -149,15 +151,16 @@ def load_draft_model(
 ) -> DraftModel:
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
-    Runs on a loading thread. `vocab_size` is the ring's: guesses are its token ids. Raises
+    Runs on a loading thread. `vocab_size` is the ring's. Raises
     CheckpointError for a model of another vocabulary, CapacityError when it does not fit.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     if config.vocab_size != vocab_size:
         raise CheckpointError(
-            f"--speculate {path}: the model has {config.vocab_size} token ids and the one it "
-            f"guesses for has {vocab_size}; name a smaller model of the same family"
+            f"--speculate {path}: the draft model has {config.vocab_size} token ids, the model of "
+            f"the ring {vocab_size}",
+            remedy="name a smaller model of the same family",
         )
     layers = LayerRange(0, config.n_layers)
     kind = torch.device(device)
@@ -166,7 +169,7 @@ def load_draft_model(
     form = weight_form(checkpoint, choice)
     room_blocks = min(
         kv_room_blocks(config, layers, form, context, memory_bytes, device=kind.type),
-        MAX_GUESSERS * blocks_for(context),
+        MAX_DRAFTED_SEQUENCES * blocks_for(context),
     )
     model = load_stage(
         checkpoint,

@@ -134,7 +134,7 @@ class Engine:
         expiry = self._set_deadline(sequence_id, request)
         try:
             self._pump()
-            self._tell_places()
+            self._report_queue_positions()
             while True:
                 event = await live.events.get()
                 if isinstance(event, ShardnetError):
@@ -147,10 +147,10 @@ class Engine:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
             if drafter is not None:
-                drafter.guesser.close()
+                drafter.draft_source.close()
             if self._scheduler.end(sequence_id):
                 self._pump()
-                self._tell_places()
+                self._report_queue_positions()
 
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
@@ -160,16 +160,17 @@ class Engine:
             live.fail(error)
 
     def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
-        """Make the request's drafter. Raises UsageError where guesses could change its bits."""
+        """Make the drafter of a request. Raises UsageError where drafts could change its bits."""
         if request.speculation is None:
             return None
         if request.deterministic and self._scheduler.limits.exact_rows == 1:
             raise UsageError(
-                "--deterministic and --speculate exclude each other here: on this ring a row's "
-                "bits depend on the rows beside it; leave one of them out"
+                "--deterministic and --speculate exclude each other on this ring: the bits of a "
+                "row depend on the batch",
+                remedy="leave one of them out",
             )
         return AdaptiveDrafter(
-            guesser=request.speculation.make_guesser(self._pump),
+            draft_source=request.speculation.make_draft_source(self._pump),
             cost=self._step_cost,
             most=request.speculation.most,
         )
@@ -199,7 +200,7 @@ class Engine:
                 case _:
                     assert_never(instruction)
         if any(isinstance(instruction, OpenSlot) for instruction in instructions):
-            self._tell_places()
+            self._report_queue_positions()
 
     def _set_deadline(
         self, sequence_id: SequenceId, request: GenerationRequest
@@ -222,14 +223,14 @@ class Engine:
             )
         )
         self._pump()
-        self._tell_places()
+        self._report_queue_positions()
 
-    def _tell_places(self) -> None:
-        """Tell those that wait how many go before them."""
+    def _report_queue_positions(self) -> None:
+        """Report to waiting requests how many are before them."""
         for ahead, sequence_id in enumerate(self._scheduler.waiting):
             live = self._live.get(sequence_id)
             if live is not None:
-                live.tell_place(ahead)
+                live.report_queue_position(ahead)
 
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)

@@ -1,4 +1,4 @@
-"""A request whose end its client has not seen: its text, its times, and the events it waits for.
+"""A running request: its text, its timing, and the events its client waits for.
 
 Knows one request. Must not know the scheduler, the pipeline or other requests.
 """
@@ -42,7 +42,9 @@ class _StageSums:
             self.queue_us[rank] = self.queue_us.get(rank, 0) + timing.queue_us
 
     def means(self) -> tuple[StageMean, ...]:
-        """Split what is neither compute nor queueing over the hops; a ring of one has none."""
+        """Average over steps. Time neither computing nor queued is split over the hops (none for
+        one stage).
+        """
         if not self.n_steps:
             return ()
         n_hops = len(self.compute_us) if len(self.compute_us) > 1 else 0
@@ -71,7 +73,7 @@ class LiveRequest:
     n_tokens: int = 0
     outputs: OutputCollector | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
-    _told_ahead: int | None = None
+    _reported_ahead: int | None = None
     _first_ns: int = 0
     _last_ns: int = 0
 
@@ -80,22 +82,25 @@ class LiveRequest:
             self.outputs = OutputCollector(self.request.outputs, len(self.request.prompt))
 
     def move(self, state: LiveState, *, n_kept: int = 0) -> None:
-        """Take note that it runs, goes on or is paused."""
+        """Record and report that the request runs, is paused or resumes."""
         self.state = state
         self.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
 
-    def tell_place(self, ahead: int) -> None:
-        """Tell how many requests go before it: at first, and when that has halved."""
+    def report_queue_position(self, ahead: int) -> None:
+        """Report how many requests are before this one: at first, and whenever that has halved."""
         if self.state is not LiveState.QUEUED:
             return
-        if self._told_ahead is None or ahead <= self._told_ahead // 2 < self._told_ahead:
-            self._told_ahead = ahead
+        if (
+            self._reported_ahead is None
+            or ahead <= self._reported_ahead // 2 < self._reported_ahead
+        ):
+            self._reported_ahead = ahead
             self.events.put_nowait(RequestMoved(state=LiveState.QUEUED, ahead=ahead))
 
     def take_step(self, group: RowGroup, answered: StepAnswered) -> None:
-        """Take what a step with these rows took, if they were no prompt's, and their outputs.
+        """Add the timing of a decode step, and collect the outputs of its rows.
 
-        Those of sampled rows count when their token does.
+        Outputs of sampled rows are released together with their token.
         """
         if group.position >= len(self.request.prompt):
             self._sums.add(answered)
@@ -111,7 +116,7 @@ class LiveRequest:
         self._give(self.outputs.release(group.position + group.n_rows - group.n_sampled))
 
     def take_token(self, token_id: int, logprobs: TokenLogprobs | None, now_ns: int) -> bool:
-        """Take one more token. Return whether its text holds a stop string: it is the last."""
+        """Add a sampled token. Return whether its text completes a stop string."""
         self._last_ns = now_ns
         self._first_ns = self._first_ns or now_ns
         if self.outputs is not None:
@@ -123,7 +128,7 @@ class LiveRequest:
         return stopped
 
     def finish(self, reason: FinishReason, now_ns: int) -> None:
-        """Tell that it is done, with what was held back."""
+        """Report the end, with the text that was held back."""
         if self.outputs is not None:
             self._give(self.outputs.finish())
         self.events.put_nowait(
@@ -133,7 +138,7 @@ class LiveRequest:
         )
 
     def fail(self, error: ShardnetError) -> None:
-        """Tell that there is nothing more, and why."""
+        """Report the error that ends the request."""
         self.events.put_nowait(error)
 
     def _give(self, events: Sequence[OutputEvent]) -> None:
@@ -141,7 +146,7 @@ class LiveRequest:
             self.events.put_nowait(event)
 
     def _timing(self, now_ns: int) -> RequestTiming:
-        """Sum its times up; without any token it ended now, when its prompt was computed."""
+        """Sum up the timing; without any token the request ended when its prompt was computed."""
         last_ns = self._last_ns or now_ns
         first_ns = self._first_ns or last_ns
         decode_s = (last_ns - first_ns) / 1e9

@@ -1,6 +1,6 @@
 """What a request gets beside tokens, put in order on the head: prompt logprobs and rows.
 
-Knows which rows count: those of rejected guesses do not, and a replayed row counts once. Must not
+Knows which rows count: those of rejected drafts do not, and a replayed row counts once. Must not
 know steps, links or clients.
 """
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shardnet.errors import SamplingError
 from shardnet.runtime.engine.outputs import OutputEvent
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, Guesser
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.types import (
     MAX_STOP_IDS,
@@ -35,13 +35,13 @@ class TextAssembler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Guess tokens ahead and have the ring verify several at once (design decision 5).
+    """Draft tokens and have the ring verify several at once (design decision 5).
 
-    `make_guesser` gives a request its own guesser, which calls what it is given when it has become
-    ready; `most` caps the tokens of one guess.
+    `make_draft_source` makes the draft source of one request; it gets a callback to call when
+    drafts are ready. `most` caps the drafts of one step.
     """
 
-    make_guesser: Callable[[Callable[[], None]], Guesser]
+    make_draft_source: Callable[[Callable[[], None]], DraftSource]
     most: int = MAX_DRAFT_TOKENS
 
 
@@ -86,7 +86,7 @@ class StageMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """How long a request took, by the head's clock, and how many guessed tokens were right."""
+    """How long a request took, by the head's clock, and how many drafts were accepted."""
 
     ttft_s: float
     decode_tok_s: float

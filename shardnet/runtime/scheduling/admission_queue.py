@@ -1,11 +1,13 @@
-"""The roster: who waits, who runs in which slot, who is paused for want of room. Pure.
+"""Admit sequences to slots, pause them when KV room runs out, resume them later. Pure.
 
-Knows sequences in their order, slots and KV blocks, and what every stage is to be told of slots
-(design decisions 1, 6 and 7). Must not know steps or rows.
+Knows the order of sequences, their slots and KV blocks, and the slot operations that every stage
+must carry out (design decisions 1, 6 and 7). Must not know steps or rows.
 
-- the KV room of rows is booked before they are sent, so no stage ever runs out;
-- when running sequences outgrow the room, warm slots are given up, then the youngest is paused;
-- a sequence waits while a running prompt will soon hold more of its prefix than any slot does.
+- KV blocks are booked before rows are sent, so no stage runs out of room;
+- when running sequences outgrow the room, warm slots are freed first, then the youngest sequence is
+  paused;
+- a sequence waits while a running prompt is about to compute a longer prefix of it than any slot
+  holds.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardnet.errors import BusyError, CapacityError, UsageError
-from shardnet.runtime.scheduling.kv_block_manager import Slot, SlotBook, common_prefix
+from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, common_prefix
 from shardnet.runtime.scheduling.sequences import (
     CloseSlot,
     FreeSlot,
@@ -27,10 +29,10 @@ from shardnet.types import BLOCK_POSITIONS, SequenceId, blocks_for
 
 
 @dataclass(slots=True, kw_only=True)
-class Roster:
-    """Sequences of one ring; what its fields mean stands at Scheduler.
+class AdmissionQueue:
+    """Waiting and running sequences of one ring. For the limits see Scheduler.
 
-    `pending` is what the stages are to be told, in data order; the scheduler's steps go there too.
+    `pending` lists the instructions for the stages in data order, the scheduler's steps included.
     """
 
     room_blocks: int
@@ -39,51 +41,55 @@ class Roster:
     max_waiting: int
     window: int | None
     chunk_rows: int
-    book: SlotBook = field(init=False)
+    book: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
-    """Who waits or is paused, the next first."""
+    """Waiting and paused sequences, the next to be admitted first."""
     running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
-    """Who of them decodes next, in this order."""
+    """Running sequences whose newest token can be sent, in the order in which they are."""
     pending: list[Instruction] = field(default_factory=list)
     _next_order: int = 0
 
     def __post_init__(self) -> None:
-        self.book = SlotBook(room_blocks=self.room_blocks, window=self.window)
+        self.book = KvBlockManager(room_blocks=self.room_blocks, window=self.window)
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
 
-        Raises UsageError for an empty prompt, CapacityError when the request could never fit: its
-        prompt fills the context, or its life outgrows the whole KV room; BusyError when the queue
-        is full.
+        Raises UsageError for an empty prompt or a negative `max_tokens`, CapacityError if the
+        prompt fills the context or prompt and output could never fit the KV room, BusyError if
+        `max_waiting` requests wait.
         """
         n_prompt = len(request.prompt)
         if n_prompt == 0:
-            raise UsageError("the prompt is empty and the model adds no bos token: give some text")
+            raise UsageError(
+                "the prompt is empty and the model adds no bos token", remedy="give some text"
+            )
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
         if n_prompt + min(request.max_tokens, 1) > self.context:
             raise CapacityError(
-                f"the prompt has {n_prompt} tokens and the context holds {self.context}: "
-                "shorten the prompt or raise --context"
+                f"the prompt has {n_prompt} tokens and the context holds {self.context}",
+                remedy="shorten the prompt or raise --context",
             )
         needed = blocks_for(self.longest_life(request))
         if needed > self.room_blocks:
             raise CapacityError(
                 f"the request may grow to {self.longest_life(request)} positions ({needed} KV "
-                f"blocks) and the ring has room for {self.room_blocks}: lower --max-tokens, or "
-                "give the nodes more --memory"
+                f"blocks) and the ring has room for {self.room_blocks}",
+                remedy="lower --max-tokens, or give the nodes more --memory",
             )
         if len(self.waiting) >= self.max_waiting:
-            raise BusyError(f"{len(self.waiting)} requests wait already: ask again later")
+            raise BusyError(
+                f"{len(self.waiting)} requests are waiting already", remedy="ask again later"
+            )
         self._next_order += 1
         self._wait(
             LiveSequence(request=request, order=self._next_order, tokens=list(request.prompt))
         )
 
     def longest_life(self, request: SequenceRequest) -> int:
-        """Return the most positions that a request may come to fill."""
+        """Return the most positions a request can fill: prompt and output within the context."""
         return min(len(request.prompt) + request.max_tokens, self.context)
 
     def is_live(self, sequence: LiveSequence) -> bool:
@@ -97,7 +103,7 @@ class Roster:
     def admit(self, least_rows: int) -> None:
         """Give slots to waiting sequences in their order while room and slots last.
 
-        A prefix that is still computed is worth waiting for from `least_rows` rows on.
+        A sequence waits for a prefix that another is computing if that saves `least_rows` rows.
         """
         while self.waiting and len(self.running) < self.max_slots:
             sequence = self.waiting[0]
@@ -109,12 +115,16 @@ class Roster:
             self._start(sequence, n_blocks)
 
     def _first_blocks(self, sequence: LiveSequence) -> int:
-        """Blocks to begin with: for what is there, and while others run some to grow into."""
+        """Count the blocks to start with: for the tokens so far, plus one to grow into beside
+        others.
+        """
         n_positions = len(sequence.tokens) + (BLOCK_POSITIONS if self.running else 1)
         return blocks_for(min(n_positions, self.longest_life(sequence.request)))
 
     def _prefix_is_coming(self, sequence: LiveSequence, least_rows: int) -> bool:
-        """Whether a running prompt will soon hold that much more of this one than any slot does."""
+        """Say whether a running prompt will soon hold `least_rows` more of this prefix than any
+        slot.
+        """
         if sequence.request.whole_prompt:
             return False
         held = self.book.prefix(sequence.tokens)
@@ -151,13 +161,15 @@ class Roster:
         )
 
     def _pause(self, sequence: LiveSequence) -> None:
-        """Take a sequence's slot away; it is replayed from its tokens when there is room again."""
+        """Pause a sequence: free its slot and queue it to be replayed from its tokens."""
         self._leave(sequence, n_kept=0, is_pause=True)
         sequence.n_sent = 0
         self._wait(sequence)
 
     def end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
-        """End a sequence. Steps of it still in flight reach the stages before what is said here."""
+        """End a sequence. Steps of it that are in flight reach the stages before its slot is
+        closed.
+        """
         if self.running.get(sequence.sequence_id) is not sequence:
             self.waiting.remove(sequence)
             return
@@ -166,7 +178,9 @@ class Roster:
         self._leave(sequence, n_kept=n_held if n_held >= self.book.least_copied else 0)
 
     def secure_row(self, sequence: LiveSequence) -> bool:
-        """Book room for one more row; pause the youngest as long as there is none."""
+        """Book room for one more row, pausing the youngest sequences if needed.
+
+        Returns False if `sequence` itself was paused."""
         while sequence.slot is not None:
             given_up = self.book.grow(sequence.slot, sequence.n_sent + 1)
             if given_up is not None:
@@ -176,7 +190,7 @@ class Roster:
         return False
 
     def note_ready(self, sequence: LiveSequence) -> None:
-        """Queue a running sequence for decoding if only its newest token's row is left to send."""
+        """Mark a running sequence as ready if only the row of its newest token is left to send."""
         if sequence.is_ready_to_decode:
             self.ready[sequence.sequence_id] = sequence
 

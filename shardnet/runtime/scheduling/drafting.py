@@ -1,7 +1,7 @@
-"""Guesses of how a sequence goes on, and how many of them pay. Pure.
+"""Draft tokens of a sequence, and how many of them pay. Pure.
 
-Knows token ids, acceptance and what rows cost (design decision 5). Must not know
-slots, frames or models: whoever verifies the guesses tells how many were right.
+Knows token ids, the acceptance rate and the cost of rows (design decision 5). Must not know slots,
+frames or models: the scheduler reports how many drafts were accepted.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from typing import Protocol
 from shardnet.runtime.scheduling.step_cost import StepCost
 
 MAX_DRAFT_TOKENS = 31
-"""With the newest token they fill what a step carries for about the price of one row."""
+"""Together with the newest token, the rows that a step computes for about the cost of one."""
 
 _PROBE_EVERY = 16
-"""A drafter that does not pay is tried again with one token at every so many chances."""
+"""A drafter that does not pay proposes one token again at every so many opportunities."""
 
 
-class Guesser(Protocol):
-    """Where guesses come from."""
+class DraftSource(Protocol):
+    """Proposes draft tokens for one sequence."""
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Begin to guess at most `limit` tokens after `tokens`; return whether that is done."""
+        """Start drafting at most `limit` tokens after `tokens`; return whether they are ready."""
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return at most `limit` tokens that may follow `tokens`, which only grow between calls."""
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return at most `limit` draft tokens after `tokens`, which only grows between calls."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what it holds."""
 
 
-class NgramGuesser:
-    """Prompt look-up: what followed the last few tokens when they stood there before.
+class NgramDrafts:
+    """Prompt lookup: the tokens that followed the last n-gram where it occurred before.
 
     After "Prompt Lookup Decoding" (A. Saxena, 2023), with an index that grows with the text: a
-    guess costs the same however long the text is.
+    draft costs the same however long the text is.
     """
 
     def __init__(self, sizes: Sequence[int] = (4, 3, 2)) -> None:
-        """Take the lengths of the n-grams to look up, the first that is found counts."""
+        """Look up n-grams of these lengths, in this order; the first match counts."""
         self._sizes = tuple(sizes)
         self._next: dict[tuple[int, ...], int] = {}
         self._n_indexed = 0
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Nothing is to be prepared."""
+        """Return True: look-up needs no preparation."""
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: look-up holds no resources."""
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """See Guesser. Where the text runs into its own end, it goes on with what was guessed."""
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """See DraftSource. A match at the end of the text continues with its own drafts."""
         self._index(tokens)
         for size in self._sizes:
             start = self._next.get(tuple(tokens[-size:])) if len(tokens) > size else None
@@ -62,7 +62,7 @@ class NgramGuesser:
         return []
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Note what follows each n-gram, the latest place counts; the last one has no follower."""
+        """Index the token after each n-gram, the latest occurrence wins; the last has none yet."""
         for end in range(max(self._n_indexed, 1), len(tokens)):
             for size in self._sizes:
                 if size <= end:
@@ -71,22 +71,22 @@ class NgramGuesser:
 
 
 def _continued(tokens: Sequence[int], start: int, limit: int) -> list[int]:
-    guessed = list(tokens[start : start + limit])
-    for place in range(limit - len(guessed)):
-        guessed.append(guessed[place])
-    return guessed
+    drafts = list(tokens[start : start + limit])
+    for place in range(limit - len(drafts)):
+        drafts.append(drafts[place])
+    return drafts
 
 
 @dataclass(slots=True, kw_only=True)
 class AdaptiveDrafter:
-    """Asks for as many guesses as pay (sequences.Drafter).
+    """Proposes as many drafts as pay (sequences.Drafter).
 
-    With a share `p` of guesses right, `k` guesses give 1 + p + … + p^k tokens for the time of a
-    step with `k` rows more. `most` caps `k`. Where no guess pays, one is made now and then, to see
-    whether that has changed.
+    At an acceptance rate of `p`, `k` drafts give 1 + p + … + p^k tokens for the time of a step with
+    `k` more rows. `most` caps `k`. Where no draft pays, one is proposed now and then to measure
+    again.
     """
 
-    guesser: Guesser
+    draft_source: DraftSource
     cost: StepCost
     most: int = MAX_DRAFT_TOKENS
     acceptance: float = 0.7
@@ -96,7 +96,7 @@ class AdaptiveDrafter:
 
     @property
     def length(self) -> int:
-        """How many guesses pay, by what is known."""
+        """How many drafts pay at the measured acceptance rate and row cost."""
         best, best_rate = 0, 1.0
         tokens, likely = 1.0, 1.0
         for length in range(1, self.most + 1):
@@ -110,7 +110,7 @@ class AdaptiveDrafter:
     def prepare(self, tokens: Sequence[int]) -> bool:
         """See sequences.Drafter."""
         length = self.length
-        return not length or self.guesser.prepare(tokens, length)
+        return not length or self.draft_source.prepare(tokens, length)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """See sequences.Drafter."""
@@ -120,10 +120,10 @@ class AdaptiveDrafter:
             if self._chances % _PROBE_EVERY:
                 return []
             length = min(limit, 1)
-        return self.guesser.guess(tokens, length)
+        return self.draft_source.draft(tokens, length)
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
-        """See sequences.Drafter. Guesses after the first wrong one say nothing."""
+        """See sequences.Drafter. Drafts after the first rejected one carry no information."""
         self.n_proposed += n_proposed
         self.n_accepted += n_accepted
         n_judged = n_accepted + (n_accepted < n_proposed)

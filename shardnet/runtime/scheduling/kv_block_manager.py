@@ -1,11 +1,11 @@
-"""The book of slots: who owns which, what lies warm in it, how many KV blocks are booked. Pure.
+"""Slots of the KV cache: owners, prefixes kept warm, and booked blocks. Pure.
 
 Knows slots, the token ids whose keys and values they hold, and the blocks that every stage has for
 them (design decisions 6 and 7). Must not know steps, sampling or time.
 
-A slot is owned by one sequence or warm: nobody's, its content kept until the room is needed. What
-the book says holds on every stage in data order, so a slot may be taken over or copied while rows
-for it are still on their way.
+A slot belongs to one sequence, or it is warm: free, its content kept until the room is needed. The
+head's view holds on every stage in data order, so a slot may be reused or copied while rows for it
+are still in flight.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
 class Slot:
     """One slot. Its first `n_held` positions hold keys and values of the first of `tokens`.
 
-    `n_chunked` of them were computed as whole prompt chunks. `n_written` is the most positions that
-    were ever written, drafts that proved wrong too. `n_shared` counts the sequences that began with
-    a copy of it.
+    `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
+    ever written plus one, rejected drafts included. `n_shared` counts the sequences that were
+    started with a copy of it.
     """
 
     slot: SlotId
@@ -38,10 +38,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a sequence comes to its slot: with the first `n_kept` positions in place.
+    """A slot assigned to a sequence, its first `n_kept` positions computed already.
 
-    They are there already, or copied from the slot `source`. The warm slots `given_up` for it are
-    to be freed before.
+    They are in the slot, or copied from the slot `source`. The warm slots `given_up` must be freed
+    before.
     """
 
     slot: Slot
@@ -52,7 +52,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The first `n_kept` positions of `slot` can be kept; `is_whole`: no others are there."""
+    """A reusable prefix: the first `n_kept` positions of `slot`, all it holds if `is_whole`."""
 
     slot: Slot
     n_kept: int
@@ -60,16 +60,16 @@ class Prefix:
 
     @property
     def rank(self) -> tuple[int, bool, bool]:
-        """Which of two is better: longer, then without a copy."""
+        """Sort key, the better prefix higher: longer first, then without a copy."""
         return (self.n_kept, self.is_whole, self.slot.is_warm)
 
 
 @dataclass(slots=True, kw_only=True)
-class SlotBook:
+class KvBlockManager:
     """All slots of a ring. `room_blocks` is the smallest room of its stages, per stage.
 
     `window` is the smallest sliding window of the model's layers, None where none has one: such
-    layers forget (design decision 6), and a slot cannot be rewound below its `floor`.
+    layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
     """
 
     room_blocks: int
@@ -88,19 +88,19 @@ class SlotBook:
 
     @property
     def warm_blocks(self) -> int:
-        """Blocks that warm slots hold: they can be had back."""
+        """Blocks held by warm slots, which can be freed."""
         return sum(slot.n_blocks for slot in self._slots.values() if slot.is_warm)
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that a sequence could still get, once all warm slots are given up."""
+        """Blocks that a sequence could get if all warm slots were freed."""
         return self.room_blocks - self._booked + self.warm_blocks
 
     def prefix(self, prompt: Sequence[int], *, chunk_rows: int = 0) -> Prefix | None:
-        """Return the longest prefix of `prompt` that a slot holds, None where none holds any.
+        """Find the longest prefix of `prompt` that a slot holds, or None.
 
-        The last token is never counted: its row must be computed to be sampled. With `chunk_rows`
-        only whole prompt chunks of that many rows count (design decision 4).
+        The last token never counts, because its row must be computed to be sampled. With
+        `chunk_rows` only whole prompt chunks of that many rows count (design decision 4).
         """
         best: Prefix | None = None
         for slot in self._slots.values():
@@ -116,20 +116,20 @@ class SlotBook:
         return best
 
     def floor(self, slot: Slot) -> int:
-        """Return how many positions of the slot must be kept, if any are to be.
+        """Return the fewest positions to which the slot can be rewound, other than 0.
 
-        A layer with a window has of each slot at least the window and the last `REWIND_ROWS` rows
-        (model/layers/kv_cache.py); what was before may be gone.
+        A layer with a sliding window keeps at least the window and the last `REWIND_ROWS` rows
+        (model/layers/kv_cache.py); earlier positions may be gone.
         """
         if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
             return 0
         return slot.n_written - REWIND_ROWS
 
     def start(self, prompt: Sequence[int], n_blocks: int, *, chunk_rows: int = 0) -> Start:
-        """Give a sequence its slot, booked for `n_blocks`, which must be available.
+        """Assign a slot with `n_blocks` blocks, which must be available.
 
-        A warm slot is continued if all of it is a prefix of the prompt, or if there is no room for
-        a copy; otherwise the common prefix is copied. `chunk_rows` is that of `prefix`.
+        A warm slot is continued if all of it is a prefix of the prompt or there is no room for a
+        copy; otherwise the common prefix is copied. For `chunk_rows` see `prefix`.
         """
         assert blocks_for(len(prompt)) <= n_blocks <= self.available_blocks
         prefix = self.prefix(prompt, chunk_rows=chunk_rows)
@@ -150,7 +150,7 @@ class SlotBook:
         return Start(slot=slot, n_kept=prefix.n_kept, source=source.slot, given_up=given_up)
 
     def start_empty(self, n_blocks: int) -> Start:
-        """Give a sequence an empty slot, booked for `n_blocks`, which must be available."""
+        """Assign an empty slot with `n_blocks` blocks, which must be available."""
         given_up = self._make_room(n_blocks)
         return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
 
@@ -194,7 +194,7 @@ class SlotBook:
         return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)
 
     def _make_room(self, n_blocks: int, *, spare: Slot | None = None) -> tuple[Slot, ...]:
-        """Give warm slots up until `n_blocks` are free."""
+        """Drop warm slots until `n_blocks` blocks are free; return those dropped."""
         given_up = []
         for slot in self.warm():
             if self.room_blocks - self._booked >= n_blocks:
@@ -221,9 +221,9 @@ class SlotBook:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """Return how many of the first `limit` tokens are equal.
+    """Return the length of the common prefix of two token lists, at most `limit`.
 
-    Goes by blocks: comparing slices is many times faster than comparing tokens.
+    Compares block by block: comparing slices is many times faster than comparing tokens.
     """
     for start in range(0, limit, BLOCK_POSITIONS):
         end = min(start + BLOCK_POSITIONS, limit)

@@ -1,14 +1,14 @@
-"""The scheduler: which rows travel next. Pure.
+"""The scheduler: which rows are sent next. Pure.
 
-Knows positions, rows and the steps in flight; who runs is the roster's. It takes events (a request,
-an answered step, a cancellation) and returns instructions and outcomes. It must not know time,
-tensors, tokens' text, sockets or asyncio: the engine around it carries its instructions out.
+Knows positions, rows and the steps in flight; the admission queue decides which sequences run. It
+takes events (a request, an answered step, a cancellation) and returns instructions and outcomes. It
+must not know time, tensors, text, sockets or asyncio: the engine carries its instructions out.
 
 Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 - while sequences decode, as many steps are in flight as there are stages: each carries its share
-  of the sequences, and up to `mixed_rows` prompt rows on top, as many as slow them down within
-  bounds; with prompts alone, twice as many steps;
+  of the sequences plus up to `mixed_rows` prompt rows, limited by how much they slow decoding
+  down; with prompts alone, twice as many steps;
 - prompt chunks end at multiples of a fixed size counted from position 0;
 - the KV room of rows is booked before they are sent (scheduling/admission_queue.py).
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from shardnet.errors import LocalProtocolError, ShardnetError
-from shardnet.runtime.scheduling.admission_queue import Roster
-from shardnet.runtime.scheduling.kv_block_manager import SlotBook, common_prefix
+from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
+from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.sequences import (
     FinishReason,
     Instruction,
@@ -45,16 +45,16 @@ from shardnet.types import (
 )
 
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""How many prompt rows may travel beside decode rows."""
+"""Choices for the number of prompt rows batched with decode rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """How many rows travel in one step.
+    """Limits on the rows of one step.
 
-    `chunk_rows` of prompts while nobody decodes, at most `mixed_rows` beside decode rows. Up to
-    `cheap_rows` rows a step costs about what one row does: drafts fill it up to there. `exact_rows`
-    is design decision 4's, for deterministic sequences.
+    `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
+    step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
+    `exact_rows` limits the batches of deterministic sequences (design decision 4).
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
@@ -65,7 +65,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The next `n_rows` rows of a sequence, `drafts` the tokens that the last of them guess."""
+    """The next `n_rows` rows of a sequence, the last of them `drafts`."""
 
     sequence: LiveSequence
     n_rows: int
@@ -74,7 +74,7 @@ class _Rows:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Sequences of one ring.
+    """Schedules the sequences of one ring.
 
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
@@ -90,15 +90,15 @@ class Scheduler:
     window: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     mixed_rows: int = field(init=False)
-    """Prompt rows that travel beside decode rows now, at most."""
-    _roster: Roster = field(init=False)
+    """Most prompt rows batched with decode rows at present."""
+    _queue: AdmissionQueue = field(init=False)
     _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
         default_factory=dict
     )
     _next_step: int = 1
 
     def __post_init__(self) -> None:
-        self._roster = Roster(
+        self._queue = AdmissionQueue(
             room_blocks=self.room_blocks,
             context=self.context,
             max_slots=self.max_slots,
@@ -116,35 +116,35 @@ class Scheduler:
     @property
     def n_active(self) -> int:
         """Sequences waiting, running or paused."""
-        return len(self._roster.waiting) + len(self._roster.running)
+        return len(self._queue.waiting) + len(self._queue.running)
 
     @property
-    def book(self) -> SlotBook:
-        """What lies in the ring's slots, and the blocks that are booked."""
-        return self._roster.book
+    def book(self) -> KvBlockManager:
+        """The slots of the ring and their booked blocks."""
+        return self._queue.book
 
     @property
     def waiting(self) -> list[SequenceId]:
-        """Who waits or is paused, the next first."""
-        return [sequence.sequence_id for sequence in self._roster.waiting]
+        """Waiting and paused sequences, the next to be admitted first."""
+        return [sequence.sequence_id for sequence in self._queue.waiting]
 
     def submit(self, request: SequenceRequest) -> None:
-        """Queue a request. Raises what Roster.submit raises."""
-        self._roster.submit(request)
+        """Queue a request. Raises what AdmissionQueue.submit raises."""
+        self._queue.submit(request)
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
-        self._roster.admit(self.mixed_rows)
+        self._queue.admit(self.mixed_rows)
         while len(self._steps) < self.max_in_flight and self._send_step():
             pass
-        instructions, self._roster.pending = self._roster.pending, []
+        instructions, self._queue.pending = self._queue.pending, []
         return instructions
 
     def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
-        """Take the answer of a step.
+        """Handle the sampled token ids of a step; return what they mean for its sequences.
 
-        Raises LocalProtocolError when the step is not in flight or the number of ids is wrong:
-        the pipeline checks both at its edge.
+        Raises LocalProtocolError if the step is not in flight or the number of ids is wrong: the
+        pipeline has checked both.
         """
         groups = self._take_step(step)
         if sum(group.n_sampled for group, _, _ in groups) != len(token_ids):
@@ -153,27 +153,28 @@ class Scheduler:
         row = 0
         for group, sequence, drafts in groups:
             sampled = token_ids[row : row + group.n_sampled]
-            if self._roster.is_live(sequence):
+            if self._queue.is_live(sequence):
                 outcomes += self._answer(sequence, group, drafts, sampled, row)
             row += group.n_sampled
         return outcomes
 
     def on_step_failed(self, step: StepId, error: ShardnetError) -> list[Outcome]:
-        """Take a step that a stage could not compute: its sequences fail, the others go on."""
+        """Handle a step that a stage could not compute: its sequences fail, the others continue."""
         outcomes: list[Outcome] = []
         for _, sequence, _ in self._take_step(step):
-            if self._roster.is_live(sequence):
-                self._roster.end(sequence, keep_warm=False)
+            if self._queue.is_live(sequence):
+                self._queue.end(sequence, keep_warm=False)
                 outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
         return outcomes
 
     def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
-        """Let as many prompt rows travel beside decode rows as `cost` allows: a step with them
-        takes at most `slowdown` times as long as `n_decode` rows alone; longer where more
-        sequences wait for their prompt than decode, since each counts the same.
+        """Choose how many prompt rows to batch with `n_decode` decode rows.
+
+        A step with them takes at most `slowdown` times as long by `cost`, or longer where more
+        sequences prefill than decode, so that each sequence counts the same.
         """
-        decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(True)
-        prefilling = [sequence.is_prefilling for sequence in self._roster.running.values()].count(
+        decoding = [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
+        prefilling = [sequence.is_prefilling for sequence in self._queue.running.values()].count(
             True
         )
         slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
@@ -182,23 +183,21 @@ class Scheduler:
         self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
 
     def end(self, sequence_id: SequenceId) -> bool:
-        """End a sequence from outside (stop string, cancellation). False when it has ended."""
-        if sequence_id in self._roster.running:
-            self._roster.end(self._roster.running[sequence_id], keep_warm=True)
+        """End a sequence from outside (stop string, cancellation); False if it had ended."""
+        if sequence_id in self._queue.running:
+            self._queue.end(self._queue.running[sequence_id], keep_warm=True)
             return True
-        for sequence in self._roster.waiting:
+        for sequence in self._queue.waiting:
             if sequence.sequence_id == sequence_id:
-                self._roster.waiting.remove(sequence)
+                self._queue.waiting.remove(sequence)
                 return True
         return False
 
-    # --- what travels
+    # --- sending
 
     def _send_step(self) -> bool:
-        """Send one step if there is anything to send."""
-        n_decoding = [sequence.is_decoding for sequence in self._roster.running.values()].count(
-            True
-        )
+        """Send one step if there are rows to send; return whether it was sent."""
+        n_decoding = [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
         if not n_decoding:
             rows = self._prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
@@ -210,13 +209,13 @@ class Scheduler:
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _decode_rows(self, share: int) -> list[_Rows]:
-        """Take the newest token's row of up to `share` sequences, and drafts behind it."""
-        ready = (sequence for sequence in self._roster.ready.values() if sequence.may_travel)
+        """Select the newest token's row of up to `share` sequences, each followed by its drafts."""
+        ready = (sequence for sequence in self._queue.ready.values() if sequence.may_travel)
         chosen = [*islice(ready, share)]
         is_exact = any(sequence.request.deterministic for sequence in chosen)
         if is_exact:
             chosen = chosen[: self.limits.exact_rows]
-        secured = [sequence for sequence in chosen if self._roster.secure_row(sequence)]
+        secured = [sequence for sequence in chosen if self._queue.secure_row(sequence)]
         secured = [sequence for sequence in secured if sequence.slot is not None]
         most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
         spare = max(0, most - len(secured))
@@ -228,22 +227,22 @@ class Scheduler:
         return rows
 
     def _drafts(self, sequence: LiveSequence, limit: int) -> list[int]:
-        """Ask for guesses that the sequence, the context and the room have a place for."""
+        """Ask for drafts within what is left of the request, the context and the booked room."""
         request, slot = sequence.request, sequence.slot
         if request.drafter is None or slot is None:
             return []
-        left = self._roster.longest_life(request) - len(sequence.tokens) - 1
+        left = self._queue.longest_life(request) - len(sequence.tokens) - 1
         room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
         limit = min(limit, left, room)
         return request.drafter.propose(sequence.tokens, limit) if limit > 0 else []
 
     def _prompt_rows(self, budget: int, beside: Sequence[_Rows] = ()) -> list[_Rows]:
-        """Take chunks of prompts, the first in order first, up to `budget` rows.
+        """Select prompt chunks in order of rank, up to `budget` rows.
 
-        A deterministic sequence's rows travel alone.
+        A deterministic sequence is batched with no other.
         """
         rows: list[_Rows] = []
-        waiting = [s for s in self._roster.running.values() if s.is_prefilling]
+        waiting = [s for s in self._queue.running.values() if s.is_prefilling]
         for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
             if sequence.request.deterministic:
                 if rows or beside:
@@ -257,11 +256,11 @@ class Scheduler:
         return rows
 
     def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
-        """Rows to the next multiple of `size`, but not beyond `end`."""
+        """Count the rows to the next multiple of `size`, at most to `end`."""
         return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
 
     def _exact_chunk(self, sequence: LiveSequence) -> int:
-        """Rows of the next chunk that gives the same bits as the first time."""
+        """Count the rows of the next chunk such that a replay gives the same bits."""
         if sequence.n_sent < sequence.n_prompt:
             return self._chunk(sequence, self.limits.chunk_rows, sequence.n_prompt)
         return min(self.limits.exact_rows, len(sequence.tokens) - sequence.n_sent)
@@ -283,7 +282,7 @@ class Scheduler:
         )
         for part, group in zip(rows, groups, strict=True):
             self._count_sent(part, group, is_alone=len(rows) == 1)
-        self._roster.pending.append(SendStep(batch=batch, is_decode=is_decode))
+        self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
         return True
 
     def _group(self, rows: _Rows) -> RowGroup:
@@ -309,15 +308,15 @@ class Scheduler:
         sequence.n_sent += group.n_rows
         sequence.n_in_flight += 1
         sequence.awaits_token = group.n_sampled > 0
-        self._roster.ready.pop(sequence.sequence_id, None)
-        self._roster.note_ready(sequence)
+        self._queue.ready.pop(sequence.sequence_id, None)
+        self._queue.note_ready(sequence)
         slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
         if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
             slot.n_chunked = slot.n_held
 
-    # --- what comes back
+    # --- answers
 
     def _take_step(
         self, step: StepId
@@ -337,7 +336,7 @@ class Scheduler:
         sampled: Sequence[int],
         row: int,
     ) -> Iterable[Outcome]:
-        """Take what was sampled for a live sequence, as far as its drafts were right."""
+        """Append the sampled tokens of a live sequence up to the first rejected draft."""
         if not sampled:
             if sequence.request.max_tokens == 0 and group.position + group.n_rows == len(
                 sequence.tokens
@@ -358,7 +357,7 @@ class Scheduler:
                 return
         self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)
         if sequence.slot is not None:
-            self._roster.note_ready(sequence)
+            self._queue.note_ready(sequence)
 
     def _hold(self, sequence: LiveSequence, n_positions: int) -> None:
         """Take note that the rows of the first `n_positions` positions are right."""
@@ -366,7 +365,7 @@ class Scheduler:
             sequence.n_sent = sequence.slot.n_held = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
-        self._roster.end(sequence, keep_warm=True)
+        self._queue.end(sequence, keep_warm=True)
         return SequenceFinished(sequence_id=sequence.sequence_id, reason=reason)
 
     def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:

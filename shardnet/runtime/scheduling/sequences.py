@@ -1,4 +1,4 @@
-"""A sequence as the scheduler sees it: what is asked for, how far it is, what comes of it. Pure.
+"""A sequence as the scheduler sees it: request, progress, outcomes. Pure.
 
 Knows token ids, positions and counts. Must not know slots' room or steps.
 """
@@ -16,35 +16,35 @@ from shardnet.types import MicroBatch, SequenceId, SlotId
 
 
 class FinishReason(Enum):
-    """Why a sequence ended on its own."""
+    """Why a sequence ended by itself."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Drafter(Protocol):
-    """Guesses how a sequence goes on (design decision 5)."""
+    """Proposes draft tokens for a sequence (design decision 5)."""
 
     def prepare(self, tokens: Sequence[int]) -> bool:
-        """Begin to guess what follows `tokens`; return whether it can be asked now.
+        """Start drafting after `tokens`; return whether `propose` can be called now.
 
-        A sequence waits until it can.
+        A sequence is not scheduled until it can.
         """
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return at most `limit` tokens that may follow `tokens`; none where it has no idea."""
+        """Return at most `limit` draft tokens after `tokens`, possibly none."""
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
-        """Take how many tokens of a proposal were right, counted from its start."""
+        """Record how many leading tokens of a proposal were accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRequest:
     """One prompt to continue. `stop_ids` end it, the id itself included in its tokens.
 
-    A larger `priority` goes first. `max_tokens` 0 computes the prompt and makes nothing. With
-    `whole_prompt` every row of the prompt is computed although a slot may hold its prefix. With
-    `deterministic` its rows travel as design decision 4 says.
+    A larger `priority` goes first. With `max_tokens` 0 the prompt is computed and nothing is
+    sampled. With `whole_prompt` every row of the prompt is computed even if a slot holds its
+    prefix. With `deterministic` its rows are batched as design decision 4 says.
     """
 
     sequence_id: SequenceId
@@ -146,8 +146,8 @@ class LiveSequence:
     """A sequence that waits, runs or is paused.
 
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
-    are not void. `n_in_flight` counts its steps under way, `awaits_token` that one of them is
-    sampled.
+    are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
+    samples a token.
     """
 
     request: SequenceRequest
@@ -166,33 +166,33 @@ class LiveSequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes before whom, the smaller first: by priority, then by arrival."""
+        """Sort key, the smaller first: by priority, then by arrival."""
         return (-self.request.priority, self.order)
 
     @property
     def n_generated(self) -> int:
-        """Tokens made."""
+        """Tokens generated so far."""
         return len(self.tokens) - self.n_prompt
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than the row of the newest token must be sent before one is sampled."""
+        """Whether rows before that of the newest token must be sent before one is sampled."""
         if self.n_generated:
             return self.n_sent < len(self.tokens) - 1
         return self.n_sent < len(self.tokens)
 
     @property
     def may_travel(self) -> bool:
-        """Whether nothing but a step with room for it is missing."""
+        """Whether it can be scheduled now: its drafts, if any, are ready."""
         drafter = self.request.drafter
         return drafter is None or drafter.prepare(self.tokens)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it makes tokens, one after the other."""
+        """Whether it is past its prompt and generates tokens."""
         return not self.is_prefilling and self.request.max_tokens > 0
 
     @property
     def is_ready_to_decode(self) -> bool:
-        """Whether its newest token's row can be sent."""
+        """Whether the row of its newest token can be sent."""
         return self.n_sent == len(self.tokens) - 1 and self.n_generated > 0

@@ -1,7 +1,7 @@
-"""What the rows of a step cost, by what was measured of late. Pure.
+"""The cost of rows in a step, from recent measurements. Pure.
 
-Knows rows and seconds. Must not know what the rows are for: guesses (drafting.py) and prompts
-beside running sequences (scheduler.py) both ask how many more are worth their time.
+Knows rows and seconds. Must not know what rows are for: drafts (drafting.py) and prompt rows beside
+decoding sequences (scheduler.py) both ask how many more are worth their time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepCost:
-    """The time of a step by its rows, as a line through what was measured of late.
+    """Step time as a linear function of rows, fitted to recent steps.
 
     Weighted least squares; an observation counts half as much `half_life` steps later.
     """
@@ -25,7 +25,7 @@ class StepCost:
     _rows_time: float = 0.0
 
     def learn(self, n_rows: int, time_s: float) -> None:
-        """Take one step's rows and seconds."""
+        """Add one measured step: its rows and its seconds."""
         fade = 0.5 ** (1 / self.half_life)
         self._weight = self._weight * fade + 1
         self._rows = self._rows * fade + n_rows
@@ -34,14 +34,16 @@ class StepCost:
         self._rows_time = self._rows_time * fade + n_rows * time_s
 
     def extra(self, n_rows: int) -> float:
-        """Return what `n_rows` more rows add, in steps of one row; 0 before anything is known."""
+        """Return the cost of `n_rows` more rows in units of a one-row step; 0 before any
+        measurement.
+        """
         line = self._line()
         return n_rows * line[1] / (line[0] + line[1]) if line else 0.0
 
     def most_rows_beside(self, n_rows: int, slowdown: float, choices: Sequence[int]) -> int:
-        """Return the largest of the ascending `choices` that may travel beside `n_rows` rows: with
-        it a step takes at most `slowdown` times as long as without. None does: the smallest;
-        rows cost nothing: the largest.
+        """Return the largest of the ascending `choices` of rows to add to a step of `n_rows` rows
+        such that it takes at most `slowdown` times as long; the smallest if none does, the largest
+        if rows cost nothing.
         """
         line = self._line()
         if line is None:
@@ -51,9 +53,7 @@ class StepCost:
         return max((choice for choice in choices if choice <= room), default=choices[0])
 
     def _line(self) -> tuple[float, float] | None:
-        """Seconds of a step without rows and of each row; None where rows cost nothing, as far as
-        is known.
-        """
+        """Fit seconds per step and per row; None if rows cost nothing as far as measured."""
         spread = self._weight * self._rows_rows - self._rows * self._rows
         if spread <= 1e-9 * max(1.0, self._rows_rows):
             return None

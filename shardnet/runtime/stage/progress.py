@@ -14,7 +14,7 @@ from shardnet.errors import CancelledRequestError, ShardnetError
 PROGRESS_EVERY_S = 0.1
 
 
-class Reporter:
+class ProgressReporter:
     """Carries progress from a thread to the loop, a few times a second and at the end."""
 
     def __init__(

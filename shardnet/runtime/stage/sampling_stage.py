@@ -21,7 +21,7 @@ from shardnet.types import MicroBatch, RowGroup, SlotId
 Owners = Mapping[SlotId, SequenceOpened]
 
 
-class Tail:
+class SamplingStage:
     """The sampler and the token history of a stage that is the tail.
 
     `owners` are the sequences that own slots now: the stage keeps them.

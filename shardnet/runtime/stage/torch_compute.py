@@ -25,7 +25,7 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.routing import tell_routing
-from shardnet.runtime.stage.sampling_stage import Tail
+from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import MicroBatch, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.metas import StageExperts
@@ -42,7 +42,7 @@ class TorchCompute:
         self._model = model
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, SequenceOpened] = {}
-        self._tail = None if sampler is None else Tail(model, sampler, self._owners)
+        self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
 
     @property
     def used_blocks(self) -> int:

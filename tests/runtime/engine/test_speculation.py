@@ -21,12 +21,12 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
-from shardnet.runtime.scheduling.drafting import Guesser, NgramGuesser
+from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples, SequenceOpened, SlotOperation
 from shardnet.types import DType, Epoch, MicroBatch, SamplingParams
 
-NGRAM = Speculation(make_guesser=lambda wake: NgramGuesser())
+NGRAM = Speculation(make_draft_source=lambda wake: NgramDrafts())
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class WildGuesser:
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         return True
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         return [self._random.randrange(8) for _ in range(self._random.randint(0, limit))]
 
     def close(self) -> None: ...
@@ -117,7 +117,7 @@ def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which:
     draft = draft_model(small_folder if which == "small" else folder)
     guessed = run(
         folder,
-        [guessing(r, Speculation(make_guesser=draft.guesser)) for r in requests()],
+        [guessing(r, Speculation(make_draft_source=draft.draft_source)) for r in requests()],
         draft=draft,
     )
     draft.executor.join()
@@ -136,7 +136,7 @@ def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which:
 def test_more_sequences_than_a_draft_model_has_slots_for_go_without(folder: Path) -> None:
     """Which of the eight that have a slot get a guess in time is up to the draft's thread."""
     draft = draft_model(folder)
-    speculation = Speculation(make_guesser=draft.guesser)
+    speculation = Speculation(make_draft_source=draft.draft_source)
     asked = [ask(random_prompt(5, 300, seed=n), 12, speculation=speculation) for n in range(12)]
     said = run(folder, asked)
     draft.executor.join()
@@ -149,13 +149,15 @@ def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) ->
     draft = draft_model(folder)
 
     async def scenario() -> None:
-        guessers = [draft.guesser(lambda: None) for _ in range(9)]
-        assert [guesser.prepare([1, 2, 3], 2) for guesser in guessers] == [False] * 8 + [True]
-        assert guessers[8].guess([1, 2, 3], 2) == []
+        guessers = [draft.draft_source(lambda: None) for _ in range(9)]
+        assert [draft_source.prepare([1, 2, 3], 2) for draft_source in guessers] == [False] * 8 + [
+            True
+        ]
+        assert guessers[8].draft([1, 2, 3], 2) == []
         await asyncio.gather(*(g._job for g in guessers if g._job is not None))
-        assert all(len(guesser.guess([1, 2, 3], 2)) == 2 for guesser in guessers[:8])
-        for guesser in guessers:
-            guesser.close()
+        assert all(len(draft_source.draft([1, 2, 3], 2)) == 2 for draft_source in guessers[:8])
+        for draft_source in guessers:
+            draft_source.close()
 
     asyncio.run(scenario())
     draft.executor.join()
@@ -163,7 +165,9 @@ def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) ->
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other", vocab_size=330)
-    with pytest.raises(CheckpointError, match="330 token ids and the one it guesses for has 320"):
+    with pytest.raises(
+        CheckpointError, match="the draft model has 330 token ids, the model of the ring 320"
+    ):
         draft_model(other)
 
 
@@ -177,7 +181,7 @@ def test_deterministic_tokens_are_the_same_bit_for_bit_whatever_goes_on(folder: 
     """In company, with guesses right and wrong, and paused for want of room."""
     dtype = exact_choice()
     plain = run(folder, requests(deterministic=True), dtype=dtype, together=False)
-    wild = Speculation(make_guesser=lambda wake: WildGuesser(1))
+    wild = Speculation(make_draft_source=lambda wake: WildGuesser(1))
     for speculation in (NGRAM, wild):
         asked = [guessing(r, speculation) for r in requests(deterministic=True)]
         asked += [ask(random_prompt(200, 300, seed=50), 30)]  # company that is not deterministic
@@ -225,17 +229,17 @@ class EightTokens:
     def reset(self) -> None: ...
 
 
-GUESSERS: dict[str, Callable[[], Guesser]] = {
-    "look-up": NgramGuesser,
+GUESSERS: dict[str, Callable[[], DraftSource]] = {
+    "look-up": NgramDrafts,
     "wild": lambda: WildGuesser(3),
 }
 
 
 @functools.cache
-def draws(guesser: str) -> list[list[int]]:
+def draws(draft_source: str) -> list[list[int]]:
     """8 000 tokens in 20 sequences."""
-    make = GUESSERS.get(guesser)
-    speculation = Speculation(make_guesser=lambda wake: make()) if make else None
+    make = GUESSERS.get(draft_source)
+    speculation = Speculation(make_draft_source=lambda wake: make()) if make else None
 
     async def scenario() -> list[list[int]]:
         scheduler = Scheduler(
@@ -259,9 +263,9 @@ def draws(guesser: str) -> list[list[int]]:
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("guesser", ["none", "look-up", "wild"])
-def test_what_is_drawn_follows_the_models_distribution(guesser: str) -> None:
-    tokens = [token for text in draws(guesser) for token in text]
+@pytest.mark.parametrize("draft_source", ["none", "look-up", "wild"])
+def test_what_is_drawn_follows_the_models_distribution(draft_source: str) -> None:
+    tokens = [token for text in draws(draft_source) for token in text]
     assert len(tokens) == 8_000
     counts = Counter(tokens)
     chi_square = sum(
@@ -271,6 +275,6 @@ def test_what_is_drawn_follows_the_models_distribution(guesser: str) -> None:
     assert chi_square < 24.3  # 7 degrees of freedom: exceeded by chance once in 1000 seeds
 
 
-@pytest.mark.parametrize("guesser", GUESSERS)
-def test_guesses_change_no_draw(guesser: str) -> None:
-    assert draws(guesser) == draws("none")
+@pytest.mark.parametrize("draft_source", GUESSERS)
+def test_guesses_change_no_draw(draft_source: str) -> None:
+    assert draws(draft_source) == draws("none")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramGuesser
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.step_cost import StepCost
 
 
@@ -33,24 +33,24 @@ def slow_guess(tokens: Sequence[int], limit: int, sizes: Sequence[int] = (4, 3, 
 def test_an_index_that_grows_guesses_what_a_search_finds(
     tokens: list[int], cuts: list[int], limit: int
 ) -> None:
-    guesser = NgramGuesser()
+    draft_source = NgramDrafts()
     for cut in sorted(cuts):
-        guesser.guess(tokens[:cut], limit)
-    assert guesser.guess(tokens, limit) == slow_guess(tokens, limit)
+        draft_source.draft(tokens[:cut], limit)
+    assert draft_source.draft(tokens, limit) == slow_guess(tokens, limit)
 
 
 def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:
-    assert NgramGuesser().guess([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert NgramDrafts().draft([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 class Coin:
-    """A guesser that is right with a given chance."""
+    """A draft_source that is right with a given chance."""
 
     def __init__(self, chance: float) -> None:
         self.chance = chance
         self.random = random.Random(1)
 
-    def guess(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         return [0] * limit
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
@@ -68,7 +68,7 @@ class Coin:
 def proposals(chance: float, row_cost: float, n_steps: int = 400) -> list[int]:
     """How many guesses are made at each step, by a drafter that learns as it goes."""
     cost, coin = StepCost(), Coin(chance)
-    drafter = AdaptiveDrafter(guesser=coin, cost=cost)
+    drafter = AdaptiveDrafter(draft_source=coin, cost=cost)
     lengths = []
     for _ in range(n_steps):
         guesses = drafter.propose([1], 31)
@@ -90,7 +90,7 @@ def test_bad_guesses_on_dear_rows_are_hardly_made() -> None:
 
 
 def test_a_drafter_that_had_given_up_comes_back_when_guesses_are_right() -> None:
-    cost, drafter = StepCost(), AdaptiveDrafter(guesser=Coin(0), cost=StepCost())
+    cost, drafter = StepCost(), AdaptiveDrafter(draft_source=Coin(0), cost=StepCost())
     drafter.cost = cost
     for _ in range(60):
         guesses = drafter.propose([1], 31)
@@ -108,5 +108,5 @@ def test_a_drafter_that_had_given_up_comes_back_when_guesses_are_right() -> None
 
 @pytest.mark.parametrize("most", [1, 5])
 def test_the_cap_holds(most: int) -> None:
-    drafter = AdaptiveDrafter(guesser=Coin(1), cost=StepCost(), most=most)
+    drafter = AdaptiveDrafter(draft_source=Coin(1), cost=StepCost(), most=most)
     assert len(drafter.propose([1], 31)) == most

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardnet.runtime.scheduling.kv_block_manager import Slot, SlotBook
+from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot
 from shardnet.types import REWIND_ROWS
 
 WINDOW = 100
 
 
-def warm_slot(book: SlotBook, n_held: int, n_written: int) -> Slot:
+def warm_slot(book: KvBlockManager, n_held: int, n_written: int) -> Slot:
     slot = book.start_empty(8).slot
     slot.tokens = list(range(n_held))
     slot.n_held, slot.n_written, slot.n_chunked = n_held, n_written, n_held // 256 * 256
@@ -16,14 +16,14 @@ def warm_slot(book: SlotBook, n_held: int, n_written: int) -> Slot:
     return slot
 
 
-def kept(book: SlotBook, n_common: int, chunk_rows: int = 0) -> int:
+def kept(book: KvBlockManager, n_common: int, chunk_rows: int = 0) -> int:
     prompt = [*range(n_common), -1, -2]
     found = book.prefix(prompt, chunk_rows=chunk_rows)
     return found.n_kept if found else 0
 
 
 def test_a_slot_is_rewound_by_the_rows_of_a_frame_and_no_more() -> None:
-    book = SlotBook(room_blocks=64, window=WINDOW)
+    book = KvBlockManager(room_blocks=64, window=WINDOW)
     slot = warm_slot(book, 1000, 1010)
     assert book.floor(slot) == 1010 - REWIND_ROWS
     assert kept(book, 1010 - REWIND_ROWS) == 1010 - REWIND_ROWS
@@ -33,19 +33,19 @@ def test_a_slot_is_rewound_by_the_rows_of_a_frame_and_no_more() -> None:
 
 
 def test_a_slot_that_has_forgotten_nothing_can_be_rewound_anywhere() -> None:
-    book = SlotBook(room_blocks=64, window=WINDOW)
+    book = KvBlockManager(room_blocks=64, window=WINDOW)
     warm_slot(book, WINDOW + REWIND_ROWS, WINDOW + REWIND_ROWS)
     assert kept(book, 20) == 20
 
 
 def test_without_windows_there_is_no_floor() -> None:
-    book = SlotBook(room_blocks=64)
+    book = KvBlockManager(room_blocks=64)
     warm_slot(book, 1000, 1000)
     assert kept(book, 20) == 20
 
 
 def test_a_copy_has_forgotten_what_its_source_had() -> None:
-    book = SlotBook(room_blocks=64, window=WINDOW)
+    book = KvBlockManager(room_blocks=64, window=WINDOW)
     source = warm_slot(book, 1000, 1200)
     start = book.start([*range(950), -1], 4)
     assert (start.source, start.n_kept) == (source.slot, 950)

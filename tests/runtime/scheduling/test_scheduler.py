@@ -177,7 +177,7 @@ def test_the_queue_has_an_end() -> None:
     one = ring(max_waiting=2)
     one.scheduler.submit(request(1))
     one.scheduler.submit(request(2))
-    with pytest.raises(BusyError, match="2 requests wait already"):
+    with pytest.raises(BusyError, match="2 requests are waiting already"):
         one.scheduler.submit(request(3))
 
 
@@ -274,7 +274,7 @@ def test_where_most_wait_for_their_prompt_those_who_decode_wait_longer() -> None
     for number in range(1, 9):
         scheduler.submit(request(number, 200, max_tokens=2))
     scheduler.next_instructions()
-    running = [*scheduler._roster.running.values()]
+    running = [*scheduler._queue.running.values()]
     assert len(running) == 8
     for sequence in running[:2]:
         sequence.n_sent = len(sequence.tokens)
