@@ -21,7 +21,7 @@ from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.runtime.stage.loading import ModelFacts, identify
-from shardnet.runtime.stage.wire_loss import measure_logit_error
+from shardnet.runtime.stage.wire_loss import measure_wire_loss
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
 from shardnet.wire.messages.plans import ModelChoice
@@ -81,7 +81,7 @@ def _figures(facts: ModelFacts, dtype: DType, wire: WireDType, n_stages: int) ->
     config = facts.config
     row_bytes = wire.row_bytes(config.hidden_size)
     borders = [config.n_layers * stage // n_stages for stage in range(1, n_stages)]
-    error = measure_logit_error(facts, dtype, borders, wire, lambda done, total: None)
+    error = measure_wire_loss(facts, dtype, borders, wire, lambda done, total: None)
     packing = {rows: _packing_us(config.hidden_size, dtype, wire, rows) for rows in ROWS}
     return {
         "row_bytes": row_bytes,

@@ -19,7 +19,7 @@ from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
-from shardnet.runtime.engine.outputs import PromptScored, RowsGiven
+from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import GenerationEvent, GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
@@ -78,7 +78,7 @@ class Wanted:
 
 def rows_of(events: Sequence[GenerationEvent], kind: OutputKind) -> tuple[int, Rows]:
     """The rows of a kind, joined, and the position of the first."""
-    blocks = [e.block for e in events if isinstance(e, RowsGiven) and e.block.kind is kind]
+    blocks = [e.block for e in events if isinstance(e, RowsReady) and e.block.kind is kind]
     for one, following in itertools.pairwise(blocks):
         assert following.position == one.position + one.n_rows
     parts = [np.frombuffer(b.payload, "<f4").reshape(-1, b.width) for b in blocks]
@@ -86,7 +86,7 @@ def rows_of(events: Sequence[GenerationEvent], kind: OutputKind) -> tuple[int, R
 
 
 def scored(events: Sequence[GenerationEvent]) -> list[TokenLogprobs]:
-    return [entry for e in events if isinstance(e, PromptScored) for entry in e.logprobs]
+    return [entry for e in events if isinstance(e, PromptLogprobsReady) for entry in e.logprobs]
 
 
 def close(found: Rows, wanted: Rows) -> None:

@@ -20,7 +20,7 @@ from support.rings.torch_rings import request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.runtime.engine.outputs import PromptScored
+from shardnet.runtime.engine.outputs import PromptLogprobsReady
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.loading import StageOrder, load
@@ -171,7 +171,7 @@ def test_logprobs_are_over_the_tokens_alone(stages: Stages, reference: Any) -> N
         assert event.logprobs.logprob == pytest.approx(float(want[place, event.token_id]), abs=1e-4)
         best = torch.topk(want[place], 3)
         assert [token_id for token_id, _ in event.logprobs.top] == best.indices.tolist()
-    scored = [entry for e in events if isinstance(e, PromptScored) for entry in e.logprobs]
+    scored = [entry for e in events if isinstance(e, PromptLogprobsReady) for entry in e.logprobs]
     assert len(scored) == len(PROMPTS[2]) - 1
     for place, entry in enumerate(scored):
         assert entry.logprob == pytest.approx(float(want[place, ids[place + 1]]), abs=1e-4)

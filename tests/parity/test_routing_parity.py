@@ -18,7 +18,7 @@ from support.oracles.oracle import load_reference
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
-from shardnet.runtime.engine.outputs import RowsGiven
+from shardnet.runtime.engine.outputs import RowsReady
 from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.stage.compute import SequenceOpened
@@ -67,7 +67,7 @@ def wanted_experts(model: Any, tokens: Sequence[int]) -> list[list[list[int]]]:
 
 def routing_of(events: Sequence[GenerationEvent]) -> Experts:
     """The experts of all rows, which must follow each other from position 0."""
-    blocks = [event.block for event in events if isinstance(event, RowsGiven)]
+    blocks = [event.block for event in events if isinstance(event, RowsReady)]
     assert {block.kind for block in blocks} == {OutputKind.ROUTING}
     position = 0
     for block in blocks:
@@ -93,7 +93,7 @@ def test_rows_of_chunks_and_batches(stages: TorchStages, reference: Any) -> None
     *answers, plain = run(stages, *asking, unread, request([5, 6], 8))
     for wanted, events in zip([*asking, unread], answers, strict=True):
         check(reference, wanted.prompt, events)
-    assert not [event for event in plain if isinstance(event, RowsGiven)]
+    assert not [event for event in plain if isinstance(event, RowsReady)]
 
 
 def test_asking_changes_no_token_and_not_asking_sends_nothing(

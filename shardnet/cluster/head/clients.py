@@ -21,7 +21,12 @@ from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.wire_loss import WireErrors
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import UsageError
-from shardnet.runtime.engine.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
+from shardnet.runtime.engine.outputs import (
+    OutputBudget,
+    PromptLogprobsReady,
+    RowsReady,
+    output_bytes,
+)
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
@@ -178,7 +183,7 @@ class Clients:
                         n_tokens += 1
                         control.send(_piece(message, event, lead.tokenizer))
                         await control.link.drain(shared=True)
-                    case PromptScored() | RowsGiven():
+                    case PromptLogprobsReady() | RowsReady():
                         for piece in _output_pieces(message, event, lead):
                             control.send(piece)
                             await control.link.drain(shared=True)
@@ -315,10 +320,10 @@ def _check_routing(lead: Lead) -> None:
 
 
 def _output_pieces(
-    message: Generate, event: PromptScored | RowsGiven, lead: Lead
+    message: Generate, event: PromptLogprobsReady | RowsReady, lead: Lead
 ) -> Iterator[TextPiece | RowsPiece]:
     """Cut an event into messages."""
-    if isinstance(event, PromptScored):
+    if isinstance(event, PromptLogprobsReady):
         for start in range(0, len(event.logprobs), _PIECE_LOGPROBS):
             part = event.logprobs[start : start + _PIECE_LOGPROBS]
             details = [_detail(logprobs, lead.tokenizer) for logprobs in part]

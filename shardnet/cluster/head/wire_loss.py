@@ -18,9 +18,9 @@ from shardnet.cluster.head.planning import Plan
 from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import use_threads
+from shardnet.runtime.stage.loading import set_compute_threads
 from shardnet.runtime.stage.progress import ProgressReporter
-from shardnet.runtime.stage.wire_loss import measure_logit_error, measure_rounding_s
+from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
 from shardnet.types import WireDType
 from shardnet.wire.framing.schema import Strict
 from shardnet.wire.messages.metas import explanation
@@ -131,8 +131,8 @@ class WireErrors:
         kept = _read(path, key)
         if kept is not None:
             return kept
-        use_threads(threads)
-        measured = measure_logit_error(
+        set_compute_threads(threads)
+        measured = measure_wire_loss(
             plan.facts, plan.dtype, plan.borders, plan.wire_dtype, reporter.report
         )
         error = WireError(**asdict(measured))

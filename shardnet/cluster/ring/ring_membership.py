@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
-from shardnet.runtime.ring.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
@@ -174,7 +174,7 @@ class RingSeat:
     ) -> tuple[StageSource, StageSink, TailLink | None]:
         n_stages = len(self.addresses)
         if pipeline is not None and n_stages == 1:
-            return pipeline, RingOfOne(pipeline), None
+            return pipeline, LocalSink(pipeline), None
         downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
         if self._left:
             downstream.abort("the seat is taken away")

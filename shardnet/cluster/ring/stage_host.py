@@ -20,9 +20,9 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import (
     LoadedStage,
     StageOrder,
-    give_memory_back,
     load,
-    use_threads,
+    release_freed_memory,
+    set_compute_threads,
 )
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
@@ -149,7 +149,7 @@ class StageHost:
             self._check_not_closing()
             if self.seat is not seat:
                 raise PeerFailedError(f"the place of ring {seat.ring} was given away; ask again")
-            await self._compute.run(lambda: use_threads(threads))
+            await self._compute.run(lambda: set_compute_threads(threads))
             reused = self.loaded is not None and self.loaded.fits(order)
             if self.loaded is None or not reused:
                 await self._free()
@@ -182,7 +182,7 @@ class StageHost:
             try:
                 return await self._to_its_end(self._compute, lambda: job(tick), reporter)
             finally:
-                await self._loader.run(give_memory_back)
+                await self._loader.run(release_freed_memory)
 
     async def turn(self) -> None:
         """Wait for a turn of the compute thread, as each step does.
@@ -246,7 +246,7 @@ class StageHost:
                 reporter,
             )
         except asyncio.CancelledError:
-            await finish(self._loader.run(give_memory_back))
+            await finish(self._loader.run(release_freed_memory))
             raise
 
     async def _to_its_end(
@@ -301,7 +301,7 @@ class StageHost:
     async def _free(self) -> None:
         if self.loaded is not None:
             self.loaded = None
-            await self._loader.run(give_memory_back)
+            await self._loader.run(release_freed_memory)
 
 
 def generating_with(model: str) -> BusyError:

@@ -19,7 +19,7 @@ from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import kv_room_blocks, use_threads
+from shardnet.runtime.stage.loading import kv_room_blocks, set_compute_threads
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -180,4 +180,6 @@ def load_draft_model(
         context=context,
         progress=lambda done, total: None,
     )
-    return DraftModel(model, Executor("shardnet-draft", set_up=lambda: use_threads(threads)))
+    return DraftModel(
+        model, Executor("shardnet-draft", set_up=lambda: set_compute_threads(threads))
+    )

@@ -1,4 +1,4 @@
-"""What a request gets beside tokens, put in order on the head: prompt logprobs and rows.
+"""Outputs of a request beside its tokens, in order, on the head: prompt logprobs and rows.
 
 Knows which rows count: those of rejected drafts do not, and a replayed row counts once. Must not
 know steps, links or clients.
@@ -20,24 +20,24 @@ from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, Token
 from shardnet.wire.payloads.rows import RowBlock
 
 MAX_OUTPUT_BYTES = 1 << 30
-"""Logits and hidden states that the requests of one head may take together, as float32."""
+"""Bytes of float32 logits and hidden states that all requests of one head may hold together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScored:
-    """Logprobs of the prompt's next tokens in order; the first token has none."""
+class PromptLogprobsReady:
+    """Logprobs of the next prompt tokens, in order; the first prompt token has none."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsGiven:
-    """The next rows of the logits, hidden states or experts that were asked for."""
+class RowsReady:
+    """The next rows of the requested logits, hidden states or routed experts."""
 
     block: RowBlock
 
 
-OutputEvent = PromptScored | RowsGiven
+OutputEvent = PromptLogprobsReady | RowsReady
 
 
 class OutputCollector:
@@ -56,9 +56,9 @@ class OutputCollector:
     def arrive(
         self, prompt_logprobs: Sequence[PromptLogprobs], blocks: Sequence[RowBlock]
     ) -> list[OutputEvent]:
-        """Take what a step gave; its rows count when they are released.
+        """Add the outputs of a step; its rows are kept back until they are released.
 
-        Raises RemoteProtocolError for what was not asked for, or when something is missing.
+        Raises RemoteProtocolError for outputs that were not requested, or if a position is missing.
         """
         self._pending = blocks
         scored = [entry for entry in prompt_logprobs if entry.position >= self._next_scored]
@@ -69,35 +69,41 @@ class OutputCollector:
                     f"{self._next_scored}"
                 )
             self._next_scored += 1
-        return [PromptScored(logprobs=tuple(entry.logprobs for entry in scored))] if scored else []
+        return (
+            [PromptLogprobsReady(logprobs=tuple(entry.logprobs for entry in scored))]
+            if scored
+            else []
+        )
 
     def release(self, end: int) -> list[OutputEvent]:
-        """Let the rows at positions below `end` count."""
+        """Release the rows at positions below `end`: they belong to accepted tokens."""
         events: list[OutputEvent] = []
         for block in self._pending:
             stream = self._streams.get(block.kind)
             if stream is None:
-                raise RemoteProtocolError(f"the tail sent {block.kind.value} nobody asked for")
+                raise RemoteProtocolError(
+                    f"the tail sent {block.kind.value}, which were not requested"
+                )
             rows = stream.next_rows(block, end)
             if rows is not None and (out := stream.take(rows)) is not None:
-                events.append(RowsGiven(block=out))
+                events.append(RowsReady(block=out))
         return events
 
     def finish(self) -> list[OutputEvent]:
-        """Give what had to wait for the end: the last rows, a mean."""
+        """Return the outputs that are known only at the end: the last rows, a mean."""
         return [
-            RowsGiven(block=block) for stream in self._streams.values() for block in stream.finish()
+            RowsReady(block=block) for stream in self._streams.values() for block in stream.finish()
         ]
 
 
 class _Stream:
-    """Rows of one kind, given on as they come."""
+    """Rows of one kind, passed on as they are released."""
 
     def __init__(self, first: int) -> None:
         self._next = first
 
     def next_rows(self, block: RowBlock, end: int) -> RowBlock | None:
-        """Return the rows of `block` below `end` that have not been taken; they are taken then."""
+        """Take the rows of `block` below `end` that were not taken before, or None."""
         start, stop = max(block.position, self._next), min(block.position + block.n_rows, end)
         if start >= stop:
             return None
@@ -109,29 +115,29 @@ class _Stream:
         return block.part(start - block.position, stop - block.position)
 
     def take(self, rows: RowBlock) -> RowBlock | None:
-        """Take rows; return what can be given on."""
+        """Add rows; return those that can be passed on now."""
         return rows
 
     def finish(self) -> list[RowBlock]:
-        """Return what is left."""
+        """Return the remaining rows."""
         return []
 
 
 class _LastRows(_Stream):
-    """Only the last rows of a sequence: what these are is known at its end."""
+    """Only the last rows of a sequence, which are known at its end."""
 
     def __init__(self, first: int, n_rows: int) -> None:
         super().__init__(first)
         self._rows: deque[RowBlock] = deque(maxlen=n_rows)
 
     def take(self, rows: RowBlock) -> None:
-        """Keep rows, each copied, so that what they came in is forgotten."""
+        """Keep copies of the last rows, so that the received buffers can be freed."""
         for index in range(max(0, rows.n_rows - (self._rows.maxlen or 0)), rows.n_rows):
             row = rows.part(index, index + 1)
             self._rows.append(replace(row, payload=bytes(row.payload)))
 
     def finish(self) -> list[RowBlock]:
-        """Return them as one block."""
+        """Return the kept rows as one block."""
         if not self._rows:
             return []
         first = self._rows[0]
@@ -147,7 +153,7 @@ class _LastRows(_Stream):
 
 
 class _MeanRow(_Stream):
-    """The mean of all rows, summed in float64."""
+    """The mean of all rows, accumulated in float64."""
 
     def __init__(self, first: int) -> None:
         super().__init__(first)
@@ -156,7 +162,7 @@ class _MeanRow(_Stream):
         self._sequence_id = SequenceId(0)
 
     def take(self, rows: RowBlock) -> None:
-        """Add rows up."""
+        """Add rows to the sum."""
         values = np.frombuffer(rows.payload, "<f4").reshape(-1, rows.width)
         added = values.sum(0, dtype=np.float64)
         self._sum = added if self._sum is None else self._sum + added
@@ -187,7 +193,7 @@ def _stream(params: OutputParams, kind: OutputKind, first: int) -> _Stream:
 
 
 class OutputBudget:
-    """The memory that outputs may take on the head, all requests together."""
+    """Limits the memory that the outputs of all requests take on the head."""
 
     def __init__(self, limit_bytes: int = MAX_OUTPUT_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -195,19 +201,21 @@ class OutputBudget:
 
     @contextlib.contextmanager
     def room_for(self, n_bytes: int) -> Iterator[None]:
-        """Take room while a request runs.
+        """Reserve `n_bytes` while a request runs.
 
-        Raises CapacityError when there is never as much, BusyError when others have it now.
+        Raises CapacityError if the limit is lower, BusyError if other requests hold the memory now.
         """
         if n_bytes > self._limit_bytes:
             raise CapacityError(
-                f"the logits, hidden states and routing asked for may take {n_bytes} bytes and the "
-                f"head gives them {self._limit_bytes}: ask for fewer rows, or lower --max-tokens"
+                f"the requested logits, hidden states and routing may take {n_bytes} bytes, the "
+                f"head allows {self._limit_bytes}",
+                remedy="ask for fewer rows, or lower --max-tokens",
             )
         if self._taken_bytes + n_bytes > self._limit_bytes:
             raise BusyError(
-                f"the rows of other requests take {self._taken_bytes} of "
-                f"{self._limit_bytes} bytes: ask again later"
+                f"the outputs of other requests take {self._taken_bytes} of "
+                f"{self._limit_bytes} bytes",
+                remedy="ask again later",
             )
         self._taken_bytes += n_bytes
         try:
@@ -219,9 +227,10 @@ class OutputBudget:
 def output_bytes(
     params: OutputParams, n_positions: int, *, vocab_size: int, width: int, routing: int = 0
 ) -> int:
-    """Give the most bytes that a request's rows may take when it grows to `n_positions`.
+    """Return the most bytes that the outputs of a request of `n_positions` positions can take.
 
-    `routing` is the width of a row of experts.
+    `vocab_size`, `width` and `routing` are the widths of a row of logits, hidden states and
+    experts.
     """
     widths = {
         OutputKind.LOGITS: vocab_size,

@@ -1,4 +1,4 @@
-"""What the engine is asked for, and what it tells of it: requests in, events out.
+"""Requests to the engine, and the events it answers with.
 
 Knows their fields. Must not know how a request is carried out.
 """
@@ -27,10 +27,10 @@ class TextAssembler(Protocol):
     """Turns a sequence's tokens into text that may be shown (tokenizers/detokenizer.py)."""
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Return the text that is certain now, and whether a stop string was met."""
+        """Add a token; return the text that is final now, and whether a stop string is met."""
 
     def finish(self) -> str:
-        """Return what was held back; nothing follows."""
+        """Return the text that was held back; no token follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
     A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
-    `deterministic` is design decision 4's.
+    `deterministic` asks for bits that do not depend on the batch (design decision 4).
     """
 
     prompt: tuple[int, ...]
@@ -65,18 +65,19 @@ class GenerationRequest:
     outputs: OutputParams = NO_OUTPUTS
 
     def check(self) -> None:
-        """Raise SamplingError that names what cannot be asked for."""
+        """Raise SamplingError, naming the parameter, if one is outside its range."""
         self.sampling.check()
         self.outputs.check()
         if self.sampling.min_tokens and len(self.stop_ids) > MAX_STOP_IDS:
             raise SamplingError(
-                f"min-tokens can hold back {MAX_STOP_IDS} stop ids, not {len(self.stop_ids)}"
+                f"min-tokens works with at most {MAX_STOP_IDS} stop ids, got {len(self.stop_ids)}",
+                remedy="give fewer stop ids or leave --min-tokens out",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMean:
-    """Mean of one stage's time over decode steps, in milliseconds."""
+    """Mean times of one stage over decode steps, in milliseconds."""
 
     rank: int
     compute_ms: float
@@ -86,7 +87,7 @@ class StageMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """How long a request took, by the head's clock, and how many drafts were accepted."""
+    """Timing of a request by the head's clock, and how many of its drafts were accepted."""
 
     ttft_s: float
     decode_tok_s: float
@@ -98,9 +99,9 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMoved:
-    """A request waits behind `ahead` others, or runs, or is paused for want of room.
+    """A request changed state: queued behind `ahead` others, running, paused, or resumed.
 
-    The first `n_kept` positions of its prompt were there already when it began to run.
+    When it starts, `n_kept` positions of its prompt were in the KV cache already.
     """
 
     state: LiveState
@@ -110,7 +111,7 @@ class RequestMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGenerated:
-    """One more token, and the text that became certain with it."""
+    """A sampled token, and the text that became final with it."""
 
     token_id: int
     text: str
@@ -119,7 +120,7 @@ class TokenGenerated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinished:
-    """The end of a request. `text` is what was held back until now."""
+    """The end of a request. `text` is what the detokenizer held back until now."""
 
     reason: FinishReason
     text: str

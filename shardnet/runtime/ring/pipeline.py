@@ -1,8 +1,8 @@
-"""The ring as its head sees it: steps go in, answers come out.
+"""The ring as its head sees it: steps are sent in, answers come back.
 
-Knows the steps in flight, when each was sent, and what a stuck ring looks like. It is the source of
-the head's own stage and takes the answers of the tail, over a link or, in a ring of one, directly.
-Must not know sequences' texts, why a step was made, or how nodes are found.
+Knows the steps in flight, when each was sent, and when a stage counts as stuck. It is the source of
+the head's own stage and receives the answers of the tail, over a link or, in a ring of one stage,
+directly. Must not know texts, why a step was scheduled, or how nodes are found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STUCK_FACTOR = 10
 STUCK_AT_LEAST_S = 60.0
 """A step older than 10 times the longest one, and than this, means a stuck stage."""
 STUCK_UNMEASURED_S = 600.0
-"""Than this where nobody has measured how long a prompt chunk takes here."""
+"""The same limit where the time of a prompt chunk was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswered:
-    """A step came round. `round_trip_us` is read from the head's clock."""
+    """A step was answered after `round_trip_us` by the head's clock."""
 
     batch: MicroBatch
     answer: StepAnswer
@@ -74,10 +74,10 @@ class _InFlight:
 class Pipeline:
     """Sends steps into the ring's first stage and matches answers to them.
 
-    `vocab_size` bounds the ids that an answer may hold. `routing` is how many experts rows visit,
-    None where a model has none. `clock_ns` is a monotonic clock. `chunk_s` is how long a whole
-    prompt chunk is predicted to take, None where that was not measured: the first one is not stuck
-    only because nothing as long has come round before.
+    `vocab_size` bounds the ids that an answer may hold. `routing` is the shape of routed experts,
+    None for a dense model. `clock_ns` is a monotonic clock. `chunk_s` is the predicted time of a
+    whole prompt chunk, None if not measured: without it the first chunk could count as stuck,
+    because no step before it took as long.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Pipeline:
         """Answers that were dropped, by reason."""
 
     def send(self, batch: MicroBatch) -> None:
-        """Send a step. The scheduler's credit bounds how many wait here."""
+        """Send a step. The scheduler's credit bounds how many are queued here."""
         now = self._clock_ns()
         self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
         self._inputs.put_nowait(
@@ -121,11 +121,11 @@ class Pipeline:
         return await self._inputs.get()
 
     def answer(self, answer: StepAnswer | StepFailed) -> None:
-        """Take what the tail sent.
+        """Handle an answer of the tail.
 
-        Answers of an old epoch are dropped and counted. Raises RemoteProtocolError when the answer
-        fits no step in flight, its number of ids is wrong or an id is outside the vocabulary, or
-        when a stage's part of the routing is missing.
+        Answers of an old epoch are dropped and counted. Raises RemoteProtocolError if the step is
+        not in flight, the number of ids is wrong, an id is outside the vocabulary, or the routing
+        of a stage is missing.
         """
         if isinstance(answer, StepFailed):
             if self._in_flight.pop(answer.step, None) is None:
@@ -149,11 +149,11 @@ class Pipeline:
         )
 
     def check_progress(self, progress: Sequence[tuple[str, int]]) -> None:
-        """Look for a stuck stage.
+        """Raise PeerFailedError if a stage is stuck.
 
-        `progress` has, in ring order, each node's name and the last step it completed. Raises
-        PeerFailedError naming the first node that has not done the oldest step in flight although
-        that step is older than any reason.
+        `progress` holds, in ring order, the name of each node and the last step it completed. The
+        error names the first node that has not completed the oldest step in flight, once that step
+        is older than 10 times the longest one and 60 s.
         """
         if not self._in_flight:
             return
@@ -165,7 +165,8 @@ class Pipeline:
         node = next((name for name, done in progress if done < step), progress[-1][0])
         raise PeerFailedError(
             f"node {node} is stuck: step {step} has waited {age_s:.0f} s there, and no step should "
-            f"take {limit_s:.0f} s; restart that node"
+            f"take {limit_s:.0f} s",
+            remedy="restart that node",
         )
 
     def _check(self, batch: MicroBatch, answer: StepAnswer) -> None:
@@ -183,7 +184,7 @@ class Pipeline:
             self._check_outputs(batch, answer)
 
     def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
-        """Check that what came beside the tokens belongs to rows of the step."""
+        """Check that logprobs and rows of an answer belong to rows of its step."""
         rows = {
             group.sequence_id: range(group.position, group.position + group.n_rows)
             for group in batch.groups
@@ -205,28 +206,30 @@ class Pipeline:
                 )
 
 
-class RingOfOne:
-    """The sink of a stage that is head and tail: answers go straight to the pipeline."""
+class LocalSink:
+    """The sink of a stage that is head and tail: answers go directly to the pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
     def send(self, output: StageOutput) -> None:
         """Hand an answer to the pipeline; slot operations end here."""
-        answer = as_answer(output)
+        answer = step_answer(output)
         if answer is not None:
             self._pipeline.answer(answer)
 
     async def drain(self) -> None:
-        """Nothing waits here."""
+        """Return at once: nothing is queued here."""
 
 
-def as_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
-    """Turn the last stage's output into what the head gets: None for slot operations."""
+def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
+    """Convert an output of the last stage to the answer for the head; None for slot operations."""
     match output:
         case StepComputed(batch=batch, result=result, timings=timings):
             if isinstance(result, Activations):
-                raise ShardnetError(f"the last stage made activations of step {batch.step}")
+                raise ShardnetError(
+                    f"the last stage returned activations for step {batch.step}, not samples"
+                )
             return StepAnswer(
                 epoch=batch.epoch,
                 step=batch.step,

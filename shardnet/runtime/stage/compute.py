@@ -1,6 +1,6 @@
-"""What a stage computes, behind a small protocol (design decision 15).
+"""The protocol between a stage and its compute (design decision 15).
 
-Knows the values that go in and come out of one stage's compute. Must not know links, rings or
+Knows the inputs and outputs of one stage's compute. Must not know links, rings or
 time. `torch_compute.py` is the real implementation; tests bring a fake.
 """
 
@@ -30,9 +30,10 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """The hidden states of a micro-batch: `rows x width`, as they travel on a wire of `dtype`.
+    """The hidden states of a micro-batch: `rows x width`, encoded in the wire `dtype`.
 
-    `routing` is what the stage's own layers chose for those who asked.
+    `routing` holds the routed experts of this stage's layers, for the sequences that asked for
+    them.
     """
 
     payload: Buffer
@@ -43,7 +44,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """The logprobs of the prompt token at `position`, of the row before it."""
+    """Logprobs of the prompt token at `position`, computed from the row before it."""
 
     sequence_id: SequenceId
     position: int
@@ -52,10 +53,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What the tail made of a step: one id per sampled row, and what else was asked for.
+    """The tail's result of a step: one token id per sampled row, and the requested outputs.
 
-    `prompt_logprobs` and `blocks` are in order of their positions, sequence by sequence. `routing`
-    is that of the stage's own layers.
+    `prompt_logprobs` and `blocks` are ordered by position within each sequence. `routing` holds the
+    routed experts of this stage's layers.
     """
 
     token_ids: Sequence[int]
@@ -106,11 +107,11 @@ SlotOperation = SequenceOpened | SequenceClosed | SlotFreed
 class StageCompute(Protocol):
     """One stage's layers, KV cache and, on the tail, sampler. Called from the compute thread only.
 
-    Calls come in data order: what a step sees is what the calls before it left.
+    Calls come in data order: a step sees the KV cache as the calls before it left it.
     """
 
     def use_wire(self, dtype: WireDType) -> None:
-        """Give activations in `dtype` from now on, and take no other."""
+        """Send and accept activations in `dtype` from now on."""
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot."""
@@ -119,7 +120,7 @@ class StageCompute(Protocol):
         """Run the stage's layers over the rows of `batch`.
 
         `activations` is None on the first stage, which embeds the token ids. The last stage
-        returns Samples. Raises CapacityError when the KV room is full, ShardnetError for inputs
+        returns Samples. Raises CapacityError if the KV cache is full, ShardnetError for inputs
         that do not fit the model.
         """
 
@@ -128,17 +129,17 @@ class StageCompute(Protocol):
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks that slots hold now. Any thread may look."""
+        """KV blocks that slots hold now. May be read from any thread."""
 
 
-# What travels through a stage, decoded. A stage forwards what it does not consume.
+# Inputs and outputs of a stage, decoded. A stage forwards what it does not consume.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrived:
-    """Rows to compute. `arrived_ns` is when they reached this stage (time.perf_counter_ns).
+    """Rows to compute, received at `arrived_ns` (time.perf_counter_ns).
 
-    `timings` and `routing` are those of the stages before.
+    `timings` and `routing` come from the stages before.
     """
 
     batch: MicroBatch
@@ -150,7 +151,7 @@ class StepArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComputed:
-    """A stage's result of one step; `timings` and `routing` are those of all stages so far."""
+    """A stage's result of one step, with `timings` and `routing` of all stages so far."""
 
     batch: MicroBatch
     result: Activations | Samples
@@ -160,24 +161,24 @@ class StepComputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """A step that some stage could not compute; it travels on to the head in place of its rows."""
+    """A step that a stage could not compute; forwarded to the head in place of its rows."""
 
     step: StepId
     error: ShardnetError
 
 
 StepResult = Activations | Samples | ShardnetError
-"""What became of one step's rows."""
+"""The result of one step, or the error that it failed with."""
 
 
 @runtime_checkable
-class TogetherCompute(Protocol):
-    """What a StageCompute has besides where a pass costs the same for many rows."""
+class PassCompute(Protocol):
+    """A StageCompute that computes several steps in one pass, as layers from disk want it."""
 
-    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
-        """Run the stage's layers over the rows of these steps, which follow one another.
+    def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        """Run the stage's layers once over the rows of consecutive steps.
 
-        Each gets what `compute` would return or raise, called in this order.
+        Returns for each step what `compute` would return or raise if called in this order.
         """
 
 

@@ -74,9 +74,9 @@ def _finish(
     failed: Callable[[BaseException], None],
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    """Run `job` on this thread and hand what becomes of it to the loop.
+    """Run `job` on this thread and hand its result or error to the loop.
 
-    Where the loop has closed meanwhile, what that raises ends here: nobody is left to tell.
+    If the loop has closed meanwhile, the error of that stays in this thread.
     """
     try:
         result = job()

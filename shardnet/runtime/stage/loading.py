@@ -62,7 +62,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What to load. Equal orders give the same stage. `dtype` is the ring's.
+    """Which stage to load, in the ring's `dtype`. Equal orders give the same stage.
 
     `folder` is where the checkpoint `model` lies on this machine.
     """
@@ -82,10 +82,10 @@ class StageOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a node knows of a checkpoint without loading it.
+    """What is known of a checkpoint from its headers.
 
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
-    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is no
+    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
     replica. `sample` is that of its weights then, else "". `dtype_in_place` is that in which all
     layers' products lie in the files, None where they have to be made; `products_dtype` counts the
     LM head's too.
@@ -116,7 +116,7 @@ class LoadedStage:
     exact_rows: int
 
     def fits(self, order: StageOrder) -> bool:
-        """Whether loading `order` now would give this stage again."""
+        """Whether loading `order` now would give the same stage."""
         return self.order == order and self.stamp == stamp(order.folder)
 
 
@@ -134,7 +134,7 @@ def find_folder(model: str) -> Path | None:
 
 
 def identify(path: Path) -> ModelFacts:
-    """Open a checkpoint far enough to know which model it is. Reads headers, no tensor."""
+    """Read the headers of a checkpoint and identify its model. Reads no tensor."""
     stamped = stamp(path)
     checkpoint = Checkpoint.open(path)
     return ModelFacts(
@@ -151,9 +151,9 @@ def identify(path: Path) -> ModelFacts:
 
 
 def identify_at(model: str) -> ModelFacts:
-    """Look at the checkpoint folder that the path `model` means on this machine.
+    """Identify the checkpoint that `model` names on this machine.
 
-    Raises CheckpointError where there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged.
     """
     folder = find_folder(model)
     if folder is None:
@@ -162,11 +162,11 @@ def identify_at(model: str) -> ModelFacts:
 
 
 def check_model_id(path: Path, found: str, planned: str) -> None:
-    """Raise CheckpointError where a checkpoint is not the model that a plan was made for."""
+    """Raise CheckpointError if the model `found` at `path` is not the `planned` one."""
     if found != planned:
         raise CheckpointError(
-            f"{path} holds model {found[:12]} and the plan was made for {planned[:12]}: it has "
-            "changed meanwhile, or differs between nodes"
+            f"{path} holds model {found[:12]}, but the plan was made for {planned[:12]}: it has "
+            "changed since, or differs between nodes"
         )
 
 
@@ -178,18 +178,16 @@ def config_text(facts: ModelFacts) -> str:
     text = facts.config_text
     if len(text) > MAX_CONFIG_TEXT:
         raise CheckpointError(
-            f"{facts.path}: its config is {len(text)} characters long, at most 1 MiB can be sent"
+            f"{facts.path}: its config has {len(text)} characters, at most 1 MiB can be sent"
         )
     return text
 
 
 def stamp(path: Path) -> Stamp:
-    """Return what changes when a checkpoint folder does.
+    """Return name, size and modification time (ns) of every file of a checkpoint.
 
-    That is name, size and time of change (ns) of every file. A replica changes only when tensors
-    that it held are superseded: what comes to it changes nothing that was loaded before.
-
-    Raises CheckpointError when the folder cannot be looked at.
+    The stamp of a replica changes only when tensors that it held are replaced: added tensors change
+    nothing that was loaded before. Raises CheckpointError if the folder cannot be read.
     """
     journal = Journal.find(path) if path.is_dir() else None
     if journal is not None:
@@ -199,7 +197,9 @@ def stamp(path: Path) -> Stamp:
         files = sorted(file for file in files if file.is_file())
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; check the path of --model") from error
+        raise CheckpointError(
+            f"{path}: {error.strerror}", remedy="check the path of --model"
+        ) from error
 
 
 def load(
@@ -210,12 +210,11 @@ def load(
 ) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included.
 
-    Rounded weights are kept below the folder `packs`.
+    Quantised weights are cached below the folder `packs`. `progress` is called with (bytes done,
+    total bytes) and may raise to cancel.
 
-    `progress` gets (bytes done, bytes in all) and may raise to give up.
-
-    Raises CheckpointError for a checkpoint that is not the one that was planned with, CapacityError
-    when the stage does not fit its memory, and whatever reading the checkpoint raises.
+    Raises CheckpointError if the checkpoint is not the one in the plan, CapacityError if the stage
+    does not fit its memory, and the errors of reading the checkpoint.
     """
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
@@ -226,7 +225,7 @@ def load(
     model, room_blocks = _load_model(
         order, checkpoint, memory_bytes, progress, _pack_cache(order, stamped, packs)
     )
-    give_memory_back()  # rounding leaves some behind
+    release_freed_memory()  # quantising leaves some behind
     sampler = _sampler(order.folder, checkpoint.config) if model.last else None
     make_compute = StreamingCompute if model.streams else TorchCompute
     return LoadedStage(
@@ -282,7 +281,7 @@ def _load_model(
 
 
 def _sampler(path: Path, config: ModelConfig) -> Sampler:
-    """Make the tail's sampler, which draws no row of the head that has no token."""
+    """Make the tail's sampler, which never draws ids without a token (padded vocabularies)."""
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.tokenizers.tokenizer import Tokenizer
 
@@ -292,7 +291,7 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
 
 
 def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
-    """Return where rounded weights of these very files are kept, None where none are."""
+    """Return the cache of quantised weights of these files; None without quantisation."""
     if folder is None or order.quantization is None:
         return None
     from shardnet.stage.pack_cache import PackCache
@@ -303,15 +302,15 @@ def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackC
     return packs
 
 
-def use_threads(n_threads: int) -> None:
-    """Let the calling thread's torch operators use `n_threads` threads."""
+def set_compute_threads(n_threads: int) -> None:
+    """Set the number of threads of torch operators called from this thread."""
     import torch
 
     torch.set_num_threads(n_threads)
 
 
-def give_memory_back() -> None:
-    """Return freed memory to the system, where torch (on a GPU) or the C library would keep it."""
+def release_freed_memory() -> None:
+    """Return freed memory to the system that torch (on a GPU) or the C library would keep."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -340,7 +339,7 @@ def kv_room_blocks(
 
     `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
 
-    Raises CapacityError when they do not hold one context.
+    Raises CapacityError if they do not hold one context.
     """
     weights = stage_weight_bytes(config, layers, form, n_streamed)
     rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
@@ -355,7 +354,7 @@ def kv_room_blocks(
     if blocks < needed:
         raise CapacityError(
             f"layers {layers} need {weights + activations + needed * block_bytes} bytes for a "
-            f"context of {context} and this node may use {memory_bytes}: lower --context, raise "
-            "--memory or give it fewer layers"
+            f"context of {context}, and this node may use {memory_bytes}",
+            remedy="lower --context, raise --memory or give it fewer layers",
         )
     return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)

@@ -1,7 +1,7 @@
 """How fast this machine is with one model: its layers, its LM head, its disk.
 
-Knows how often to repeat and what counts of the repetitions. Runs on the compute thread, the disk's
-part on another. Must not know nodes, plans or where figures are kept.
+Knows how often to repeat a measurement and how to summarise it. Runs on the compute thread, the
+disk measurement on another. Must not know nodes, plans or where figures are stored.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from shardnet.stage.synthetic_model import SampleModel, StepTimes
 
 WINDOW_S = 0.1
-"""Steps are averaged over so long: a process whose share of the processor is limited runs at full
-speed for some milliseconds and then stands, several times in this."""
+"""Steps are averaged over this long: a process with a limited share of the processor alternates
+between full speed and standing still several times within it."""
 N_WINDOWS = 5
 FIGURE_S = 1.0
-"""One figure takes no longer than this, once it has been measured often enough at all."""
+"""A figure takes no longer than this once it has the windows that it needs."""
 CHUNK_S = 8.0
 """A chunk of 256 rows that would take longer is measured with fewer rows."""
 
 STEADY = 1.25
-"""An undisturbed device's median window takes at most so many times its fastest."""
+"""On an undisturbed device the median window takes at most this many times the fastest."""
 
 DISK_BYTES = 64 * 2**20
 DISK_S = 0.3
-"""So much of a checkpoint is read, or for so long."""
+"""Most bytes and seconds of reading from a checkpoint."""
 _DISK_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFigures:
-    """What a device needs for one model, in seconds, to two significant digits.
+    """Measured times of a device for one model, in seconds, to two significant digits.
 
     `layer_s` is one layer at 1 row, `layer_256_s` at 256 rows. `embed_s` is the embedding of a row,
-    `head_s` norm, LM head and greedy sampling; what every step takes besides counts with both.
-    `kernel` names the path of the matrix products. Without `is_steady` the steps differed so much
-    that something else must have kept the device busy.
+    `head_s` norm, LM head and greedy sampling; the fixed cost of a step is part of both. `kernel`
+    names the linear kernel. Without `is_steady` the steps differed so much that something else
+    must have kept the device busy.
     """
 
     layer_s: float
@@ -87,13 +87,14 @@ def measure_stage(
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
-    `dtype`, `quantization` and `kv_dtype` are the ring's; what is computed in is chosen as in
+    `dtype`, `quantization` and `kv_dtype` are the ring's; the compute dtype is chosen as in
     loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
-    called between the parts; what it raises ends the measurement.
+    called between the parts; an error that it raises ends the measurement.
 
-    Figures are the medians of windows' means: what comes once is left out, what comes all the time
-    counts. Of a huge LM head a slice of the vocabulary is measured and scaled up, and
-    of a slow machine's chunk some rows. Raises CapacityError when memory does not hold one layer.
+    Each figure is the median of the means of time windows, which ignores single disturbances and
+    includes steady ones. For a huge LM head a slice of the vocabulary is measured and scaled up,
+    for a slow machine fewer rows of the chunk. Raises CapacityError when memory does not hold one
+    layer.
     """
     import torch
 
@@ -110,8 +111,9 @@ def measure_stage(
         sample = sample_config(config, form, memory_bytes, kv_dtype)
         if sample is None:
             raise CapacityError(
-                f"one layer to measure does not fit the {memory_bytes / 2**20:.0f} MiB that are "
-                "free here"
+                f"measuring needs the memory of one layer, and only {memory_bytes / 2**20:.0f} MiB "
+                "are free here",
+                remedy="give the node more --memory",
             )
         with memory_named(f"{device} has no memory left to measure in"):
             model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
@@ -128,7 +130,7 @@ def _figures(
     single: Sequence[StepTimes],
     chunk_s: float,
 ) -> StageFigures:
-    """Make figures of the model of `config` of times of a `sample`, of single rows and a chunk."""
+    """Scale the times of a smaller `sample` model to the model of `config`."""
     plan_s = statistics.median(times.plan_s for times in single)
     head_s = statistics.median(times.head_s for times in single)
     return StageFigures(
@@ -142,10 +144,10 @@ def _figures(
 
 
 def measure_disk(path: Path) -> float | None:
-    """Read a part of the largest tensor file at `path` and return the bytes per second.
+    """Read part of the largest tensor file at `path`; return bytes per second.
 
-    Pages that the system keeps of that part are dropped first where it lets us (Linux), so that it
-    is the disk that answers. None where there is no tensor file or it cannot be read.
+    On Linux the page cache of that part is dropped first, so that the disk is measured. None if
+    there is no tensor file or it cannot be read.
     """
     try:
         found = path.iterdir() if path.is_dir() else [path]
@@ -169,7 +171,7 @@ def windows(
     tick: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepTimes]:
-    """Repeat a step that is warm; return its mean times over windows of time, `at_least` so many.
+    """Repeat a warmed-up step; return its mean times in `at_least` or more time windows.
 
     `tick` is called before each. `clock` gives seconds.
     """
@@ -188,7 +190,7 @@ def windows(
 
 
 def _is_steady(times: Sequence[float]) -> bool:
-    """Say whether the middle one of the windows' means is about as short as the shortest."""
+    """Say whether the median window is about as short as the shortest."""
     return statistics.median(times) <= STEADY * min(times)
 
 
@@ -206,7 +208,9 @@ def _chunk_s(model: SampleModel, tick: Callable[[], None]) -> float:
 
 @contextlib.contextmanager
 def _threads(n_threads: int) -> Iterator[None]:
-    """Compute with so many threads, then with as many as before: a loaded stage relies on them."""
+    """Compute with `n_threads` threads inside, and restore the number that a loaded stage relies
+    on.
+    """
     import torch
 
     before = torch.get_num_threads()

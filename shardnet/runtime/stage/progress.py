@@ -1,6 +1,6 @@
 """Progress of long work: from the thread that does it to the event loop.
 
-Knows how often the loop is told, and how the work is given up. Must not know what the work is.
+Knows how often the loop is called, and how the work is cancelled. Must not know what the work is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ProgressReporter:
         self._why: ShardnetError | None = None
 
     def give_up(self, why: ShardnetError | None = None) -> None:
-        """Make the next report raise `why`, so that the work ends."""
-        self._why = why or CancelledRequestError("the work was given up")
+        """Cancel the work: make its next report raise `why`."""
+        self._why = why or CancelledRequestError("the work was cancelled")
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Report from the working thread. Raises what `give_up` was told, if it was called."""

@@ -1,7 +1,7 @@
-"""Which experts rows visited: what a stage tells of its layers, and the head's rows of all layers.
+"""Routed experts: what a stage reports of its layers, and the head's rows of all layers.
 
-Knows the layout of StageExperts. Must not know torch, links, or whose rows count in the end
-(outputs.py).
+Knows the layout of StageExperts. Must not know torch, links, or which rows are kept
+(engine/outputs.py).
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from shardnet.wire.messages.metas import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 
 MAX_ROUTING_BYTES = 1 << 13
-"""Bytes of one row's experts that travel: 61 layers of 67. A step's EXTRAS hold 2048 such rows."""
+"""Most bytes of one row's experts on the wire: 61 layers with 67 each. A step's EXTRAS hold 2048
+rows.
+"""
 
 
-def tell_routing(
+def routing_table(
     batch: MicroBatch,
     asking: Sequence[SequenceId],
     layers: LayerRange,
     top_k: int,
     chosen: Mapping[int, NDArray[np.int64]],
 ) -> list[StageExperts]:
-    """Tell those who ask which experts their rows visited in the `layers` of a stage.
+    """Encode which experts the rows of the `asking` sequences were routed to in a stage's `layers`.
 
-    `chosen` has the experts [T, top_k] of the layers that have any, counted within the stage.
+    `chosen` maps layers with experts, counted within the stage, to expert ids [T, top_k]. Layers
+    without experts are encoded as NO_EXPERT.
     """
     table = np.full((batch.n_rows, len(layers), top_k), NO_EXPERT, "<i2")  # [T, layers, K]
     for index, experts in chosen.items():
@@ -63,13 +66,15 @@ def tell_routing(
 def join_routing(
     batch: MicroBatch, parts: Sequence[StageExperts], shape: RoutingShape | None
 ) -> list[RowBlock]:
-    """Join what the stages told of a step: for each sequence rows of all layers, in their order.
+    """Join the stages' routing of a step: for each sequence the rows of all layers, in order.
 
-    Raises RemoteProtocolError for parts that are not asked of this model, a sequence that is not of
-    the step, and where a layer or a row is missing or too much.
+    Raises RemoteProtocolError for a model without experts, a sequence that is not in the step, and
+    missing or surplus layers or rows.
     """
     if shape is None:
-        raise RemoteProtocolError(f"experts came with step {batch.step} of a model without any")
+        raise RemoteProtocolError(
+            f"step {batch.step} came with routed experts, but the model has none"
+        )
     of_sequence: dict[int, list[StageExperts]] = {}
     for part in parts:
         of_sequence.setdefault(part.sequence_id, []).append(part)
@@ -79,8 +84,8 @@ def join_routing(
         group = groups.get(SequenceId(sequence_id))
         if group is None:
             raise RemoteProtocolError(
-                f"experts of sequence {sequence_id} came with step {batch.step}, which has no rows "
-                "of it"
+                f"step {batch.step} came with routed experts of sequence {sequence_id}, which has "
+                "no rows in it"
             )
         blocks.append(_join(batch, group, theirs, shape))
     return blocks

@@ -24,7 +24,7 @@ from shardnet.runtime.stage.compute import (
     StepArrived,
     StepResult,
 )
-from shardnet.runtime.stage.routing import tell_routing
+from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import MicroBatch, SequenceId, SlotId, WireDType
@@ -125,7 +125,7 @@ class TorchCompute:
         if shape is None:
             raise UsageError("the model has no experts: ask without routing")
         chosen = {index: ids.cpu().numpy() for index, ids in experts.items()}
-        return tell_routing(batch, asking, self._model.layers, shape.top_k, chosen)
+        return routing_table(batch, asking, self._model.layers, shape.top_k, chosen)
 
     def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep the first positions of the slot, its own or copied from `source`, and no others."""
@@ -160,8 +160,8 @@ class TorchCompute:
 class StreamingCompute(TorchCompute):
     """The same where layers are streamed: each serves all rows that wait, once read."""
 
-    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
-        """Run the layers over the rows of several steps; see TogetherCompute."""
+    def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+        """Run the layers over the rows of several steps; see PassCompute."""
         results: list[StepResult] = []
         runs: dict[int, Run] = {}
         for place, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""What a narrower wire does to a model: its logits, computed once exactly and once rounded.
+"""The loss of a narrower wire: a model's logits, computed exactly and with rounded activations.
 
 Knows how to run a checkpoint layer by layer, so that one layer's memory is enough for a model of
 any size, and how two sets of logits are compared. Runs on a low-priority thread, on the CPU. Must
@@ -42,17 +42,17 @@ TEXT = """A long line of cottages stood along the river, and in each of them som
 awake. The baker had lit his oven before three; his neighbour, who repaired clocks, said that he
 could tell the hour by the smell of the bread. "When the wind comes from the east," he would add,
 "I am always ten minutes late." Nobody believed him, but everybody bought 2 loaves on Saturdays."""
-"""What the rows say where the checkpoint has a tokenizer."""
+"""The text of the rows if the checkpoint has a tokenizer."""
 
 _CODEC_REPEATS = 20
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all); what it raises ends the measurement."""
+"""Called with (bytes done, total bytes); an error that it raises ends the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitError:
-    """How far rounding moves the logits of `n_rows` rows.
+class LogitDifference:
+    """How far rounding activations moves the logits of `n_rows` rows.
 
     `max_error` and `rms_error` are in standard deviations of the row's exact logits, `kl` is the
     mean over rows of KL(exact, rounded) in nats, `n_changed` counts the rows whose likeliest token
@@ -66,13 +66,13 @@ class LogitError:
     kl: float
 
 
-def measure_logit_error(
+def measure_wire_loss(
     facts: ModelFacts,
     dtype: DType,
     borders: Collection[int],
     wire_dtype: WireDType,
     progress: Progress,
-) -> LogitError:
+) -> LogitDifference:
     """Compare the model in `dtype` with itself when rows are rounded before the layers `borders`.
 
     Takes the memory of one layer, or of the embedding or LM head with one, and reads the whole
@@ -89,14 +89,16 @@ def measure_logit_error(
     checkpoint = Checkpoint.open(facts.path)
     with torch.inference_mode():
         if checkpoint.model_id != facts.model_id:
-            raise CheckpointError(f"{facts.path} has changed since it was planned with: ask again")
+            raise CheckpointError(
+                f"{facts.path} has changed since the plan was made", remedy="ask again"
+            )
         choice = probe(torch.device("cpu"), dtype, checkpoint.config.checkpoint_dtype)
         rows = _rows(facts.path, checkpoint.config)
         exact, rounded = _both(checkpoint, choice, rows, borders, wire_dtype, progress)
         return compare_logits(exact, rounded)
 
 
-def compare_logits(exact: Tensor, rounded: Tensor) -> LogitError:
+def compare_logits(exact: Tensor, rounded: Tensor) -> LogitDifference:
     """Compare two sets of float32 logits [R, V].
 
     The error of a row whose exact logits are all equal counts as it is. Raises NumericalError
@@ -104,7 +106,7 @@ def compare_logits(exact: Tensor, rounded: Tensor) -> LogitError:
     """
     for logits, which in ((exact, "without"), (rounded, "with")):
         if not bool(logits.isfinite().all()):
-            raise NumericalError(f"{which} the narrower wire the model's logits are not finite")
+            raise NumericalError(f"the model's logits are not finite {which} the narrower wire")
     squares, largest, divergence = 0.0, 0.0, 0.0
     for row, other in zip(exact.double(), rounded.double(), strict=True):
         spread = float(row.std())
@@ -114,7 +116,7 @@ def compare_logits(exact: Tensor, rounded: Tensor) -> LogitError:
         expected, found = row.log_softmax(-1), other.log_softmax(-1)
         divergence += max(0.0, float((expected.exp() * (expected - found)).sum()))
     n_rows = exact.shape[0]
-    return LogitError(
+    return LogitDifference(
         n_rows=n_rows,
         n_changed=int((exact.argmax(-1) != rounded.argmax(-1)).sum()),
         max_error=largest,
@@ -124,9 +126,9 @@ def compare_logits(exact: Tensor, rounded: Tensor) -> LogitError:
 
 
 def measure_rounding_s(width: int, dtype: DType, wire_dtype: WireDType) -> float:
-    """Seconds that a hop of one row takes longer here for being packed and unpacked narrower.
+    """Measure the extra seconds of a hop of one row for packing and unpacking a narrower wire.
 
-    The best of some tries, against the wire that rounds nothing.
+    The best of several tries, compared with the wire that rounds nothing.
     """
     import torch
 
@@ -153,7 +155,7 @@ def _both(
     wire_dtype: WireDType,
     progress: Progress,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V] as they are, and with rounding at the borders."""
+    """Return the logits [R, V], exact and with rounding at the borders."""
     from shardnet.model.kernels.codec import pack_rows, unpack_rows
 
     read = _BytesRead(checkpoint, progress)
@@ -176,7 +178,7 @@ def _both(
 
 
 class _BytesRead:
-    """Progress over all layers, out of that of each."""
+    """Adds up the progress of the layers."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self._progress = progress
@@ -201,7 +203,7 @@ def _load_layer(
     return load_stage(
         checkpoint,
         LayerRange(layer, layer + 1),
-        choice=replace(choice, exact_rows=1),  # nothing relies on exact rows: no need to test them
+        choice=replace(choice, exact_rows=1),  # nothing relies on exact rows here
         device=torch.device("cpu"),
         room_blocks=2,
         progress=progress,

@@ -1,7 +1,7 @@
-"""A stage at work: takes what arrives, computes it in order, passes the result on.
+"""Runs a stage: receives inputs, computes them in order, sends the results on.
 
-Knows the order of things: one compute thread, results leave as they are made, the next rows are
-handed to the thread while the last ones are sent. Must not know tensors, sockets or who is head.
+Knows one compute thread; results are sent as they are made, and the next rows are queued to the
+thread while the last ones are sent. Must not know tensors, sockets or which node is the head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.compute import (
+    PassCompute,
     SequenceClosed,
     SequenceOpened,
     SlotFreed,
@@ -24,21 +25,20 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
     StepResult,
-    TogetherCompute,
 )
 from shardnet.runtime.stage.executor import Executor
 from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages.metas import StageTiming
 
-_HANDED_OVER = 2
-"""Inputs given to the compute thread and not sent on yet: one computes, one waits at its side."""
+_QUEUED = 2
+"""Inputs queued to the compute thread and not sent on yet: one computes, one waits."""
 
 
-_TOGETHER = 64
-"""The same where steps are computed together."""
+_QUEUED_FOR_A_PASS = 64
+"""The same where one pass computes several steps."""
 
-_MAX_ROWS_TOGETHER = 2 * PREFILL_CHUNK_ROWS
-"""Rows of steps that are computed together, unless one step alone has more."""
+_MAX_ROWS_OF_A_PASS = 2 * PREFILL_CHUNK_ROWS
+"""Most rows of the steps in one pass, unless a single step has more."""
 
 
 class StageSource(Protocol):
@@ -52,7 +52,7 @@ class StageSink(Protocol):
     """Where a stage's outputs go: the next stage, or the head."""
 
     def send(self, output: StageOutput) -> None:
-        """Pass one output on at once. Raises LinkError when the ring is broken."""
+        """Send one output at once. Raises LinkError when the ring is broken."""
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
@@ -80,11 +80,11 @@ class StageWorker:
         self._on_step_done = on_step_done
         self._clock_ns = clock_ns
         self.open_sequences: set[SequenceId] = set()
-        """Sequences that own a slot here, as far as this stage has taken them in."""
-        self._together = compute if isinstance(compute, TogetherCompute) else None
-        self._limit = _HANDED_OVER if self._together is None else _TOGETHER
+        """Sequences that own a slot on this stage, as far as its inputs have arrived."""
+        self._together = compute if isinstance(compute, PassCompute) else None
+        self._limit = _QUEUED if self._together is None else _QUEUED_FOR_A_PASS
         self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
-        self._n_handed_over = 0
+        self._n_queued = 0
         self._room = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,7 +96,7 @@ class StageWorker:
                 tasks.create_task(self._watch(), name=f"stage {self._rank}: watch")
         finally:
             if not self._failure.cancel() and not self._failure.cancelled():
-                self._failure.exception()  # raised by now, or nobody's
+                self._failure.exception()  # raised already, or not awaited
             await self._executor.run(self._compute.reset)
 
     async def _take_in(self) -> None:
@@ -106,30 +106,30 @@ class StageWorker:
                 self.open_sequences.add(arrived.sequence_id)
             elif isinstance(arrived, SequenceClosed):
                 self.open_sequences.discard(arrived.sequence_id)
-            while self._n_handed_over == self._limit:
+            while self._n_queued == self._limit:
                 self._room.clear()
                 await self._room.wait()
-            self._n_handed_over += 1
+            self._n_queued += 1
             self._waiting.append(arrived)
             self._executor.post(self._process, self._pass_on, self._fail)
             await self._sink.drain()
 
     async def _watch(self) -> None:
-        """Raise what went wrong outside of `_take_in`."""
+        """Raise a failure from outside `_take_in`."""
         await self._failure
 
     def _pass_on(self, outputs: Sequence[StageOutput]) -> None:
-        """Send on what the compute thread has made. Called by the loop."""
+        """Send the outputs of the compute thread. Called by the loop."""
         if self._failure.done():
-            return  # what comes after the end is for nobody
+            return  # the worker has ended
         try:
             for output in outputs:
                 self._sink.send(output)
                 if isinstance(output, StepComputed):
                     self._on_step_done(output.batch.step)
-        except Exception as error:  # no task calls this: whatever it is must end the worker
+        except Exception as error:  # no task awaits this: any error must end the worker
             self._fail(error)
-        self._n_handed_over -= len(outputs)
+        self._n_queued -= len(outputs)
         self._room.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -139,9 +139,9 @@ class StageWorker:
     # --- on the compute thread
 
     def _process(self) -> Sequence[StageOutput]:
-        """Take what waits first; with it, where that is how it is done here, steps behind it.
+        """Compute the first queued input, together with the steps behind it where a pass allows.
 
-        Whoever was posted for those finds nothing left to do.
+        Later queued calls for those steps are no-ops.
         """
         if not self._waiting:
             return ()
@@ -162,11 +162,11 @@ class StageWorker:
         steps, n_rows = [first], first.batch.n_rows
         while self._waiting and isinstance(step := self._waiting[0], StepArrived):
             n_rows += step.batch.n_rows
-            if n_rows > _MAX_ROWS_TOGETHER:
+            if n_rows > _MAX_ROWS_OF_A_PASS:
                 break
             self._waiting.popleft()
             steps.append(step)
-        results = self._together.compute_together(steps)
+        results = self._together.compute_pass(steps)
         return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
 
     def _computed(self, arrived: StepArrived) -> StepResult:

@@ -79,13 +79,13 @@ class Measurer:
         self.log: list[str] = []
         self.measured: list[Any] = []
         self.progress: list[tuple[int, int]] = []
-        measure = wire_loss.measure_logit_error
+        measure = wire_loss.measure_wire_loss
 
         def note(facts: Any, dtype: Any, borders: Any, wire: Any, progress: Any) -> Any:
             self.measured.append((borders, wire.value))
             return measure(facts, dtype, borders, wire, progress)
 
-        monkeypatch.setattr(wire_loss, "measure_logit_error", note)
+        monkeypatch.setattr(wire_loss, "measure_wire_loss", note)
 
     def narrow(self, *plans: Plan) -> list[NarrowWire]:
         """Ask for these one after the other, of one node."""
@@ -207,7 +207,7 @@ def test_a_client_that_goes_away_ends_the_measurement(
 ) -> None:
     """The thread is free for the next one as soon as the first says how far it is."""
     began, may_go_on, gave_up = threading.Event(), threading.Event(), threading.Event()
-    measure = wire_loss.measure_logit_error
+    measure = wire_loss.measure_wire_loss
 
     def wait_and_report(
         facts: Any, dtype: Any, borders: Any, wire: Any, progress: Callable[[int, int], None]
@@ -222,7 +222,7 @@ def test_a_client_that_goes_away_ends_the_measurement(
             gave_up.set()
         raise AssertionError("it was not given up")
 
-    monkeypatch.setattr(wire_loss, "measure_logit_error", wait_and_report)
+    monkeypatch.setattr(wire_loss, "measure_wire_loss", wait_and_report)
 
     async def main() -> None:
         errors = WireErrors(cache=tmp_path, threads=lambda: 1, log=lambda line: None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget
-from shardnet.runtime.stage.loading import give_memory_back
+from shardnet.runtime.stage.loading import release_freed_memory
 
 GIB = 2**30
 
@@ -26,8 +26,8 @@ def test_what_torch_keeps_for_itself_is_there_to_be_used(monkeypatch: pytest.Mon
 def test_what_is_freed_on_a_gpu_goes_back_to_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
-    give_memory_back()
+    release_freed_memory()
     assert not given_back  # no GPU was used here
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    give_memory_back()
+    release_freed_memory()
     assert len(given_back) == 1

@@ -120,7 +120,7 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
             await measure(figures, ask(config="{"))
         with pytest.raises(UsageError, match="dtype int3"):
             await measure(figures, ask(dtype="int3"))
-        with pytest.raises(CapacityError, match="does not fit the 0 MiB"):
+        with pytest.raises(CapacityError, match="only 0 MiB are free here"):
             await measure(figures, ask())
 
     measuring(tmp_path, main, memory_bytes=1000)

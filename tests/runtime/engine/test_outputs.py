@@ -14,8 +14,8 @@ from shardnet.runtime.engine.outputs import (
     OutputBudget,
     OutputCollector,
     OutputEvent,
-    PromptScored,
-    RowsGiven,
+    PromptLogprobsReady,
+    RowsReady,
     output_bytes,
 )
 from shardnet.runtime.stage.compute import PromptLogprobs
@@ -43,7 +43,7 @@ def rows_of(events: Sequence[OutputEvent], kind: OutputKind = OutputKind.HIDDEN)
     return [
         row[0]
         for event in events
-        if isinstance(event, RowsGiven) and event.block.kind is kind
+        if isinstance(event, RowsReady) and event.block.kind is kind
         for row in struct.iter_unpack("<2f", event.block.payload)
     ]
 
@@ -90,7 +90,7 @@ def test_a_mean_is_that_of_all_rows() -> None:
     collector.arrive([], [block(4, 9, offset=1)])
     assert not collector.release(5)
     (event,) = collector.finish()
-    assert isinstance(event, RowsGiven)
+    assert isinstance(event, RowsReady)
     assert rows_of([event]) == [pytest.approx((0 + 1 + 2 + 3 + 5) / 5)]
     assert event.block.n_rows == 1
 
@@ -103,7 +103,7 @@ def test_prompt_logprobs_come_once_and_in_order() -> None:
     assert [
         logprobs.token_id
         for event in events
-        if isinstance(event, PromptScored)
+        if isinstance(event, PromptLogprobsReady)
         for logprobs in event.logprobs
     ] == [1, 2, 3]
 
@@ -114,7 +114,7 @@ def test_nothing_is_left_out_and_nothing_comes_unasked() -> None:
     with pytest.raises(RemoteProtocolError, match="hidden of position 1, not of 0"):
         wants_rows.release(3)
     wants_rows.arrive([], [block(0, 1, OutputKind.LOGITS)])
-    with pytest.raises(RemoteProtocolError, match="logits nobody asked for"):
+    with pytest.raises(RemoteProtocolError, match="logits, which were not requested"):
         wants_rows.release(3)
     with pytest.raises(RemoteProtocolError, match="prompt token 1"):
         wants_rows.arrive([scored(1)], [])
@@ -129,7 +129,7 @@ def test_the_room_for_outputs_is_shared() -> None:
             pass
         with pytest.raises(BusyError, match="take 60 of 100"), budget.room_for(41):
             pass
-        with pytest.raises(CapacityError, match=r"101 bytes .* gives them 100"):
+        with pytest.raises(CapacityError, match=r"101 bytes, the head allows 100"):
             budget.room_for(101).__enter__()
     with budget.room_for(100):
         pass

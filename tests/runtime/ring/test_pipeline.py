@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shardnet.errors import CapacityError, PeerFailedError, RemoteProtocolError, ShardnetError
-from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, as_answer
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, step_answer
 from shardnet.runtime.stage.compute import (
     Activations,
     SequenceOpened,
@@ -167,5 +167,5 @@ def test_the_first_step_is_given_ten_times_what_it_should_take(
 
 def test_activations_are_no_answer() -> None:
     activations = Activations(payload=b"", dtype=WireDType.FLOAT32, width=1)
-    with pytest.raises(ShardnetError, match="made activations"):
-        as_answer(StepComputed(batch=batch(1), result=activations, timings=()))
+    with pytest.raises(ShardnetError, match="returned activations for step 1, not samples"):
+        step_answer(StepComputed(batch=batch(1), result=activations, timings=()))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.runtime.stage.routing import join_routing, tell_routing
+from shardnet.runtime.stage.routing import join_routing, routing_table
 from shardnet.types import (
     Epoch,
     LayerRange,
@@ -55,7 +55,7 @@ def test_any_split_of_the_layers_joins_to_the_same_rows(data: st.DataObject) -> 
     parts: list[StageExperts] = []
     for start, end in itertools.pairwise([0, *cuts, n_layers]):
         chosen = {n - start: whole[:, n] for n in range(start, end) if n not in dense}
-        told = tell_routing(
+        told = routing_table(
             batch, [SequenceId(n) for n in asking], LayerRange(start, end), top_k, chosen
         )
         parts += told
@@ -87,7 +87,7 @@ def part(
         ([part(0, 3), part(0, 3)], "layer 3 comes next"),
         ([part(0, 3, top_k=1)], "with 2 for each of 2 rows"),
         ([part(0, 3, n_rows=3)], "came in 36 bytes, 2 for each row"),
-        ([part(0, 3, of=9)], "sequence 9 came with step 5, which has no rows"),
+        ([part(0, 3, of=9)], "step 5 came with routed experts of sequence 9, which has no rows"),
     ],
 )
 def test_what_does_not_fit_is_refused(parts: Sequence[StageExperts], message: str) -> None:
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(parts: Sequence[StageExperts], message: st
 
 
 def test_a_model_without_experts_has_no_routing() -> None:
-    with pytest.raises(RemoteProtocolError, match="a model without any"):
+    with pytest.raises(RemoteProtocolError, match="routed experts, but the model has none"):
         join_routing(batch_of(2), [part(0, 3)], None)
 
 

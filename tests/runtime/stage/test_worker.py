@@ -240,7 +240,7 @@ class TogetherStage(Compute):
     def operate(self, operation: SlotFreed) -> None:
         self.passes.append([])
 
-    def compute_together(self, steps: Sequence[StepArrived]) -> list[StepResult]:
+    def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
         self.has_begun.set()
         assert self.may_compute.wait(DEADLINE_S)
         self.passes.append([step.batch.step for step in steps])

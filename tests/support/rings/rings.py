@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
-from shardnet.runtime.ring.pipeline import Pipeline, RingOfOne
+from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
@@ -65,7 +65,7 @@ async def running_ring(
         running = []
         for rank, compute in enumerate(computes):
             source: StageSource = pipeline
-            sink: StageSink = RingOfOne(pipeline)
+            sink: StageSink = LocalSink(pipeline)
             if n_stages > 1:
                 if rank:
                     source = LinkSource(pairs[rank - 1][1], epoch)
