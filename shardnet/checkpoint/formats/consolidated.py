@@ -30,6 +30,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.families.tensor_shapes import Shape
 from shardnet.types import LayerRange
@@ -146,22 +147,25 @@ def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
     made: dict[str, ModelTensor] = {}
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
     for name, shape in shapes.items():
-        infos = left.pop(_own_name(name), None)
+        own_name = _own_name(config, name)
+        infos = left.pop(own_name, None)
         if infos is not None:
-            scales = left.pop(_own_name(name).replace(".weight", ".qscale_weight"), None)
+            scales = left.pop(own_name.replace(".weight", ".qscale_weight"), None)
             made[name] = _parameter(config, name, shape, infos)
             if scales is not None:
                 made[name] = _scaled(made[name], infos, scales)
     return made | {name: unchanged(name, infos[0]) for name, infos in left.items()}
 
 
-def _own_name(name: str) -> str:
-    """From `model.layers.3.mlp.up_proj.weight` to `layers.3.feed_forward.w3.weight`."""
+def _own_name(config: ModelConfig, name: str) -> str:
+    """Convert `model.layers.3.mlp.up_proj.weight` to `layers.3.feed_forward.w3.weight`."""
     stem, _, kind = name.rpartition(".")
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    inner = inner.replace("block_sparse_moe.", "feed_forward.")
+    experts = family_of(config).experts
+    if experts is not None:
+        inner = inner.replace(f"{experts.block}.", "feed_forward.")
     return f"layers.{layer}.{_IN_LAYER.get(inner, inner)}.{kind}"
 
 

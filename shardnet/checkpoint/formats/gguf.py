@@ -21,7 +21,7 @@ from shardnet.checkpoint.formats.gguf_header import (
     gguf_files,
     read_gguf_header,
 )
-from shardnet.checkpoint.formats.gguf_metadata import FACTOR_TENSORS, config_of_metadata
+from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
 from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
@@ -33,8 +33,10 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     hash_ranges,
 )
 from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.gguf_keys import FACTOR_TENSORS
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.family import Family
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.types import LayerRange
 
@@ -45,24 +47,8 @@ if TYPE_CHECKING:
 MAX_FACTORS: Final = 1 << 16
 """Cap on the factors of rotary frequencies, which are read at opening."""
 
-INTERLEAVED: Final = ("llama", "granite")
-"""Architectures whose queries and keys are stored in interleaved rotary order."""
-NORMS_WITH_ONE: Final = ("gemma2", "gemma3")
-"""Architectures whose norms are stored with the 1 that the model adds."""
-_EXPERT = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
-)
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
-_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "w1": ("gate",),
-    "w2": ("down",),
-    "w3": ("up",),
-    "gate_proj": ("gate",),
-    "down_proj": ("down",),
-    "up_proj": ("up",),
-    "gate_up_proj": ("gate", "up"),
-}
-"""Which stacks a product of an expert is in."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16"}
 
 
@@ -188,46 +174,60 @@ def _arrange(
 
     number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
     names = get_tensor_name_map(number, config.n_layers)
-    prefix = FAMILIES[config.family].prefix
+    family = family_of(config)
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
     for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
-        experts = _EXPERT.fullmatch(name)
-        if experts is not None:
-            found_experts = _of_expert(config, name, experts, stored)
-            if found_experts is not None:
-                made[name] = found_experts
-                for kind in _KINDS[experts[3]]:
-                    left.pop(_stacked_name(experts, kind), None)
+        expert = _find_expert(family, name)
+        if expert is not None:
+            found_expert = _expert_tensor(config, name, expert, stored)
+            if found_expert is not None:
+                made[name] = found_expert
+                for stack in expert.stacks:
+                    left.pop(stack, None)
             continue
         found = None
-        for spelled in (prefix + name, name):
+        for spelled in (family.name_prefix + name, name):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
             if (1, *info.shape) == shape:
                 info = replace(info, shape=shape)  # the converter leaves axes of one out
-            made[name] = _parameter(name, info, _changes(config, arch, name, info))
+            made[name] = _parameter(name, info, _changes(config, name, info))
     return made | {name: unchanged(name, info) for name, info in left.items()}
 
 
-def _stacked_name(experts: re.Match[str], kind: str) -> str:
-    """Name the tensor of all experts of the layer that a parameter of one is in."""
-    return f"blk.{experts[1]}.ffn_{kind}_exps.{experts[4]}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expert:
+    """An expert's parameter: its number, and the tensors of all experts that its rows are in."""
+
+    number: int
+    stacks: tuple[str, ...]
 
 
-def _of_expert(
-    config: ModelConfig, name: str, experts: re.Match[str], stored: Mapping[str, StoredTensor]
+def _find_expert(family: Family, name: str) -> _Expert | None:
+    """Say which rows of which tensors make a parameter, None for one of no expert."""
+    match, names = _EXPERT.fullmatch(name), family.experts
+    if match is None or names is None:
+        return None
+    layer, number, linear, kind = match.groups()
+    parts = {"gate": names.gate, "up": names.up, "down": names.down}
+    stacks = (f"blk.{layer}.ffn_{part}_exps.{kind}" for part in parts if parts[part] == linear)
+    return _Expert(number=int(number), stacks=tuple(stacks))
+
+
+def _expert_tensor(
+    config: ModelConfig, name: str, expert: _Expert, stored: Mapping[str, StoredTensor]
 ) -> ModelTensor | None:
-    """Make the parameter of one expert of its rows of the tensor, or tensors, of all of them."""
+    """Make an expert's parameter of its rows of the stacks; None where one does not fit."""
     assert config.experts is not None
-    infos = [stored.get(_stacked_name(experts, kind)) for kind in _KINDS[experts[3]]]
     sources = []
-    for info in infos:
+    for stack in expert.stacks:
+        info = stored.get(stack)
         if info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
             return None
-        one = info.rows(int(experts[2]), int(experts[2]) + 1)
+        one = info.rows(expert.number, expert.number + 1)
         sources.append(replace(one, shape=info.shape[1:]))
     n_rows = sum(source.shape[0] for source in sources)
     kinds = {source.dtype for source in sources}
@@ -268,14 +268,17 @@ class _Changes:
     transposed: bool = False
 
 
-def _changes(config: ModelConfig, arch: str, name: str, info: StoredTensor) -> _Changes:
-    if arch in INTERLEAVED and ".q_proj." in name:
+def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
+    gguf = family_of(config).gguf
+    assert gguf is not None
+    if gguf.interleaved_rotary and ".q_proj." in name:
         return _Changes(n_heads=config.n_heads)
-    if arch in INTERLEAVED and ".k_proj." in name:
+    if gguf.interleaved_rotary and ".k_proj." in name:
         return _Changes(n_heads=config.n_kv_heads)
-    if arch in NORMS_WITH_ONE and name.endswith("norm.weight"):
-        return _Changes(added=1.0)
-    return _Changes(transposed=arch == "gpt2" and name.startswith("h.") and len(info.shape) == 2)
+    if config.norm_offset and name.endswith("norm.weight"):
+        return _Changes(added=config.norm_offset)
+    is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
+    return _Changes(transposed=is_transposed and len(info.shape) == 2)
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:

@@ -13,7 +13,7 @@ from typing import Final
 
 from shardnet.checkpoint.formats.indexed_files import ReadFile, read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
-from shardnet.checkpoint.formats.stacked_experts import experts_apart
+from shardnet.checkpoint.formats.stacked_experts import split_experts
 from shardnet.checkpoint.formats.stored_quantization import combine, plain, read_quantization
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.tensors.json_files import read_json
@@ -57,7 +57,7 @@ def open_huggingface(folder: Path) -> Contents:
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
         named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return experts_apart(config, {name: replace(tensor, name=name) for name, tensor in named})
+        return split_experts(config, {name: replace(tensor, name=name) for name, tensor in named})
 
     return Contents(
         folder=folder,
