@@ -54,8 +54,8 @@ def load_stage(
     most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights, which may be
     written while the stage is at work already. `n_streamed` layers stay on disk. `capture` is
     load_family_stage's. `progress` is called with (bytes done, bytes in all) after every part; what
-    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
-    not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that
+    do not fit the config, UsageError for layers the model does not have, CapacityError where memory
     runs out, where the model has fewer positions than `context`, and for layers that cannot be
     streamed.
     """

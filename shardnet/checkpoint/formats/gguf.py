@@ -1,8 +1,8 @@
 """GGUF checkpoints: one file, or several parts, with config, tokenizer and tensors in it.
 
 Knows which stored tensor is which parameter, and how llama.cpp's converter has changed its values
-(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms, GPT-2's products,
-all experts of a layer in one tensor.
+(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms,
+transposed matrices, all experts of a layer in one tensor. Which of these apply, the family says.
 Names come from the `gguf` package. Must not know kernels.
 """
 
@@ -72,7 +72,7 @@ def open_gguf(path: Path) -> Contents:
     }
     embedding = stored.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing; {AGAIN}")
+        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing", remedy=AGAIN)
     metadata = headers[0].metadata
     config = config_of_metadata(
         metadata,
@@ -94,14 +94,14 @@ def open_gguf(path: Path) -> Contents:
 
 
 def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
-    """Check where the tensors lie. Factors of the config count as part of the head."""
+    """Check that the tensors lie within the file. Rotary factors count as part of its head."""
     infos = [_stored(path, tensor) for tensor in header.tensors]
     end = end_of(path, infos, header.head_bytes)
     if end > header.size_bytes:
         last = max(infos, key=lambda info: info.offset + info.size_bytes)
         raise CheckpointError(
-            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}; "
-            f"{AGAIN}"
+            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}",
+            remedy=AGAIN,
         )
     factors = [info for info in infos if info.name in FACTOR_TENSORS]
     heads = [(0, header.head_bytes), *((info.offset, info.size_bytes) for info in factors)]
@@ -109,7 +109,7 @@ def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
     try:
         sha256 = hash_ranges(path, heads)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
     return TensorFile(
         name=path.name,
         size_bytes=header.size_bytes,
@@ -124,16 +124,19 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     where = f"{path}: tensor {tensor.name}"
     if _ONE_EXPERT.fullmatch(tensor.name):
         raise UnsupportedModelError(
-            f"{where} is of one expert, as in files of 2023; use a newer file of the model"
+            f"{where} is of one expert, as in files of 2023",
+            remedy="use a newer file of the model",
         )
     if kind not in PLAIN + PACKED:
         raise UnsupportedModelError(
-            f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}; "
-            "use a file in one of these"
+            f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}",
+            remedy="use a file in one of these",
         )
     size_bytes = packed_bytes(kind, tensor.shape)
     if size_bytes is None or (kind in PACKED and len(tensor.shape) == 1):
-        raise CheckpointError(f"{where} of shape {list(tensor.shape)} cannot be {kind}; {AGAIN}")
+        raise CheckpointError(
+            f"{where} of shape {list(tensor.shape)} cannot be {kind}", remedy=AGAIN
+        )
     return StoredTensor(
         name=tensor.name,
         dtype=kind,
@@ -145,20 +148,22 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
 
 
 def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
-    """Read a small tensor of float32, which was seen to lie in the file."""
+    """Read a small float32 tensor, whose bytes are known to lie within the file."""
     n = tensor.shape[-1]
     if type_name(tensor.type_number) != "F32" or len(tensor.shape) > 1 or n > MAX_FACTORS:
-        raise CheckpointError(f"{path}: tensor {tensor.name} is no list of F32 factors; {AGAIN}")
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name} is not a list of F32 factors", remedy=AGAIN
+        )
     try:
         with path.open("rb") as file:
             file.seek(tensor.offset)
             return struct.unpack(f"<{n}f", file.read(4 * n))
     except (OSError, struct.error) as error:
-        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}", remedy=AGAIN) from error
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
-    """Name what most values are stored in, of packed ones what they are best computed in."""
+    """Name the dtype that most bytes are stored in; bfloat16 for packed types."""
     sizes: dict[str, int] = {}
     for info in stored.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.size_bytes
@@ -168,7 +173,7 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
 def _arrange(
     config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ModelTensor]:
-    """Find every parameter's tensor; what is left over keeps its name."""
+    """Make every parameter of its stored tensor; one that is left over keeps its name."""
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
@@ -241,7 +246,7 @@ def _expert_tensor(
 
 
 def _joiner(sources: Sequence[StoredTensor]) -> Make:
-    """Put the rows of one or two tensors one behind the other."""
+    """Concatenate the rows of one or two tensors."""
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         import torch
@@ -261,7 +266,7 @@ def _joiner(sources: Sequence[StoredTensor]) -> Make:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """What the converter did to a parameter. `n_heads`: rows are in interleaved order."""
+    """What the converter did to a parameter. `n_heads`: rows are in interleaved rotary order."""
 
     n_heads: int | None = None
     added: float = 0.0

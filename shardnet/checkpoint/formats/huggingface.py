@@ -47,7 +47,9 @@ def open_huggingface(folder: Path) -> Contents:
     config = read_json(where)
     quantized = config.pop("quantization_config", None)
     if not isinstance(quantized, dict | None):
-        raise CheckpointError(f"{where}: quantization_config is no object; {AGAIN}")
+        raise CheckpointError(
+            f"{where}: quantization_config is {quantized!r:.80}, expected an object", remedy=AGAIN
+        )
     how = read_quantization(quantized, str(where)) if quantized else None
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
@@ -70,7 +72,7 @@ def open_huggingface(folder: Path) -> Contents:
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
-    """Read the headers; return the index too, where there is one."""
+    """Read the headers of all tensor files; also name the index, where there is one."""
     for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
         if (folder / single).exists():
             return [], {single: read(folder / single)}
@@ -79,5 +81,6 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
     raise CheckpointError(
         f"{folder}: no tensors are here: neither {names}, nor consolidated files beside "
-        "params.json, nor a GGUF; fetch the checkpoint again"
+        "params.json, nor a GGUF",
+        remedy="fetch the checkpoint again",
     )

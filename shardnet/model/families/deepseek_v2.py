@@ -134,7 +134,7 @@ def read_experts(
         * fields.positive("n_shared_experts", defaults.shared_intermediate_size),
         n_groups=n_groups,
         top_groups=top_groups,
-        answer_scale=fields.positive_number("routed_scaling_factor", defaults.answer_scale),
+        output_scale=fields.positive_number("routed_scaling_factor", defaults.output_scale),
         layers=layers,
     )
     return replace(config, experts=experts if layers else None)

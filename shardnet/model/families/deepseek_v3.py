@@ -35,7 +35,7 @@ def read_config(fields: Fields) -> ModelConfig:
         shared_intermediate_size=1,
         n_groups=8,
         top_groups=4,
-        answer_scale=2.5,
+        output_scale=2.5,
         layers=(3,),
     )
     return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)

@@ -157,6 +157,8 @@ class Family:
     pattern of whole names that checkpoints may have and nobody needs. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
     never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
+    `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
+    where the files have to say it.
     """
 
     model_type: str
@@ -172,3 +174,4 @@ class Family:
     stacking: Stacking | None = None
     gguf: GgufFormat | None = None
     consolidated: ConsolidatedFormat | None = None
+    pretokenizer: str = ""

@@ -136,4 +136,5 @@ FAMILY = Family(
     name_prefix="transformer.",
     ignored_tensors=r"h\.\d+\.attn\.(bias|masked_bias)",
     gguf=GgufFormat(architecture="gpt2", read=read_gguf, transposed="h."),
+    pretokenizer="gpt-2",
 )

@@ -41,4 +41,5 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=llama.FAMILY.load_stage,
     gguf=GgufFormat(architecture="qwen2"),
+    pretokenizer="qwen2",
 )

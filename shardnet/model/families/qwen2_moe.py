@@ -127,4 +127,5 @@ FAMILY = Family(
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(architecture="qwen2moe", read=read_gguf),
+    pretokenizer="qwen2",
 )

@@ -49,4 +49,5 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
     gguf=GgufFormat(architecture="qwen3"),
+    pretokenizer="qwen2",
 )

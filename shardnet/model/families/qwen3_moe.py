@@ -110,4 +110,5 @@ FAMILY = Family(
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(architecture="qwen3moe", read=read_gguf),
+    pretokenizer="qwen2",
 )

@@ -80,10 +80,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 
 
 def is_rounded(name: str, shape: Shape) -> bool:
-    """Whether a tensor of a layer or a head is rounded where weights are quantised.
+    """Whether a parameter of a layer or a head is quantised where weights are.
 
-    The weights of products are; norms, biases, the small tables of routers and what is no product
-    of rows (DeepSeek's `kv_b_proj`) are not.
+    The weights of linears are; norms, biases, routers and matrices that are multiplied per head
+    (DeepSeek's `kv_b_proj`) are not.
     """
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(_KEPT)
 

@@ -32,7 +32,7 @@ class SoftmaxGroupRouter:
         group_scores = scores.view(len(scores), config.n_groups, -1).amax(-1)
         left = best_groups(scores, group_scores, config.top_groups, 0.0)
         weights, experts = best_experts(left, config.top_k)
-        return Choice(experts=experts, weights=weights * config.answer_scale)
+        return Choice(experts=experts, weights=weights * config.output_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SigmoidGroupRouter:
         weights = scores.gather(-1, experts)
         if config.normalize_top_k:
             weights = weights / (_row_sum(weights) + 1e-20)
-        return Choice(experts=experts, weights=weights * config.answer_scale)
+        return Choice(experts=experts, weights=weights * config.output_scale)
 
 
 def _row_sum(weights: Tensor) -> Tensor:
