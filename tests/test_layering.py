@@ -60,6 +60,8 @@ ROOMS: dict[str, list[str]] = {
 }
 MOST_FILES = 16
 """In a room, beside its __init__.py."""
+UNLIMITED = {"shardnet/model/families"}
+"""Rooms that grow by one file for each model family: nobody reads them from end to end."""
 
 NETWORK = {"asyncio", "uvloop", "socket", "socketserver", "ssl", "select", "selectors"}
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets", "uuid"}
@@ -161,7 +163,8 @@ def test_every_module_is_in_a_room() -> None:
 
 def test_no_room_is_crowded() -> None:
     folders = Counter(path.rpartition("/")[0] for path in sources() if "__init__" not in path)
-    assert {folder: n for folder, n in folders.items() if n > MOST_FILES} == {}
+    crowded = {folder: n for folder, n in folders.items() if n > MOST_FILES}
+    assert crowded.keys() <= UNLIMITED, crowded
 
 
 def test_imports_go_downward_only() -> None:
@@ -233,12 +236,13 @@ def importable_without_torch() -> list[str]:
         "shardnet/wire/",
         "shardnet/transport/",
         "shardnet/api/",
-        "shardnet/model/families/stage_tensors",
-        "shardnet/model/families/registry",
+        "shardnet/model/families/",
         "shardnet/checkpoint/checkpoint",
         "shardnet/stage/estimate/memory_estimate",
     )
+    heavy = "shardnet/model/families/load_stage.py"
     paths = [path for path in sources() if path.startswith(light) or is_pure(path)]
+    paths.remove(heavy)
     names = (path.removesuffix(".py").removesuffix("/__init__") for path in paths)
     return sorted(name.replace("/", ".") for name in names)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.families.family_stages import make_family
+from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, make_quantized, probe
@@ -100,7 +100,7 @@ class Decoder:
         self.form = WeightForm(dtype=choice.dtype, rounded=kind)
         dtype = torch_dtype(choice.dtype)
         weights = NoiseWeights(config, choice, gpu.device)
-        family = make_family(config, self.layers, weights, CONTEXT, dtype, gpu.device)
+        family = load_family_stage(config, self.layers, weights, CONTEXT, dtype, gpu.device)
         room = ROWS[-1] * CONTEXT // BLOCK_POSITIONS
         heads = (config.n_layers, config.n_kv_heads, config.key_size)
         kv = KvCache(*heads, dtype, gpu.device, room)

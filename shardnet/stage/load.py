@@ -15,7 +15,7 @@ import torch
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family_stages import make_family
+from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
@@ -53,9 +53,9 @@ def load_stage(
     `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
     most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights, which may be
     written while the stage is at work already. `n_streamed` layers stay on disk. `capture` is
-    make_family's. `progress` is called with (bytes done, bytes in all) after every part; what it
-    raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that do
-    not fit the config, UsageError for layers the model does not have, CapacityError where memory
+    load_family_stage's. `progress` is called with (bytes done, bytes in all) after every part; what
+    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that
+    do not fit the config, UsageError for layers the model does not have, CapacityError where memory
     runs out, where the model has fewer positions than `context`, and for layers that cannot be
     streamed.
     """
@@ -74,7 +74,7 @@ def load_stage(
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
         with weights.writer:
-            family = make_family(config, layers, weights, context, dtype, device, capture)
+            family = load_family_stage(config, layers, weights, context, dtype, device, capture)
     kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
     weights.stream.start()
     form = weight_form(checkpoint, choice)

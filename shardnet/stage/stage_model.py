@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family_stages import FamilyStage
+from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import Step, plan_step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family_stages import make_family
+from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
@@ -148,7 +148,7 @@ class SampleModel:
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
-        self._family = make_family(sample, layers, weights, CONTEXT, dtype, device)
+        self._family = load_family_stage(sample, layers, weights, CONTEXT, dtype, device)
         self._sampler = Sampler(sample.vocab_size)
         self._kv = KvCache(
             sample.n_layers,

@@ -30,6 +30,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.families.tensor_shapes import Shape
 from shardnet.types import LayerRange
@@ -46,7 +47,7 @@ SINGLE_FILE: Final = "consolidated.safetensors"
 INDEX_FILE: Final = "consolidated.safetensors.index.json"
 _PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
 _SKIPPED = re.compile(r"rope\.freqs|.*\.qscale_act")
-"""Scales of activations among them, which are not rounded here."""
+"""Scales of activations among them, which are not quantised here."""
 OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
 """What belongs to such a checkpoint beside its tensors."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -70,7 +71,7 @@ _IN_LAYER: Final = {
 
 
 def has_consolidated_files(folder: Path) -> bool:
-    """Whether there is a checkpoint of this layout."""
+    """Whether `folder` holds a checkpoint of this layout."""
     files = (SINGLE_FILE, INDEX_FILE, "consolidated.00.pth", "consolidated.00.safetensors")
     return (folder / PARAMS_FILE).is_file() and any((folder / name).is_file() for name in files)
 
@@ -89,7 +90,7 @@ def open_consolidated(folder: Path) -> Contents:
             parts.setdefault(name.rpartition("/")[2], []).append(info)
     for name in ("tok_embeddings.weight", "norm.weight"):
         if name not in parts:
-            raise CheckpointError(f"{folder}: tensor {name} is missing; {AGAIN}")
+            raise CheckpointError(f"{folder}: tensor {name} is missing", remedy=AGAIN)
     is_tied = "output.weight" not in parts
     head = parts["tok_embeddings.weight" if is_tied else "output.weight"]
     kind = parts["norm.weight"][0].dtype
@@ -111,7 +112,7 @@ def open_consolidated(folder: Path) -> Contents:
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
-    """Read the headers; return the index too, where there is one."""
+    """Read the headers of all tensor files; also name the index, where there is one."""
     if (folder / SINGLE_FILE).is_file():
         return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
     if (folder / INDEX_FILE).is_file():
@@ -120,12 +121,12 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     for number, path in enumerate(paths):
         expected = f"consolidated.{number:02}{paths[0].suffix}"
         if path.name != expected:
-            raise CheckpointError(f"{folder / expected}: this part is missing; {AGAIN}")
+            raise CheckpointError(f"{folder / expected}: this part is missing", remedy=AGAIN)
     return [], {path.name: _read_part(path, len(paths)) for path in paths}
 
 
 def part_files(names: Iterable[str]) -> list[str]:
-    """Of some file names, list the parts of a checkpoint: safetensors, or else torch's."""
+    """Filter `names` for the parts of a checkpoint, sorted: safetensors, or else torch's."""
     parts = sorted(name for name in names if _PART.fullmatch(name))
     return [name for name in parts if name.endswith(".safetensors")] or parts
 
@@ -141,27 +142,30 @@ def _read_part(path: Path, n_parts: int) -> TensorFile:
 
 
 def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
-    """Find every parameter's parts; what is left over keeps its name."""
+    """Make every parameter of its parts; a stored tensor that is left over keeps its name."""
     left = {name: infos for name, infos in parts.items() if not _SKIPPED.fullmatch(name)}
     made: dict[str, ModelTensor] = {}
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
     for name, shape in shapes.items():
-        infos = left.pop(_own_name(name), None)
+        own_name = _own_name(config, name)
+        infos = left.pop(own_name, None)
         if infos is not None:
-            scales = left.pop(_own_name(name).replace(".weight", ".qscale_weight"), None)
+            scales = left.pop(own_name.replace(".weight", ".qscale_weight"), None)
             made[name] = _parameter(config, name, shape, infos)
             if scales is not None:
                 made[name] = _scaled(made[name], infos, scales)
     return made | {name: unchanged(name, infos[0]) for name, infos in left.items()}
 
 
-def _own_name(name: str) -> str:
-    """From `model.layers.3.mlp.up_proj.weight` to `layers.3.feed_forward.w3.weight`."""
+def _own_name(config: ModelConfig, name: str) -> str:
+    """Convert `model.layers.3.mlp.up_proj.weight` to `layers.3.feed_forward.w3.weight`."""
     stem, _, kind = name.rpartition(".")
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    inner = inner.replace("block_sparse_moe.", "feed_forward.")
+    experts = family_of(config).experts
+    if experts is not None:
+        inner = inner.replace(f"{experts.block}.", "feed_forward.")
     return f"layers.{layer}.{_IN_LAYER.get(inner, inner)}.{kind}"
 
 
@@ -193,7 +197,7 @@ def _parameter(
 def _scaled(
     tensor: ModelTensor, infos: Sequence[StoredTensor], scales: Sequence[StoredTensor]
 ) -> ModelTensor:
-    """Make a weight of FP8 and its one scale; of anything else the weight that cannot be one."""
+    """Combine an FP8 weight with its one scale; return any other `tensor` unchanged."""
     if len(infos) > 1 or infos[0].dtype != "F8_E4M3" or scales[0].shape not in ((), (1,)):
         return tensor
 
@@ -206,7 +210,7 @@ def _scaled(
 
 
 def _cut_axis(part: Shape, whole: Shape, n_parts: int) -> int | None:
-    """Say along which axis a tensor was cut, None where every part has it whole."""
+    """Return the axis along which a tensor was cut, None where every part has it whole."""
     for axis in range(len(part)):
         grown = tuple(n * n_parts if at == axis else n for at, n in enumerate(part))
         if n_parts > 1 and grown == whole:

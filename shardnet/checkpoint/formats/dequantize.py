@@ -1,4 +1,4 @@
-"""From packed or narrow weights to plain ones, in the dtype that is computed in.
+"""Dequantise weights to the compute dtype.
 
 Knows the arithmetic of FP8 with scales, of GPTQ's and AWQ's 4-bit integers, and of MXFP4. Works on
 some rows at a time, so that loading takes little memory beside the result. Must not know files,
@@ -26,9 +26,10 @@ FP4_BIAS: Final = 127
 
 
 def from_fp8(stored: Sequence[Tensor], block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiply an FP8 weight [N, K] with its scales.
+    """Multiply an FP8 weight [N, K] by its scales, to [N, K] in `dtype`.
 
-    These are one for all, one for each row, or [N / rows, K / columns] for blocks of `block`.
+    `stored` are the weight and its scales: one for all, one per row, or [N / rows, K / columns]
+    for blocks of `block` (rows, columns).
     """
     weight, scales = stored
     n_rows, n_columns = weight.shape
@@ -48,7 +49,7 @@ def from_fp8(stored: Sequence[Tensor], block: tuple[int, int], dtype: torch.dtyp
 def from_gptq(
     stored: Sequence[Tensor], group_size: int, zero_offset: int, dtype: torch.dtype
 ) -> Tensor:
-    """Unpack GPTQ's 4-bit weight into [N, K].
+    """Dequantise GPTQ's 4-bit weight to [N, K] in `dtype`.
 
     `stored` are qweight [K / 8, N], 8 inputs in each integer, qzeros [G, N / 8], scales [G, N],
     and, where inputs are not grouped in order, g_idx [K]. `zero_offset` is added to the zeros: 1 in
@@ -69,7 +70,7 @@ def from_gptq(
 
 
 def from_awq(stored: Sequence[Tensor], group_size: int, dtype: torch.dtype) -> Tensor:
-    """Unpack AWQ's 4-bit weight into [N, K].
+    """Dequantise AWQ's 4-bit weight to [N, K] in `dtype`.
 
     `stored` are qweight [K, N / 8], 8 outputs in each integer, qzeros [G, N / 8], scales [G, N].
     """
@@ -86,7 +87,7 @@ def from_awq(stored: Sequence[Tensor], group_size: int, dtype: torch.dtype) -> T
 
 
 def from_mxfp4(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Unpack MXFP4 expert weights as gpt-oss has them into [experts, K, N].
+    """Dequantise MXFP4 weights of experts to [experts, K, N] in `dtype`.
 
     `stored` are blocks [experts, N, K / 32, 16], two values in each byte, the first in the low
     half, and the exponents of their scales [experts, N, K / 32].
@@ -113,10 +114,10 @@ def _pieces(n_rows: int, row_elements: int) -> Iterator[slice]:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Take integers apart: int32 [R, C] to [R, C, 8], the lowest 4 bits first."""
+    """Split integers into 4-bit values: int32 [R, C] to [R, C, 8], the lowest bits first."""
     return packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15
 
 
 def _awq_columns(packed: Tensor) -> Tensor:
-    """Take AWQ's integers apart: int32 [R, N / 8] to [R, N]."""
+    """Split AWQ's integers into 4-bit values: int32 [R, N / 8] to [R, N]."""
     return _nibbles(packed)[..., list(AWQ_ORDER)].flatten(1)

@@ -1,8 +1,8 @@
 """GGUF checkpoints: one file, or several parts, with config, tokenizer and tensors in it.
 
 Knows which stored tensor is which parameter, and how llama.cpp's converter has changed its values
-(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms, GPT-2's products,
-all experts of a layer in one tensor.
+(convert_hf_to_gguf.py in github.com/ggml-org/llama.cpp): rotary order, norms,
+transposed matrices, all experts of a layer in one tensor. Which of these apply, the family says.
 Names come from the `gguf` package. Must not know kernels.
 """
 
@@ -21,7 +21,7 @@ from shardnet.checkpoint.formats.gguf_header import (
     gguf_files,
     read_gguf_header,
 )
-from shardnet.checkpoint.formats.gguf_metadata import FACTOR_TENSORS, config_of_metadata
+from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
 from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
@@ -33,8 +33,10 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     hash_ranges,
 )
 from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.gguf_keys import FACTOR_TENSORS
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.family import Family
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.types import LayerRange
 
@@ -45,24 +47,8 @@ if TYPE_CHECKING:
 MAX_FACTORS: Final = 1 << 16
 """Cap on the factors of rotary frequencies, which are read at opening."""
 
-INTERLEAVED: Final = ("llama", "granite")
-"""Architectures whose queries and keys are stored in interleaved rotary order."""
-NORMS_WITH_ONE: Final = ("gemma2", "gemma3")
-"""Architectures whose norms are stored with the 1 that the model adds."""
-_EXPERT = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
-)
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
-_KINDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "w1": ("gate",),
-    "w2": ("down",),
-    "w3": ("up",),
-    "gate_proj": ("gate",),
-    "down_proj": ("down",),
-    "up_proj": ("up",),
-    "gate_up_proj": ("gate", "up"),
-}
-"""Which stacks a product of an expert is in."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16"}
 
 
@@ -86,7 +72,7 @@ def open_gguf(path: Path) -> Contents:
     }
     embedding = stored.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing; {AGAIN}")
+        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing", remedy=AGAIN)
     metadata = headers[0].metadata
     config = config_of_metadata(
         metadata,
@@ -108,14 +94,14 @@ def open_gguf(path: Path) -> Contents:
 
 
 def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
-    """Check where the tensors lie. Factors of the config count as part of the head."""
+    """Check that the tensors lie within the file. Rotary factors count as part of its head."""
     infos = [_stored(path, tensor) for tensor in header.tensors]
     end = end_of(path, infos, header.head_bytes)
     if end > header.size_bytes:
         last = max(infos, key=lambda info: info.offset + info.size_bytes)
         raise CheckpointError(
-            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}; "
-            f"{AGAIN}"
+            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}",
+            remedy=AGAIN,
         )
     factors = [info for info in infos if info.name in FACTOR_TENSORS]
     heads = [(0, header.head_bytes), *((info.offset, info.size_bytes) for info in factors)]
@@ -123,7 +109,7 @@ def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
     try:
         sha256 = hash_ranges(path, heads)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
     return TensorFile(
         name=path.name,
         size_bytes=header.size_bytes,
@@ -138,16 +124,19 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     where = f"{path}: tensor {tensor.name}"
     if _ONE_EXPERT.fullmatch(tensor.name):
         raise UnsupportedModelError(
-            f"{where} is of one expert, as in files of 2023; use a newer file of the model"
+            f"{where} is of one expert, as in files of 2023",
+            remedy="use a newer file of the model",
         )
     if kind not in PLAIN + PACKED:
         raise UnsupportedModelError(
-            f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}; "
-            "use a file in one of these"
+            f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}",
+            remedy="use a file in one of these",
         )
     size_bytes = packed_bytes(kind, tensor.shape)
     if size_bytes is None or (kind in PACKED and len(tensor.shape) == 1):
-        raise CheckpointError(f"{where} of shape {list(tensor.shape)} cannot be {kind}; {AGAIN}")
+        raise CheckpointError(
+            f"{where} of shape {list(tensor.shape)} cannot be {kind}", remedy=AGAIN
+        )
     return StoredTensor(
         name=tensor.name,
         dtype=kind,
@@ -159,20 +148,22 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
 
 
 def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
-    """Read a small tensor of float32, which was seen to lie in the file."""
+    """Read a small float32 tensor, whose bytes are known to lie within the file."""
     n = tensor.shape[-1]
     if type_name(tensor.type_number) != "F32" or len(tensor.shape) > 1 or n > MAX_FACTORS:
-        raise CheckpointError(f"{path}: tensor {tensor.name} is no list of F32 factors; {AGAIN}")
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name} is not a list of F32 factors", remedy=AGAIN
+        )
     try:
         with path.open("rb") as file:
             file.seek(tensor.offset)
             return struct.unpack(f"<{n}f", file.read(4 * n))
     except (OSError, struct.error) as error:
-        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}", remedy=AGAIN) from error
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
-    """Name what most values are stored in, of packed ones what they are best computed in."""
+    """Name the dtype that most bytes are stored in; bfloat16 for packed types."""
     sizes: dict[str, int] = {}
     for info in stored.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.size_bytes
@@ -182,52 +173,66 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
 def _arrange(
     config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ModelTensor]:
-    """Find every parameter's tensor; what is left over keeps its name."""
+    """Make every parameter of its stored tensor; one that is left over keeps its name."""
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
     number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
     names = get_tensor_name_map(number, config.n_layers)
-    prefix = FAMILIES[config.family].prefix
+    family = family_of(config)
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
     for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
-        experts = _EXPERT.fullmatch(name)
-        if experts is not None:
-            found_experts = _of_expert(config, name, experts, stored)
-            if found_experts is not None:
-                made[name] = found_experts
-                for kind in _KINDS[experts[3]]:
-                    left.pop(_stacked_name(experts, kind), None)
+        expert = _find_expert(family, name)
+        if expert is not None:
+            found_expert = _expert_tensor(config, name, expert, stored)
+            if found_expert is not None:
+                made[name] = found_expert
+                for stack in expert.stacks:
+                    left.pop(stack, None)
             continue
         found = None
-        for spelled in (prefix + name, name):
+        for spelled in (family.name_prefix + name, name):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
             if (1, *info.shape) == shape:
                 info = replace(info, shape=shape)  # the converter leaves axes of one out
-            made[name] = _parameter(name, info, _changes(config, arch, name, info))
+            made[name] = _parameter(name, info, _changes(config, name, info))
     return made | {name: unchanged(name, info) for name, info in left.items()}
 
 
-def _stacked_name(experts: re.Match[str], kind: str) -> str:
-    """Name the tensor of all experts of the layer that a parameter of one is in."""
-    return f"blk.{experts[1]}.ffn_{kind}_exps.{experts[4]}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expert:
+    """An expert's parameter: its number, and the tensors of all experts that its rows are in."""
+
+    number: int
+    stacks: tuple[str, ...]
 
 
-def _of_expert(
-    config: ModelConfig, name: str, experts: re.Match[str], stored: Mapping[str, StoredTensor]
+def _find_expert(family: Family, name: str) -> _Expert | None:
+    """Say which rows of which tensors make a parameter, None for one of no expert."""
+    match, names = _EXPERT.fullmatch(name), family.experts
+    if match is None or names is None:
+        return None
+    layer, number, linear, kind = match.groups()
+    parts = {"gate": names.gate, "up": names.up, "down": names.down}
+    stacks = (f"blk.{layer}.ffn_{part}_exps.{kind}" for part in parts if parts[part] == linear)
+    return _Expert(number=int(number), stacks=tuple(stacks))
+
+
+def _expert_tensor(
+    config: ModelConfig, name: str, expert: _Expert, stored: Mapping[str, StoredTensor]
 ) -> ModelTensor | None:
-    """Make the parameter of one expert of its rows of the tensor, or tensors, of all of them."""
+    """Make an expert's parameter of its rows of the stacks; None where one does not fit."""
     assert config.experts is not None
-    infos = [stored.get(_stacked_name(experts, kind)) for kind in _KINDS[experts[3]]]
     sources = []
-    for info in infos:
+    for stack in expert.stacks:
+        info = stored.get(stack)
         if info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
             return None
-        one = info.rows(int(experts[2]), int(experts[2]) + 1)
+        one = info.rows(expert.number, expert.number + 1)
         sources.append(replace(one, shape=info.shape[1:]))
     n_rows = sum(source.shape[0] for source in sources)
     kinds = {source.dtype for source in sources}
@@ -241,7 +246,7 @@ def _of_expert(
 
 
 def _joiner(sources: Sequence[StoredTensor]) -> Make:
-    """Put the rows of one or two tensors one behind the other."""
+    """Concatenate the rows of one or two tensors."""
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         import torch
@@ -261,21 +266,24 @@ def _joiner(sources: Sequence[StoredTensor]) -> Make:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """What the converter did to a parameter. `n_heads`: rows are in interleaved order."""
+    """What the converter did to a parameter. `n_heads`: rows are in interleaved rotary order."""
 
     n_heads: int | None = None
     added: float = 0.0
     transposed: bool = False
 
 
-def _changes(config: ModelConfig, arch: str, name: str, info: StoredTensor) -> _Changes:
-    if arch in INTERLEAVED and ".q_proj." in name:
+def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
+    gguf = family_of(config).gguf
+    assert gguf is not None
+    if gguf.interleaved_rotary and ".q_proj." in name:
         return _Changes(n_heads=config.n_heads)
-    if arch in INTERLEAVED and ".k_proj." in name:
+    if gguf.interleaved_rotary and ".k_proj." in name:
         return _Changes(n_heads=config.n_kv_heads)
-    if arch in NORMS_WITH_ONE and name.endswith("norm.weight"):
-        return _Changes(added=1.0)
-    return _Changes(transposed=arch == "gpt2" and name.startswith("h.") and len(info.shape) == 2)
+    if config.norm_offset and name.endswith("norm.weight"):
+        return _Changes(added=config.norm_offset)
+    is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
+    return _Changes(transposed=is_transposed and len(info.shape) == 2)
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:

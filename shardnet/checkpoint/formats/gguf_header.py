@@ -27,7 +27,7 @@ MAX_SIZE: Final = 1 << 44
 
 Scalar = int | float | bool | str
 Value = Scalar | list[Scalar]
-"""What a key says. Text that is no UTF-8 keeps its bytes as lone surrogates (surrogateescape)."""
+"""What a key says. Text that is not UTF-8 keeps its bytes as lone surrogates (surrogateescape)."""
 
 _SCALARS: Final = {
     0: "B",
@@ -71,7 +71,7 @@ class GgufHeader:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Name the files of the GGUF checkpoint at `path`, in order; none where that is no GGUF.
+    """Name the files of the GGUF checkpoint at `path`, in order; none where that is not a GGUF.
 
     `path` is a `.gguf` file or a folder that holds exactly one, or the parts of exactly one
     (`-00001-of-0000N`). The first has the metadata. Any part stands for all of them.
@@ -83,8 +83,8 @@ def gguf_files(path: Path) -> list[Path]:
         wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
-                f"{path} holds {len(wholes)} GGUF models: name one of them with --model, as "
-                f"{min(wholes)}"
+                f"{path} holds {len(wholes)} GGUF models",
+                remedy=f"name one of them with --model, as {min(wholes)}",
             )
         return gguf_files(found[0]) if found else []
     if path.suffix != ".gguf":
@@ -92,7 +92,9 @@ def gguf_files(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in part_names(path.name)]
     for part in parts:
         if len(parts) > 1 and not part.is_file():
-            raise CheckpointError(f"{part}: this part is missing; fetch all {len(parts)} parts")
+            raise CheckpointError(
+                f"{part}: this part is missing", remedy=f"fetch all {len(parts)} parts"
+            )
     return parts
 
 
@@ -111,7 +113,7 @@ def first_part_name(name: str) -> str:
 
 
 def gguf_metadata(path: Path) -> dict[str, Value] | None:
-    """Read the metadata of the GGUF checkpoint at `path` (see `gguf_files`); None if it is none.
+    """Read the metadata of the GGUF checkpoint at `path` (see `gguf_files`); None if it is not one.
 
     Raises CheckpointError for a damaged file.
     """
@@ -130,7 +132,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             return _read(_Cursor(file, path, size_bytes))
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; fetch it again") from error
+        raise CheckpointError(f"{path}: {error.strerror}", remedy="fetch it again") from error
 
 
 class _Cursor:
@@ -147,7 +149,7 @@ class _Cursor:
 
     def damaged(self, why: str) -> CheckpointError:
         """Make the error that names the file and what is being read."""
-        return CheckpointError(f"{self._path}: {self.what}: {why}; fetch the file again")
+        return CheckpointError(f"{self._path}: {self.what}: {why}", remedy="fetch the file again")
 
     @property
     def left(self) -> int:
@@ -158,12 +160,12 @@ class _Cursor:
         """Read exactly so many bytes."""
         if n_bytes > self.left:
             raise self.damaged(
-                f"truncated, or a length of {n_bytes} that is none ({self.left} bytes are left of "
-                f"{self.size_bytes}, and a header has at most {MAX_HEADER_BYTES})"
+                f"truncated: claims {n_bytes} bytes, but only {self.left} remain of the file's "
+                f"{self.size_bytes} and the {MAX_HEADER_BYTES} that a header may have"
             )
         data = self._file.read(n_bytes)
         if len(data) < n_bytes:
-            raise self.damaged("the file has become shorter; is it replaced?")
+            raise self.damaged("the file became shorter while it was read")
         self.at += n_bytes
         return data
 
@@ -174,10 +176,10 @@ class _Cursor:
         return value
 
     def count(self, at_least: int, cap: int) -> int:
-        """Read how many of something follow, each of `at_least` bytes or more."""
+        """Read how many entries follow: `cap` at most, each of `at_least` bytes or more."""
         value = self.number("Q")
         if value > cap or value * at_least > self.left:
-            raise self.damaged(f"a count of {value} that is none ({self.left} bytes are left)")
+            raise self.damaged(f"claims {value} entries, but only {self.left} bytes remain")
         return value
 
     def text(self) -> str:
@@ -187,7 +189,7 @@ class _Cursor:
 
 def _read(cursor: _Cursor) -> GgufHeader:
     if cursor.take(4) != b"GGUF":
-        raise cursor.damaged("this is no GGUF file")
+        raise cursor.damaged("this is not a GGUF file")
     version = cursor.number("I")
     if version not in (2, 3):
         big = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
@@ -203,17 +205,17 @@ def _read(cursor: _Cursor) -> GgufHeader:
     for _ in range(n_keys):
         key = cursor.text()
         if key in metadata:
-            raise cursor.damaged(f"the key {key!r} is there twice")
+            raise cursor.damaged(f"the key {key!r} occurs twice")
         cursor.what = f"key {key!r}"
         metadata[key] = _value(cursor)
     infos = [_tensor(cursor, number) for number in range(n_tensors)]
     cursor.what = "the list of tensors"
     if len({info.name for info in infos}) < n_tensors:
-        raise cursor.damaged("a tensor is there twice")
+        raise cursor.damaged("a tensor occurs twice")
     cursor.what = "general.alignment"
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise cursor.damaged(f"{alignment!r} is no number of bytes")
+        raise cursor.damaged(f"{alignment!r} is not a number of bytes from 1 to 1048576")
     start = -(-cursor.at // alignment) * alignment
     if start > cursor.size_bytes:
         if infos:
@@ -275,5 +277,5 @@ def _tensor(cursor: _Cursor, number: int) -> GgufTensor:
     shape = tuple(cursor.number("Q") for _ in range(n_dimensions))[::-1]
     type_number, offset = cursor.number("I"), cursor.number("Q")
     if max(*shape, offset, math.prod(shape)) > MAX_SIZE or min(shape) < 1:
-        raise cursor.damaged(f"shape {list(shape)} at offset {offset} cannot be")
+        raise cursor.damaged(f"shape {list(shape)} at offset {offset} is impossible")
     return GgufTensor(name=name, shape=shape, type_number=type_number, offset=offset)

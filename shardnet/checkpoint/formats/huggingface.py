@@ -13,7 +13,7 @@ from typing import Final
 
 from shardnet.checkpoint.formats.indexed_files import ReadFile, read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
-from shardnet.checkpoint.formats.stacked_experts import experts_apart
+from shardnet.checkpoint.formats.stacked_experts import split_experts
 from shardnet.checkpoint.formats.stored_quantization import combine, plain, read_quantization
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.tensors.json_files import read_json
@@ -47,7 +47,9 @@ def open_huggingface(folder: Path) -> Contents:
     config = read_json(where)
     quantized = config.pop("quantization_config", None)
     if not isinstance(quantized, dict | None):
-        raise CheckpointError(f"{where}: quantization_config is no object; {AGAIN}")
+        raise CheckpointError(
+            f"{where}: quantization_config is {quantized!r:.80}, expected an object", remedy=AGAIN
+        )
     how = read_quantization(quantized, str(where)) if quantized else None
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
@@ -57,7 +59,7 @@ def open_huggingface(folder: Path) -> Contents:
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
         named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return experts_apart(config, {name: replace(tensor, name=name) for name, tensor in named})
+        return split_experts(config, {name: replace(tensor, name=name) for name, tensor in named})
 
     return Contents(
         folder=folder,
@@ -70,7 +72,7 @@ def open_huggingface(folder: Path) -> Contents:
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
-    """Read the headers; return the index too, where there is one."""
+    """Read the headers of all tensor files; also name the index, where there is one."""
     for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
         if (folder / single).exists():
             return [], {single: read(folder / single)}
@@ -79,5 +81,6 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
     raise CheckpointError(
         f"{folder}: no tensors are here: neither {names}, nor consolidated files beside "
-        "params.json, nor a GGUF; fetch the checkpoint again"
+        "params.json, nor a GGUF",
+        remedy="fetch the checkpoint again",
     )

@@ -17,9 +17,10 @@ ReadFile = Callable[[Path], TensorFile]
 
 
 def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
-    """Read the headers of all files that the index names; keep the tensors it places in each.
+    """Read the headers of all files that `index` names, with `read`; keep the tensors it places in
+    each. Returns them by file name.
 
-    Raises CheckpointError, which names the file.
+    Raises CheckpointError, which names the file, for a tensor that is not in its file.
     """
     placed: dict[str, dict[str, StoredTensor]] = {}
     files: dict[str, TensorFile] = {}
@@ -28,20 +29,24 @@ def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
         if file not in files:
             files[file] = read(path)
         if name not in files[file].tensors:
-            raise CheckpointError(f"{path}: tensor {name} is missing; {AGAIN}")
+            raise CheckpointError(f"{path}: tensor {name} is missing", remedy=AGAIN)
         placed.setdefault(file, {})[name] = files[file].tensors[name]
     return {name: replace(file, tensors=placed[name]) for name, file in files.items()}
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read the file of every tensor; none may lie outside the index's folder.
+    """Read from the file `index` which file holds each tensor.
 
-    Raises CheckpointError, which names the index.
+    Raises CheckpointError, which names the index, where it is malformed or names a file outside its
+    own folder.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{index}: weight_map is missing or empty; {AGAIN}")
+        raise CheckpointError(f"{index}: weight_map is missing or empty", remedy=AGAIN)
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index}: tensor {name} is in {file!r}, which is no file name")
+            raise CheckpointError(
+                f"{index}: tensor {name} is in {file!r}, expected a file name without a folder",
+                remedy=AGAIN,
+            )
     return files

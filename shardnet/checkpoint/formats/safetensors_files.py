@@ -32,20 +32,21 @@ def read_safetensors_file(path: Path) -> TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if size_bytes < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
                 raise CheckpointError(
-                    f"{path}: truncated or no safetensors file ({size_bytes} bytes, "
-                    f"header claims {length}); {AGAIN}"
+                    f"{path}: truncated or not a safetensors file ({size_bytes} bytes, "
+                    f"header claims {length})",
+                    remedy=AGAIN,
                 )
             header = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
     entries = parse_object(header, path)
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
     end = end_of(path, tensors.values(), 8 + length)
     if end != size_bytes:
         raise CheckpointError(
-            f"{path}: {size_bytes} bytes long, its header describes {end}: "
-            f"truncated or damaged; {AGAIN}"
+            f"{path}: {size_bytes} bytes long, its header describes {end}: truncated or damaged",
+            remedy=AGAIN,
         )
     heads = ((0, 8 + length),)
     return TensorFile(
@@ -75,4 +76,4 @@ def _tensor(name: str, entry: object, path: Path, data_start: int) -> StoredTens
                     file=path.name,
                     offset=data_start + begin,
                 )
-    raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged; {AGAIN}")
+    raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged", remedy=AGAIN)

@@ -1,9 +1,8 @@
-"""Experts that are stored as one tensor for all of a layer, taken apart into one for each.
+"""Experts that are stored as one tensor per layer, split into one tensor per expert.
 
-Knows how transformers stacks them, always with the experts first: gpt-oss's with the inputs before
-the outputs and the outputs of gate and up in turn; others, where it saves them as it computes them,
-with the outputs first, those of up behind those of gate. Must not know files or kernels. What is
-made of one expert reads the bytes of that expert alone.
+Knows both ways in which transformers stacks them (families/family.py, `Stacking`), always with the
+experts first. Must not know files, kernels or which family does what. An expert's parameter reads
+the bytes of that expert alone.
 """
 
 from __future__ import annotations
@@ -11,83 +10,84 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family import Stacking
+from shardnet.model.families.registry import family_of
+from shardnet.model.families.tensor_shapes import ExpertNames
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
-_MIXTRAL_GATE = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
-_OWN_NAMES: Final[Mapping[str, tuple[str, str, str, str]]] = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
-"""Where each family has its experts, and its names of gate, up and down."""
+_ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
 _TakeOut = Callable[["Tensor"], "Tensor"]
 """From what is stored of one expert to its parameter."""
 
 
-def experts_apart(
+def split_experts(
     config: ModelConfig, tensors: Mapping[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
-    """Replace each tensor of all experts by one for each of them; the others stay as they are.
+    """Replace each tensor of all experts by one per expert; the others stay as they are.
 
     A tensor of another number of experts or axes than the config asks for stays too: its name then
-    has no place in the model.
+    has no place in the model, which the loader refuses.
     """
+    family = family_of(config)
+    names = family.experts
+    if names is None:
+        return dict(tensors)
     made: dict[str, ModelTensor] = {}
     for name, tensor in tensors.items():
-        match = _STACKED.fullmatch(name)
-        router = _MIXTRAL_GATE.fullmatch(name) if config.family == "mixtral" else None
+        match, router = _STACKED.fullmatch(name), _ROUTER.fullmatch(name)
         if router is not None:
-            name = f"{router[1]}block_sparse_moe{router[2]}"
+            name = f"{router[1]}{names.block}{router[2]}"
             made[name] = replace(tensor, name=name)
-        elif match is None or not _fits(config, match, tensor):
+        elif match is None or not _fits(config, family.stacking, match, tensor):
             made[name] = tensor
-        elif config.family == "gpt_oss":
-            made |= {one.name: one for one in _in_turn(match, tensor)}
+        elif family.stacking is Stacking.ALTERNATING:
+            made |= {one.name: one for one in _unstack_alternating(match, tensor)}
         else:
-            made |= {one.name: one for one in _behind_each_other(config, match, tensor)}
+            made |= {one.name: one for one in _unstack_concatenated(names, match, tensor)}
     return made
 
 
-def _fits(config: ModelConfig, match: re.Match[str], tensor: ModelTensor) -> bool:
+def _fits(
+    config: ModelConfig, stacking: Stacking | None, match: re.Match[str], tensor: ModelTensor
+) -> bool:
     """Whether a tensor has the axes that its family's stacks have, and all experts."""
     n_axes = 2 if match[3] else 3
     if config.experts is None or len(tensor.shape) != n_axes or 0 in tensor.shape:
         return False
-    if tensor.shape[0] != config.experts.n_experts:
+    if tensor.shape[0] != config.experts.n_experts or stacking is None:
         return False
-    if config.family == "gpt_oss":
+    if stacking is Stacking.ALTERNATING:
         return True
     is_plain = tensor.dtype is not None and tensor.sources[0].strides is None
-    return config.family in _OWN_NAMES and not match[3] and is_plain
+    return not match[3] and is_plain
 
 
-def _behind_each_other(
-    config: ModelConfig, match: re.Match[str], tensor: ModelTensor
+def _unstack_concatenated(
+    names: ExpertNames, match: re.Match[str], tensor: ModelTensor
 ) -> Iterator[ModelTensor]:
-    """Take [X, N, K] apart, whose rows are those of gate, then those of up, or those of down."""
-    place, gate, up, down = _OWN_NAMES[config.family]
-    names = (gate, up) if match[2] == "gate_up_proj" else (down,)
+    """Split [X, N, K] into experts; its N rows are gate's, then up's, or they are down's."""
+    linears = (names.gate, names.up) if match[2] == "gate_up_proj" else (names.down,)
     n_experts, n_both, n_inputs = tensor.shape
-    n_rows = n_both // len(names)
+    n_rows = n_both // len(linears)
     all_rows = replace(tensor.sources[0], shape=(n_experts * n_both, n_inputs))
     for number in range(n_experts):
-        for at, name in enumerate(names):
+        for at, name in enumerate(linears):
             begin = number * n_both + at * n_rows
             rows = all_rows.rows(begin, begin + n_rows)
-            yield unchanged(f"{match[1]}{place}.experts.{number}.{name}.weight", rows)
+            yield unchanged(f"{match[1]}{names.block}.experts.{number}.{name}.weight", rows)
 
 
-def _in_turn(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]:
-    """Take gpt-oss's tensors apart: [X, K, N] or, biases, [X, N]."""
+def _unstack_alternating(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]:
+    """Split [X, K, N] or, biases, [X, N] into experts; gate's and up's outputs take turns."""
     is_both = match[2] == "gate_up_proj"
     kind = "bias" if match[3] else "weight"
 

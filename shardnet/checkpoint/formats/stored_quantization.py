@@ -114,10 +114,10 @@ Combine = Callable[["_Weight", StoredQuantization], ModelTensor]
 
 
 def combine(how: StoredQuantization, stored: Stored, where: str) -> dict[str, ModelTensor]:
-    """Find the quantized weights among the stored tensors of the folder `where`.
+    """Combine the parts of each quantised weight among the tensors of the folder `where`.
 
-    Gives each under its parameter's name, as the checkpoint spells it. Tensors that are part of
-    none are to be found by `plain`. Raises CheckpointError for parts that do not fit each other.
+    Returns them by parameter name, as the checkpoint spells it; `plain` lists the other tensors.
+    Raises CheckpointError for parts that do not fit each other.
     """
     suffixes, make = _METHODS[how.method]
     made: dict[str, ModelTensor] = {}
@@ -134,8 +134,8 @@ def combine(how: StoredQuantization, stored: Stored, where: str) -> dict[str, Mo
 def plain(
     how: StoredQuantization, stored: Stored, made: Mapping[str, ModelTensor]
 ) -> list[StoredTensor]:
-    """List the stored tensors that are part of no quantized weight; activations' scales are left
-    out, since activations are not quantized here."""
+    """List the stored tensors that are part of no quantised weight, without the scales of
+    activations, which are not quantised here."""
     used = {source.name for tensor in made.values() for source in tensor.sources}
     skipped = (".input_scale", ".activation_scale") if how.method == "fp8" else ()
     return [
@@ -159,11 +159,14 @@ class _Weight:
         """Return a part, which has to have one of these types and this shape."""
         info = self.parts.get(suffix)
         if info is None:
-            raise CheckpointError(f"{self.where}: tensor {self.stem}{suffix} is missing; {AGAIN}")
+            raise CheckpointError(
+                f"{self.where}: tensor {self.stem}{suffix} is missing", remedy=AGAIN
+            )
         if info.dtype not in dtypes or info.shape != shape:
             raise CheckpointError(
                 f"{self.where}/{info.file}: tensor {info.name} is {info.dtype} {list(info.shape)}, "
-                f"expected {' or '.join(dtypes)} {list(shape)}; {AGAIN}"
+                f"expected {' or '.join(dtypes)} {list(shape)}",
+                remedy=AGAIN,
             )
         return info
 
@@ -173,7 +176,8 @@ class _Weight:
         if len(info.shape) != n_axes or 0 in info.shape:
             raise CheckpointError(
                 f"{self.where}/{info.file}: tensor {info.name} has shape {list(info.shape)}, "
-                f"expected {n_axes} axes; {AGAIN}"
+                f"expected {n_axes} axes",
+                remedy=AGAIN,
             )
         return info
 
@@ -217,8 +221,8 @@ def _gptq_weight(weight: _Weight, how: StoredQuantization) -> ModelTensor:
         order = stored[3:]
         if order and not 0 <= int(order[0].min()) <= int(order[0].max()) < n_groups:
             raise CheckpointError(
-                f"{weight.where}: tensor {weight.stem}.g_idx names a group beyond {n_groups}; "
-                f"{AGAIN}"
+                f"{weight.where}: tensor {weight.stem}.g_idx names a group beyond {n_groups}",
+                remedy=AGAIN,
             )
         return from_gptq(stored, group_size, how.zero_offset, dtype)
 

@@ -20,7 +20,11 @@ _MAX_FLOAT_INT = 2**1000
 
 
 class Fields:
-    """The keys of one JSON object, each taken once; what nobody took is refused by name."""
+    """The keys of one JSON object. What nobody has taken is refused by name.
+
+    `where` names the object in messages, `prefix` the keys above it, with their dots. What takes a
+    value raises CheckpointError for one that is malformed, or missing and without a default.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.where = where
@@ -29,7 +33,7 @@ class Fields:
         self._taken: set[str] = set()
 
     def given(self, key: str) -> bool:
-        """Whether the key is there, null or not."""
+        """Whether the key is present, null or not."""
         return key in self._raw
 
     def inner(self, key: str, raw: Mapping[str, Any]) -> Fields:
@@ -37,7 +41,7 @@ class Fields:
         return Fields(raw, self.where, prefix=f"{self._prefix}{key}.")
 
     def missing(self, key: str) -> bool:
-        """Whether the key is absent or null; where it is, it counts as read."""
+        """Whether the key is absent or null. It counts as taken."""
         self._taken.add(key)
         return self._raw.get(key) is None
 
@@ -64,7 +68,7 @@ class Fields:
         return value
 
     def optional(self, key: str) -> int | None:
-        """Return an integer from 1 on, None where the key is absent or null."""
+        """Return an integer above 0, None where the key is absent or null."""
         return None if self.missing(key) else self.positive(key)
 
     def positive_number(self, key: str, *default: float) -> float:
@@ -90,31 +94,34 @@ class Fields:
         return tuple(float(value) for value in values)
 
     def require(self, key: str, only: bool | float) -> None:
-        """Refuse any value but the one that is implemented."""
+        """Raise UnsupportedModelError for any value but `only`; an absent key counts as `only`."""
         value = self.take(key, type(only), only)
         if value != only:
             raise self.unsupported(key, value, repr(only))
 
     def ignore(self, *keys: str) -> None:
-        """Let the keys be, whatever their value."""
+        """Take the keys, whatever their value."""
         self._taken.update(keys)
 
     def refuse_the_rest(self) -> None:
-        """Raise UnsupportedModelError for a key nobody knows, unless its value says nothing."""
+        """Raise UnsupportedModelError for a key that nobody took, unless its value says nothing."""
         for key, value in self._raw.items():
             if key in self._taken or key in HARMLESS or _says_nothing(value):
                 continue
             raise UnsupportedModelError(
                 f"{self.where}: {self._prefix}{key} = {value!r} is not known to shardnet and may "
-                "change what the model computes; use a checkpoint without it"
+                "change what the model computes",
+                remedy="use a checkpoint without it",
             )
 
     def damaged(self, what: str) -> CheckpointError:
-        """Make the error for a field that no checkpoint should have."""
-        return CheckpointError(f"{self.where}: {what}; fetch or export the checkpoint again")
+        """Make the error for a value that is malformed; `what` says which and how."""
+        return CheckpointError(
+            f"{self.where}: {what}", remedy="fetch or export the checkpoint again"
+        )
 
     def unsupported(self, key: str, value: object, supported: str) -> UnsupportedModelError:
-        """Make the error for a value that is not implemented."""
+        """Make the error for a value that is not implemented; `supported` lists those that are."""
         return UnsupportedModelError(
             f"{self.where}: {self._prefix}{key} = {value!r} is not supported; "
             f"supported: {supported}"

@@ -1,7 +1,7 @@
-"""The maths of one model, in our own words, whatever family and file it came from.
+"""The maths of one model, whatever family and file it came from.
 
-Knows what a forward pass, the planner and the KV cache have to be told. Must not know config.json
-(config/fields.py and the readers beside it) nor tensors: it imports no torch.
+Knows what a forward pass, the planner and the KV cache need. Must not know config.json, which the
+families' readers read, nor tensors: it imports no torch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RopeKind(enum.Enum):
 class Rope:
     """Rotary position embedding.
 
-    `share` is the part of each head that is rotated, `magnitude` what cosine and sine are
-    multiplied by. `original_max_positions` are those of the training before scaling. The fields
-    after it are used by one kind each: LLAMA3's two, YARN's three, LONGROPE's two, one factor per
+    `share` is the part of each head that is rotated, from 0 to 1; cosine and sine are multiplied
+    by `magnitude`. `original_max_positions` are those trained with before scaling. Each field after
+    it belongs to one kind: two to LLAMA3, three to YARN, two to LONGROPE with one factor per
     frequency.
     """
 
@@ -72,15 +72,16 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts that stand for the MLP in some layers.
+    """The experts that replace the MLP in some layers.
 
-    `intermediate_size` is one expert's, `shared_intermediate_size` that of the expert that every
-    row visits, 0 where there is none. `normalize_top_k`: the chosen experts' weights are made to
-    add up to 1. `layers` are the absolute numbers of the layers that have experts. `swiglu_limit` L
-    and `swiglu_alpha` are of gates clamped to L that are multiplied by their sigmoid of alpha times
-    the gate; None where the activation is the model's. Experts stand in `n_groups` groups, and a
-    row chooses among those of its best `top_groups`. Chosen experts' answers are multiplied by
-    `answer_scale`, the shared one's is not.
+    `top_k` of the `n_experts` are used per token. `intermediate_size` is the width of one expert,
+    `shared_intermediate_size` that of the expert that every token uses, 0 for none. With
+    `normalize_top_k` the weights of the chosen experts are scaled to sum to 1. `layers` are the
+    absolute numbers of the layers with experts. With a `swiglu_limit` gate and up are clamped to
+    it, and the gate is multiplied by the sigmoid of `swiglu_alpha` times itself; None for the
+    model's activation. Experts are in `n_groups` equal groups, of which a token uses the best
+    `top_groups`. The chosen experts' outputs are multiplied by `output_scale`, the shared one's is
+    not.
     """
 
     n_experts: int
@@ -92,17 +93,17 @@ class Experts:
     swiglu_alpha: float = 1.0
     n_groups: int = 1
     top_groups: int = 1
-    answer_scale: float = 1.0
+    output_scale: float = 1.0
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention over latents (arXiv 2405.04434): of each position one for all heads is cached.
+    """Attention over latents (arXiv 2405.04434): all heads share one cached latent per position.
 
-    A latent has `rank` columns, and `rope_size` rotated ones beside it. A head's own keys have
-    `nope_size` columns, its values `value_size`. Queries come through `query_rank` columns, None
-    for straight. `interleaved`: pairs that are rotated together stand side by side.
+    A latent has `rank` columns and `rope_size` rotated ones. A head's own keys have `nope_size`
+    columns, its values `value_size`. `query_rank` is the rank of the query projection, None for
+    full rank. `interleaved`: columns that are rotated together are adjacent.
     """
 
     rank: int
@@ -114,7 +115,7 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Columns of a position: what is cached."""
+        """Columns that are cached per position."""
         return self.rank + self.rope_size
 
 
@@ -122,14 +123,13 @@ class Latent:
 class ModelConfig:
     """The maths of one model.
 
-    `family` is a name in families/registry.py. `rope` is None for a family with learned positions;
-    `local_rope` is that of layers with a window, where they have their own. `windows` says per
-    layer how many positions a row sees, itself included; None is all of them, and so is an empty
-    tuple for all layers. `attention_scale` multiplies the scores, None for 1 / sqrt(head size); a
-    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may look at nothing.
-    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is what the config says
-    the weights are stored in, None where it does not say. `eos_token_ids` is empty where the config
-    names none.
+    `family` is a `model_type` in families/registry.py. `rope` is None for learned positions;
+    `local_rope` is that of layers with a window, None if it is `rope`. `windows` are, per layer,
+    the positions that a token attends to, itself included; None for all of them, an empty tuple for
+    None in all layers. Scores are multiplied by `attention_scale`, None for 1 / sqrt(head size); a
+    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may attend to nothing.
+    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the dtype that the
+    config names for the stored weights, None for none; `eos_token_ids` may be empty.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     """
@@ -169,7 +169,7 @@ class ModelConfig:
     def default_context(self) -> int:
         """Positions of one sequence where no `--context` is given.
 
-        Where a longer context would have other rotary tables, it is the one trained with.
+        At most those trained with where a longer context has other rotary tables.
         """
         most = min(self.max_positions, DEFAULT_CONTEXT)
         if self.rope is not None and self.rope.depends_on_context:
@@ -177,7 +177,7 @@ class ModelConfig:
         return most
 
     def window(self, layer: int) -> int | None:
-        """How many positions a row of the absolute `layer` sees, None for all."""
+        """Positions that a token attends to in the absolute `layer`, None for all."""
         return self.windows[layer] if self.windows else None
 
     @property
@@ -187,7 +187,7 @@ class ModelConfig:
 
     @property
     def key_size(self) -> int:
-        """Columns of a key, and of the query that looks at it."""
+        """Columns of a key and of a query."""
         return self.latent.width if self.latent else self.head_size
 
     @property
@@ -201,7 +201,7 @@ class ModelConfig:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """How many experts a row visits where, None where there are none."""
+        """Routing shape (layers, top-k), or None for a dense model."""
         if self.experts is None:
             return None
         return RoutingShape(n_layers=self.n_layers, top_k=self.experts.top_k)
@@ -212,7 +212,7 @@ class ModelConfig:
         return () if self.experts is None else self.experts.layers
 
     def distinct_windows(self, layers: LayerRange) -> tuple[int | None, ...]:
-        """The windows that layers of a stage have, each once."""
+        """The different windows of the layers of a stage."""
         return tuple(dict.fromkeys(self.window(layer) for layer in layers))
 
     def layer_rope(self, layer: int) -> Rope | None:
@@ -221,7 +221,7 @@ class ModelConfig:
         return self.local_rope if is_local else self.rope
 
     def thinned(self, n_layers: int) -> ModelConfig:
-        """Return the model with `n_layers` of its layers, evenly spread over it."""
+        """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
         experts = self.experts
         if experts is not None:

@@ -1,7 +1,6 @@
-"""What weights can be rounded to, and what they weigh then.
+"""The types that weights can be quantised to, and how many bytes they take then.
 
-Knows sizes. Must not know torch: the planner asks here. kernels/quantized_linear.py does the
-rounding.
+Knows sizes. Must not know torch: the planner asks here. kernels/quantized_linear.py quantises.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import Final
 from shardnet.errors import UsageError
 
 PANEL: Final = 16
-"""Outputs whose weights stand together; see kernels/quantized_linear.py."""
+"""Outputs whose weights are interleaved; see kernels/quantized_linear.py."""
 SCALE_BYTES: Final = 2 * PANEL
 """A group's float16 scales, one for each output of a panel."""
 UNPACKED_PANELS: Final = 64
-"""Panels that torch unpacks at one time where there is no compiled product."""
+"""Panels that torch unpacks at a time where there is no compiled matmul."""
 
 
 class Quantization(enum.Enum):
-    """What weights are rounded to: integers, of which a group shares a scale."""
+    """The integers that weights are quantised to, in groups that share a scale."""
 
     INT8 = "int8"
     INT4 = "int4"
 
     @classmethod
     def named(cls, name: str) -> Quantization | None:
-        """Read a name; "" and "none" stand for weights as they are. Raises UsageError."""
+        """Return the type called `name`, None for "" and "none". Raises UsageError for others."""
         if name in ("", "none"):
             return None
         try:
@@ -37,7 +36,7 @@ class Quantization(enum.Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of a weight, without its share of the scale."""
+        """Bits of one weight, without its part of the scale."""
         return 8 if self is Quantization.INT8 else 4
 
     @property
@@ -47,7 +46,7 @@ class Quantization(enum.Enum):
 
     @property
     def of_head(self) -> Quantization:
-        """What the LM head is rounded to: its errors go straight into the logits."""
+        """The LM head's type: its errors go straight into the logits."""
         return Quantization.INT8
 
     def packed_shape(self, n_out: int, n_in: int) -> tuple[int, int, int]:
@@ -56,6 +55,6 @@ class Quantization(enum.Enum):
         return -(-n_out // PANEL), -(-n_in // self.group), group_bytes
 
     def packed_bytes(self, n_out: int, n_in: int) -> int:
-        """Return what [n_out, n_in] weights take."""
+        """Return the bytes that [n_out, n_in] weights take."""
         panels, groups, group_bytes = self.packed_shape(n_out, n_in)
         return panels * groups * group_bytes

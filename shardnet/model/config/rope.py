@@ -15,7 +15,7 @@ from shardnet.model.config.fields import MAX_SIZE, Fields
 from shardnet.model.config.model_config import Rope, RopeKind
 
 MAX_FACTOR = 1e6
-"""More than anybody stretches; keeps the powers below within a float."""
+"""Cap on how far positions are stretched; keeps the powers below within a float."""
 
 _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
@@ -32,9 +32,9 @@ def read_rope(
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    `aliases` are a family's other names of kinds, `original` the positions it trained with and
-    `theta` the base where the config does not say. `partial_rotary_factor` is refused unless the
-    family knows it.
+    `aliases` are a family's other names of kinds. `original`, the positions trained with, and the
+    base `theta` are defaults. `partial_rotary_factor` is refused unless `may_be_partial`. Raises
+    CheckpointError for a malformed value, UnsupportedModelError for one that is not implemented.
     """
     inner = rope_object(fields)
     theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", theta))
@@ -56,7 +56,7 @@ def read_rope(
 
 
 def rope_object(fields: Fields) -> Fields:
-    """Find the object of rotary parameters under the name that either version gives it."""
+    """Find the object of rotary parameters, under either name; CheckpointError if two differ."""
     new = fields.take("rope_parameters", dict, None)
     old = fields.take("rope_scaling", dict, None)
     if new and old and new != old:
@@ -75,8 +75,8 @@ def read_scaling(
 ) -> Rope:
     """Read how the object `rope` scales the `plain` positions; what else it holds is refused.
 
-    `max_positions` are the config's. `original`, the positions trained with, goes before the
-    object's own.
+    `max_positions` are the config's. `original`, the positions trained with, overrides the
+    object's own. Raises as `read_rope`.
     """
     rotated = plain.rotated(head_size)
     if not 2 <= rotated <= head_size or rotated % 2:
@@ -160,7 +160,7 @@ def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return what yarn multiplies by where positions are stretched by `factor`."""
+    """Return yarn's factor of cosine and sine where positions are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,122 +1,140 @@
-"""GPT-2, top to bottom, with Hugging Face's parameter names (without the `transformer.` prefix).
+"""GPT-2 (transformers, modeling_gpt2.py): learned positions, LayerNorms, names of its own.
 
-Knows the forward pass of GPT2LMHeadModel (transformers, modeling_gpt2.py). Must not know files,
-wire or scheduling.
+Parameters are named without the `transformer.` prefix, which some checkpoints have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import Step, attention
-from shardnet.model.layers.norms import Norm, activate
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.config.decoder_config import (
+    even_head_size,
+    read_activation,
+    read_dtype,
+    read_eos,
+)
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family import Family, FamilyStage, GgufFormat
+from shardnet.model.families.tensor_shapes import Table
 from shardnet.types import LayerRange
 
+if TYPE_CHECKING:
+    import torch
 
-class Gpt2Stage:
-    """The layers `layers` of a GPT-2, with the embedding and the head where they belong."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: LayerRange,
-        weights: WeightSource,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._embedding: _Embedding | None = None
-        self._head: _Head | None = None
-        if layers.start == 0:
-            self._embedding = _Embedding(wte=weights.table("wte"), wpe=weights.table("wpe"))
-        if layers.end == config.n_layers:
-            self._head = _Head.load(config, weights)
-        self._layers = [_Layer.load(config, weights, layer) for layer in layers]
-
-    def embed(self, step: Step) -> Tensor:
-        """Look token ids and positions up: [T, E]."""
-        assert self._embedding is not None
-        tokens = self._embedding.wte.index_select(0, step.token_ids)
-        return tokens + self._embedding.wpe.index_select(0, step.positions)
-
-    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
-        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
-        for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, index, step)
-            yield hidden
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Final norm: [R, E] in and out."""
-        assert self._head is not None
-        return self._head.ln_f(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Norm and LM head: [R, E] to [R, V] in the compute dtype."""
-        assert self._head is not None
-        return self._head(hidden)
+    from shardnet.model.fused.decode_graphs import Capture
+    from shardnet.model.layers.weight_source import WeightSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Embedding:
-    wte: Tensor  # [V, E]
-    wpe: Tensor  # [P, E]
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a GPT2Config."""
+    hidden_size = fields.positive("n_embd")
+    n_heads = fields.positive("n_head")
+    fields.require("scale_attn_weights", True)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    return ModelConfig(
+        family=fields.take("model_type", str),
+        n_layers=fields.positive("n_layer", at_most=MAX_LAYERS),
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_size=even_head_size(fields, hidden_size, n_heads),
+        intermediate_size=fields.positive("n_inner", 4 * hidden_size),
+        vocab_size=fields.positive("vocab_size"),
+        max_positions=fields.positive("n_positions", 1024),
+        norm_eps=fields.positive_number("layer_norm_epsilon", 1e-5),
+        activation=read_activation(fields, "activation_function", "gelu_new"),
+        attention_bias=True,
+        mlp_bias=True,
+        rope=None,
+        tie_word_embeddings=fields.take("tie_word_embeddings", bool, True),
+        checkpoint_dtype=read_dtype(fields),
+        bos_token_id=fields.take("bos_token_id", int, None),
+        eos_token_ids=read_eos(fields),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
-    ln_f: Norm
-    lm_head: Linear
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
-        table = "wte" if config.tie_word_embeddings else "lm_head"
-        return cls(ln_f=weights.norm("ln_f", config.norm_eps), lm_head=weights.linear(table))
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.ln_f(hidden))
+def embedding_tensors(config: ModelConfig) -> Table:
+    """Name the tables of tokens and positions."""
+    return {
+        "wte.weight": (config.vocab_size, config.hidden_size),
+        "wpe.weight": (config.max_positions, config.hidden_size),
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    n_heads: int
-    head_size: int
-    activation: Activation
-    ln_1: Norm
-    c_attn: Linear
-    attn_c_proj: Linear
-    ln_2: Norm
-    c_fc: Linear
-    mlp_c_proj: Linear
+def head_tensors(config: ModelConfig) -> Table:
+    """Name the final norm and the LM head."""
+    name = "wte.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return {
+        "ln_f.weight": (config.hidden_size,),
+        "ln_f.bias": (config.hidden_size,),
+        name: (config.vocab_size, config.hidden_size),
+    }
 
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> _Layer:
-        prefix = f"h.{layer}"
-        return cls(
-            n_heads=config.n_heads,
-            head_size=config.head_size,
-            activation=config.activation,
-            ln_1=weights.norm(f"{prefix}.ln_1", config.norm_eps),
-            c_attn=weights.linear(f"{prefix}.attn.c_attn", transposed=True),
-            attn_c_proj=weights.linear(f"{prefix}.attn.c_proj", transposed=True),
-            ln_2=weights.norm(f"{prefix}.ln_2", config.norm_eps),
-            c_fc=weights.linear(f"{prefix}.mlp.c_fc", transposed=True),
-            mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True),
-        )
 
-    def __call__(self, hidden: Tensor, index: int, step: Step) -> Tensor:
-        """Run the layer, `index` within the stage: [T, E] in and out."""
-        hidden = hidden + self._attend(self.ln_1(hidden), index, step)
-        inner = activate(self.activation, self.c_fc(self.ln_2(hidden)))
-        return hidden + self.mlp_c_proj(inner)
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name a layer's parameters. Conv1D weights have the inputs first, the outputs second."""
+    prefix = f"h.{layer}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (hidden, inner),
+        "mlp.c_proj": (inner, hidden),
+    }
+    tensors: Table = {}
+    for name, shape in shapes.items():
+        tensors[f"{prefix}{name}.weight"] = shape
+        tensors[f"{prefix}{name}.bias"] = shape[1:]
+    for name in ("ln_1", "ln_2"):
+        tensors[f"{prefix}{name}.weight"] = (hidden,)
+        tensors[f"{prefix}{name}.bias"] = (hidden,)
+    return tensors
 
-    def _attend(self, hidden: Tensor, index: int, step: Step) -> Tensor:
-        heads = self.c_attn(hidden).view(hidden.shape[0], 3, self.n_heads, self.head_size)
-        queries, keys, values = heads.unbind(1)  # [T, H, D] each
-        return self.attn_c_proj(attention(queries, keys, values, index, step))
+
+def load_stage(
+    config: ModelConfig,
+    layers: LayerRange,
+    weights: WeightSource,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    capture: Capture | None,
+) -> FamilyStage:
+    """Take the parameters of `layers`, and of embedding and head where they belong.
+
+    Decode steps are not captured.
+    """
+    from shardnet.model.layers.gpt2_stage import Gpt2Stage
+
+    return Gpt2Stage(config, layers, weights)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return {
+        "n_layer": fields.positive("block_count"),
+        "n_positions": fields.positive("context_length"),
+        "n_embd": fields.positive("embedding_length"),
+        "n_inner": fields.positive("feed_forward_length"),
+        "n_head": fields.positive("attention.head_count"),
+        "layer_norm_epsilon": fields.positive_number("attention.layer_norm_epsilon"),
+    }
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    read_config=read_config,
+    embedding_tensors=embedding_tensors,
+    head_tensors=head_tensors,
+    layer_tensors=layer_tensors,
+    load_stage=load_stage,
+    name_prefix="transformer.",
+    ignored_tensors=r"h\.\d+\.attn\.(bias|masked_bias)",
+    gguf=GgufFormat(architecture="gpt2", read=read_gguf, transposed="h."),
+    pretokenizer="gpt-2",
+)

@@ -1,44 +1,119 @@
-"""gpt-oss's layer: attention sinks, windows in every other layer, experts with clamped gates.
+"""gpt-oss (transformers, modeling_gpt_oss.py): attention sinks, experts with clamped gates.
 
-Knows the forward pass of GptOssForCausalLM (transformers, modeling_gpt_oss.py), with Hugging Face's
-parameter names. Must not know files, wire or scheduling.
+Every other layer has a window, and there are biases everywhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from shardnet.model.config.decoder_config import read_decoder, read_window, read_windows
+from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.model_config import Experts, ModelConfig, Rope
+from shardnet.model.config.rope import read_rope, read_scaling
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    attention,
+    linears,
+    pre_norms,
+)
 
-from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.llama import llama_layer
-from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.decoder_layer import Layer
-from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
-from shardnet.model.layers.modules import SelfAttention
-from shardnet.model.layers.norms import row_sigmoid
-from shardnet.model.layers.weight_source import WeightSource
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+THETA = 150000.0
+PUBLISHED_YARN = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
+EXPERTS = ExpertNames(gate="gate_up_proj", up="gate_up_proj")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClampedMlp:
-    """An expert: gate and up, both clamped, the gate times its own sigmoid, up plus 1."""
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a GptOssConfig."""
+    fields.ignore("initial_context_length")  # says again what rope_scaling says
+    config = read_decoder(
+        fields,
+        n_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        head_size=64,
+        rope=_read_rope,
+    )
+    window = read_window(fields, 128)
+    n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 128, 4)
+    if fields.positive("experts_per_token", top_k) != top_k:
+        raise fields.damaged("num_experts_per_tok and experts_per_token disagree")
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, True),
+        has_sinks=True,
+        windows=read_windows(fields, config.n_layers, window, lambda layer: layer % 2 == 0),
+        experts=Experts(
+            n_experts=n_experts,
+            top_k=top_k,
+            intermediate_size=config.intermediate_size,
+            normalize_top_k=True,
+            swiglu_limit=fields.positive_number("swiglu_limit", 7.0),
+            swiglu_alpha=fields.positive_number("swiglu_alpha", 1.702),
+            layers=tuple(range(config.n_layers)),
+        ),
+    )
 
-    limit: float
-    alpha: float
-    gate_up_proj: Linear
-    down_proj: Linear
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Run every row: [T, E] in and out."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
+def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
+    """Read the rotary positions: where none are given they are scaled as in the published ones."""
+    if fields.missing("rope_parameters") and fields.missing("rope_scaling"):
+        theta = fields.positive_number("rope_theta", THETA)
+        published = fields.inner("rope_parameters", PUBLISHED_YARN)
+        return read_scaling(
+            published, Rope(theta=theta), max_positions=max_positions, head_size=head_size
+        )
+    return read_rope(fields, max_positions, head_size, theta=THETA)
 
 
-def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention with sinks, a router, and experts whose gate and up are one linear."""
+    assert config.experts is not None
+    prefix, n_experts = f"model.layers.{layer}", config.experts.n_experts
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
+    experts: Table = {}
+    for number in range(n_experts):
+        experts |= linears(f"{prefix}.mlp.experts.{number}", shapes, with_bias=True)
+    return (
+        attention(config, layer)
+        | {
+            f"{prefix}.self_attn.sinks": (config.n_heads,),
+            f"{prefix}.mlp.router.weight": (n_experts, hidden),
+            f"{prefix}.mlp.router.bias": (n_experts,),
+        }
+        | experts
+        | pre_norms(config, layer)
+    )
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.expert_mlps import ClampedMlp
+    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.modules import SelfAttention
+
     experts = config.experts
     assert experts is not None
     assert experts.swiglu_limit is not None
@@ -52,11 +127,37 @@ def load_gpt_oss_layer(config: ModelConfig, weights: WeightSource, layer: int) -
             ClampedMlp(
                 limit=experts.swiglu_limit,
                 alpha=experts.swiglu_alpha,
-                gate_up_proj=weights.linear(f"{expert}.gate_up_proj"),
-                down_proj=weights.linear(f"{expert}.down_proj"),
+                gate_up_proj=weights.linear(f"{expert}.{EXPERTS.gate}"),
+                down_proj=weights.linear(f"{expert}.{EXPERTS.down}"),
             )
             for expert in names
         ],
     )
     self_attn = replace(plain, kind=replace(plain.kind, sinks=sinks))
-    return llama_layer(config, weights, layer, self_attn, sparse)
+    return pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. Frequencies are scaled without truncation, which no key says."""
+    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
+    return config | {
+        "intermediate_size": fields.positive("expert_feed_forward_length"),
+        "sliding_window": fields.positive("attention.sliding_window"),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "rope_scaling": scaling,
+    }
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    experts=EXPERTS,
+    stacking=Stacking.ALTERNATING,
+    gguf=GgufFormat(architecture="gpt-oss", read=read_gguf),
+)

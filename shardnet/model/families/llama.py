@@ -1,35 +1,68 @@
-"""The layer of Llama, and of what differs from it by constants only: Mistral, Qwen2,
-Granite.
-
-Knows the forward pass of LlamaForCausalLM (transformers, modeling_llama.py), with Hugging Face's
-parameter names. Biases and windows follow from tensor table and config. Must not know files, wire
-or scheduling.
-"""
+"""Llama (transformers, modeling_llama.py), and the layer that most families build on."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardnet.model.config.decoder_config import read_decoder
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    gguf_biases,
+    has_gguf_experts,
+    read_gguf_decoder,
+)
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.layers.decoder_layer import Layer, Residual
-from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.modules import Attention, GatedMlp, SelfAttention
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import ConsolidatedFormat, Family, GgufFormat, decoder_stage
+from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.modules import Attention, GatedMlp
+    from shardnet.model.layers.weight_source import WeightSource
+
+_SCALED_POSITIONS, _LLAMA3_POSITIONS, _LLAMA2_POSITIONS = 131072, 8192, 4096
+_LLAMA3_THETA = 500000.0
+_SMALLEST_DIM_OF_3_1 = 4096
+"""The text models of Llama 3.2 are narrower, and their positions are stretched by 32, not by 8."""
 
 
-def load_llama_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a LlamaConfig."""
+    return replace(
+        read_decoder(fields),
+        attention_bias=fields.take("attention_bias", bool, False),
+        mlp_bias=fields.take("mlp_bias", bool, False),
+    )
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name attention, MLP and the norms before them, with biases as the config says."""
+    return attention(config, layer) | mlp(config, layer) | pre_norms(config, layer)
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+
     self_attn = SelfAttention.load(config, weights, layer)
-    mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return llama_layer(config, weights, layer, self_attn, mlp)
+    dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+    return pre_norm_layer(config, weights, layer, self_attn, dense)
 
 
-def llama_layer(
+def pre_norm_layer(
     config: ModelConfig,
     weights: WeightSource,
     layer: int,
     self_attn: Attention,
     mlp: GatedMlp | SparseMlp,
 ) -> Layer:
-    """Put the norms of the absolute `layer`, by Llama's names, before its halves."""
+    """Put the norms of the absolute `layer` before its sub-layers, and the residuals around."""
+    from shardnet.model.layers.decoder_layer import Layer, Residual
+
     prefix, multiplier = f"model.layers.{layer}", config.residual_multiplier
     first = weights.norm(f"{prefix}.input_layernorm", config.norm_eps)
     second = weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps)
@@ -39,3 +72,62 @@ def llama_layer(
         Residual(before=second, multiplier=multiplier),
         mlp,
     )
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of Llama and of Mistral, which the format does not tell apart."""
+    fields.ignore("expert_used_count")
+    return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
+
+
+def read_params(fields: Fields) -> dict[str, Any]:
+    """Read Meta's params.json (github.com/meta-llama/llama-models)."""
+    is_scaled = fields.take("use_scaled_rope", bool, False)
+    theta = fields.positive_number("rope_theta", 10000.0)
+    positions = _LLAMA3_POSITIONS if theta >= _LLAMA3_THETA else _LLAMA2_POSITIONS
+    return {
+        "intermediate_size": _intermediate_size(fields),
+        "max_position_embeddings": _SCALED_POSITIONS
+        if is_scaled
+        else fields.positive("max_seq_len", positions),
+        "rope_scaling": _rope_scaling(fields) if is_scaled else None,
+    }
+
+
+def _intermediate_size(fields: Fields) -> int:
+    """Take 8/3 of the hidden size, stretched and rounded up, as Meta's FeedForward does."""
+    if not fields.missing("hidden_dim"):
+        return fields.positive("hidden_dim")
+    width = int(2 * (4 * fields.positive("dim")) / 3)
+    width = int(fields.positive_number("ffn_dim_multiplier", 1.0) * width)
+    multiple = fields.positive("multiple_of")
+    return -(-width // multiple) * multiple
+
+
+def _rope_scaling(fields: Fields) -> dict[str, Any]:
+    factor = 8.0 if fields.positive("dim") >= _SMALLEST_DIM_OF_3_1 else 32.0
+    return {
+        "rope_type": "llama3",
+        "factor": fields.positive_number("rope_scaling_factor", factor),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": fields.positive_number("rope_high_freq_factor", 4.0),
+        "original_max_position_embeddings": _LLAMA3_POSITIONS,
+    }
+
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    gguf=GgufFormat(
+        architecture="llama",
+        claims=lambda fields: not has_gguf_experts(fields),
+        read=read_gguf,
+        interleaved_rotary=True,
+    ),
+    consolidated=ConsolidatedFormat(
+        claims=lambda fields: fields.given("multiple_of"), read=read_params
+    ),
+)

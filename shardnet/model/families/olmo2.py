@@ -1,40 +1,62 @@
-"""OLMo-2's layer: norms after both halves, none before, and over all queries and all keys.
-
-Knows the forward pass of Olmo2ForCausalLM (transformers, modeling_olmo2.py), with Hugging Face's
-parameter names. Must not know files, wire or scheduling.
-"""
+"""OLMo-2 (transformers, modeling_olmo2.py): norms after the sub-layers, and over all queries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from shardnet.model.config.decoder_config import read_decoder
+from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.layers.decoder_layer import Layer, Residual
-from shardnet.model.layers.modules import GatedMlp, SelfAttention
-from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import Family, GgufFormat, decoder_stage
+from shardnet.model.families.tensor_shapes import Table, attention, mlp, norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.weight_source import WeightSource
 
 
-def load_olmo2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+def read_config(fields: Fields) -> ModelConfig:
+    """Read an Olmo2Config."""
+    config = read_decoder(fields, norm_eps=1e-5)
+    return replace(config, attention_bias=fields.take("attention_bias", bool, False))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's linears, norms over all queries and all keys, and norms after sub-layers."""
+    attn = f"model.layers.{layer}.self_attn"
+    return (
+        attention(config, layer)
+        | {
+            f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
+            f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
+        }
+        | mlp(config, layer)
+        | norms(config, layer, "post_attention_layernorm", "post_feedforward_layernorm")
+    )
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.decoder_layer import Layer, Residual
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+    from shardnet.model.layers.norms import WholeNorm
+
     prefix = f"model.layers.{layer}"
     attn = f"{prefix}.self_attn"
 
     def norm(name: str) -> Norm:
         return weights.norm(f"{prefix}.{name}", config.norm_eps)
 
-    qk_norm = _WholeNorm(
-        n_heads=config.n_heads, queries=norm("self_attn.q_norm"), keys=norm("self_attn.k_norm")
-    )
     self_attn = SelfAttention.of(
         config,
         layer,
         qkv_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
         o_proj=weights.linear(f"{attn}.o_proj"),
-        qk_norm=qk_norm,
+        qk_norm=WholeNorm(
+            n_heads=config.n_heads, queries=norm("self_attn.q_norm"), keys=norm("self_attn.k_norm")
+        ),
     )
     return Layer.of(
         Residual(after=norm("post_attention_layernorm")),
@@ -44,16 +66,11 @@ def load_olmo2_layer(config: ModelConfig, weights: WeightSource, layer: int) -> 
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WholeNorm:
-    """One norm over all heads of the queries, one over all of the keys."""
-
-    n_heads: int
-    queries: Norm  # [H x D]
-    keys: Norm  # [KV heads x D]
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """Normalize every row of [T, H + KV heads, D]."""
-        queries = self.queries(heads[:, : self.n_heads].flatten(1))
-        keys = self.keys(heads[:, self.n_heads :].flatten(1))
-        return torch.cat((queries, keys), -1).view_as(heads)
+FAMILY = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    gguf=GgufFormat(architecture="olmo2"),
+)

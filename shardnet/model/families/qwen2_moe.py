@@ -1,43 +1,96 @@
-"""Qwen2-MoE's layers: Qwen2's, with experts in most of them, one of which every row visits.
-
-Knows the forward pass of Qwen2MoeForCausalLM (transformers, modeling_qwen2_moe.py), with Hugging
-Face's parameter names. Must not know files, wire or scheduling.
-"""
+"""Qwen2-MoE (transformers, modeling_qwen2_moe.py): Qwen2 with experts, one used by every token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.llama import llama_layer, load_llama_layer
+from shardnet.model.config.decoder_config import read_decoder, read_windows
+from shardnet.model.config.expert_config import read_expert_counts, read_sparse_layers
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.families import llama, qwen2
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.qwen3_moe import load_experts
-from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.decoder_layer import Layer
-from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
-from shardnet.model.layers.modules import GatedMlp, SelfAttention
-from shardnet.model.layers.norms import row_sigmoid
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    attention,
+    gated,
+    pre_norms,
+    sparse_mlp,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+EXPERTS = ExpertNames()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExpert:
-    """An expert whose answer counts as much as its own gate says, from 0 to 1."""
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a Qwen2MoeConfig. Windows, where they are switched on, are in every other layer."""
+    config = read_decoder(fields, n_kv_heads=16, max_positions=32768)
+    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 60, 4)
+    layers = read_sparse_layers(fields, config.n_layers)
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=fields.positive("moe_intermediate_size", 1408),
+        normalize_top_k=fields.take("norm_topk_prob", bool, False),
+        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 5632),
+        layers=layers,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("qkv_bias", bool, True),
+        windows=_read_windows(fields, config.n_layers),
+        experts=experts if layers else None,
+    )
 
-    expert: GatedMlp
-    gate: Linear
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Run every row: [T, E] in and out."""
-        return self.expert(hidden).mul_(row_sigmoid(self.gate(hidden)))
+def _read_windows(fields: Fields, n_layers: int) -> tuple[int | None, ...]:
+    """Read the windows. A `sliding_window` that is switched off may be 0."""
+    window = fields.take("sliding_window", int, None if fields.given("sliding_window") else 4096)
+    most = fields.take("max_window_layers", int, 28)
+    is_used = fields.take("use_sliding_window", bool, False)
+    if is_used and window is not None and window < 1:
+        raise fields.damaged(f"sliding_window is {window}, expected 1 or more")
+    window = window if is_used else None
+    return read_windows(
+        fields,
+        n_layers,
+        window,
+        lambda layer: window is not None and layer % 2 == 0 and layer < most,
+    )
 
 
-def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name Qwen2's parameters, in layers with experts a router, these and the shared one."""
     experts = config.layer_experts(layer)
     if experts is None:
-        return load_llama_layer(config, weights, layer)
+        return qwen2.layer_tensors(config, layer)
+    mlp = f"model.layers.{layer}.mlp"
+    return (
+        attention(config, layer, output_bias=False)
+        | sparse_mlp(config, layer, EXPERTS)
+        | gated(config, f"{mlp}.shared_expert", experts.shared_intermediate_size)
+        | {f"{mlp}.shared_expert_gate.weight": (1, config.hidden_size)}
+        | pre_norms(config, layer)
+    )
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.expert_mlps import SharedExpert
+    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+
+    experts = config.layer_experts(layer)
+    if experts is None:
+        return llama.load_layer(config, weights, layer)
     mlp = f"model.layers.{layer}.mlp"
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
@@ -48,4 +101,31 @@ def load_qwen2_moe_layer(config: ModelConfig, weights: WeightSource, layer: int)
         ),
     )
     self_attn = SelfAttention.load(config, weights, layer)
-    return llama_layer(config, weights, layer, self_attn, sparse)
+    return llama.pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. Old files do not say how wide experts are; llama.cpp takes the same."""
+    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    inner, top_k = config["intermediate_size"], config["num_experts_per_tok"]
+    return config | {
+        "moe_intermediate_size": fields.positive("expert_feed_forward_length", inner // top_k),
+        "shared_expert_intermediate_size": fields.positive(
+            "expert_shared_feed_forward_length", inner
+        ),
+        "norm_topk_prob": fields.take("expert_weights_norm", bool, False),
+        "qkv_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    experts=EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(architecture="qwen2moe", read=read_gguf),
+    pretokenizer="qwen2",
+)

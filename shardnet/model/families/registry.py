@@ -1,106 +1,71 @@
-"""The model families: the one place where each is named, and how config.json finds its own.
+"""All model families, and how a checkpoint finds its own.
 
-Knows for every family its name in config.json, who reads its keys, and its tensors. Must not know
-torch: the forward passes are named in family_stages.py, in the same words.
+Knows the families' files by name, and nothing of what stands in them. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import tensor_shapes as tables
-from shardnet.model.families.config_decoder import (
-    read_granite,
-    read_llama,
-    read_mistral,
-    read_olmo2,
-    read_phi3,
-    read_qwen2,
-    read_qwen3,
+from shardnet.model.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
 )
-from shardnet.model.families.config_gemma import read_gemma2, read_gemma3
-from shardnet.model.families.config_gpt2 import read_gpt2
-from shardnet.model.families.config_moe import (
-    read_deepseek_v2,
-    read_deepseek_v3,
-    read_gpt_oss,
-    read_mixtral,
-    read_qwen2_moe,
-    read_qwen3_moe,
-)
-from shardnet.model.families.tensor_shapes import Table
+from shardnet.model.families.family import Family
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family.
-
-    `architecture` is the only class of transformers that is implemented. `prefix` is left out of
-    tensor names, where a checkpoint has it; `skipped` is a pattern of tensors that transformers
-    once stored and nobody needs.
-    """
-
-    architecture: str
-    read: Callable[[Fields], ModelConfig]
-    layer: Callable[[ModelConfig, int], Table]
-    embedding: Callable[[ModelConfig], Table] = tables.decoder_embedding
-    head: Callable[[ModelConfig], Table] = tables.decoder_head
-    prefix: str = ""
-    skipped: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", read=read_llama, layer=tables.llama_layer),
-    "mistral": Family(
-        architecture="MistralForCausalLM", read=read_mistral, layer=tables.llama_layer
-    ),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", read=read_qwen2, layer=tables.qwen2_layer),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", read=read_qwen3, layer=tables.qwen3_layer),
-    "phi3": Family(architecture="Phi3ForCausalLM", read=read_phi3, layer=tables.phi3_layer),
-    "gemma2": Family(architecture="Gemma2ForCausalLM", read=read_gemma2, layer=tables.gemma2_layer),
-    "gemma3_text": Family(
-        architecture="Gemma3ForCausalLM", read=read_gemma3, layer=tables.gemma3_layer
-    ),
-    "granite": Family(
-        architecture="GraniteForCausalLM", read=read_granite, layer=tables.llama_layer
-    ),
-    "olmo2": Family(architecture="Olmo2ForCausalLM", read=read_olmo2, layer=tables.olmo2_layer),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM", read=read_mixtral, layer=tables.mixtral_layer
-    ),
-    "qwen2_moe": Family(
-        architecture="Qwen2MoeForCausalLM", read=read_qwen2_moe, layer=tables.qwen2_moe_layer
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM", read=read_qwen3_moe, layer=tables.qwen3_moe_layer
-    ),
-    "gpt_oss": Family(
-        architecture="GptOssForCausalLM", read=read_gpt_oss, layer=tables.gpt_oss_layer
-    ),
-    "deepseek_v2": Family(
-        architecture="DeepseekV2ForCausalLM", read=read_deepseek_v2, layer=tables.deepseek_layer
-    ),
-    "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM",
-        read=read_deepseek_v3,
-        layer=tables.deepseek_layer,
-        skipped=r"model\.layers\.(61\..*|\d+\.self_attn\.rotary_emb\.inv_freq)",
-    ),
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        read=read_gpt2,
-        layer=tables.gpt2_layer,
-        embedding=tables.gpt2_embedding,
-        head=tables.gpt2_head,
-        prefix="transformer.",
-        skipped=r"h\.\d+\.attn\.(bias|masked_bias)",
-    ),
+FAMILIES: Final[Mapping[str, Family]] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        phi3,
+        gemma2,
+        gemma3,
+        granite,
+        olmo2,
+        mixtral,
+        qwen2_moe,
+        qwen3_moe,
+        gpt_oss,
+        deepseek_v2,
+        deepseek_v3,
+        gpt2,
+    )
 }
 """By `model_type`."""
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family that `config` was read by."""
+    return FAMILIES[config.family]
+
+
+def gguf_families() -> Mapping[str, list[Family]]:
+    """Return the families that are read from GGUF, by `general.architecture`."""
+    found: dict[str, list[Family]] = {}
+    for family in FAMILIES.values():
+        if family.gguf is not None:
+            found.setdefault(family.gguf.architecture, []).append(family)
+    return found
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -110,12 +75,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     architecture, a value or an unknown key that would change the maths.
     """
     fields = Fields(raw, where)
-    config = _family(fields).read(fields)
+    config = _find_family(fields).read_config(fields)
     fields.refuse_the_rest()
     return config
 
 
-def _family(fields: Fields) -> Family:
+def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
     family = FAMILIES.get(model_type)
     if family is None:

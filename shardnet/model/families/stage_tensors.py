@@ -1,9 +1,9 @@
 """Which tensors a stage needs, under which names and in which shapes.
 
-Knows how stages are put together from the families' tables. Must not know files or torch: the
-loader, the planner's memory prediction and weight sharing all read this one table.
+Knows how a stage is put together from the parts that its family names. Must not know files or
+torch: the loader, the memory estimate and weight sharing all read this one table.
 
-Names here are those of the causal-LM class, GPT-2's without the `transformer.` prefix, which some
+Names are those of transformers' causal-LM class without the family's `name_prefix`, which some
 checkpoints have and some have not (`canonical_name`).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.tensor_shapes import Shape, Table
 from shardnet.types import LayerRange
 
@@ -37,7 +37,7 @@ _KEPT = ("gate.weight", ".router.weight", ".kv_b_proj.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTensors:
-    """Name to shape of what a stage reads, by part. `embedding` and `head` may be empty.
+    """The parameters of a stage, with their shapes. `embedding` and `head` may be empty.
 
     A tied head's `head` names the embedding table, also where `embedding` already does.
     """
@@ -56,7 +56,7 @@ class StageTensors:
 
 
 def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
-    """Name the tensors of the stage with `layers`: first with embedding, last with head."""
+    """Name the parameters of `layers`, with the embedding if first and the head if last."""
     return StageTensors(
         embedding=embedding_tensors(config) if layers.start == 0 else {},
         layers={layer: layer_tensors(config, layer) for layer in layers},
@@ -65,45 +65,44 @@ def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
 
 
 def embedding_tensors(config: ModelConfig) -> Table:
-    """The tables that turn token ids (and GPT-2 positions) into the first hidden states."""
-    return FAMILIES[config.family].embedding(config)
+    """Name the tables that token ids (and learned positions) are looked up in."""
+    return family_of(config).embedding_tensors(config)
 
 
 def head_tensors(config: ModelConfig) -> Table:
-    """The final norm and the LM head."""
-    return FAMILIES[config.family].head(config)
+    """Name the final norm and the LM head."""
+    return family_of(config).head_tensors(config)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """The tensors of one layer."""
-    return FAMILIES[config.family].layer(config, layer)
+    """Name the parameters of the absolute `layer`."""
+    return family_of(config).layer_tensors(config, layer)
 
 
 def is_rounded(name: str, shape: Shape) -> bool:
-    """Whether a tensor of a layer or a head is rounded where weights are quantised.
+    """Whether a parameter of a layer or a head is quantised where weights are.
 
-    The weights of products are; norms, biases, the small tables of routers and what is no product
-    of rows (DeepSeek's `kv_b_proj`) are not.
+    The weights of linears are; norms, biases, routers and matrices that are multiplied per head
+    (DeepSeek's `kv_b_proj`) are not.
     """
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(_KEPT)
 
 
 def canonical_name(config: ModelConfig, name: str) -> str:
-    """The name as this module writes it: GPT-2's without the `transformer.` prefix."""
-    return name.removeprefix(FAMILIES[config.family].prefix)
+    """Return a checkpoint's `name` for a parameter as this module writes it."""
+    return name.removeprefix(family_of(config).name_prefix)
 
 
 def left_over(config: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Of a whole checkpoint's tensor names, those that the model has no place for, sorted.
+    """Return which of a whole checkpoint's tensor names the model has no place for, sorted.
 
-    Buffers that transformers once stored (masks, rotary frequencies) and the head of a tied model
-    are known and left out.
+    Without what the family ignores (masks, rotary frequencies) and the LM head of a tied model.
     """
     known = set(stage_tensors(config, LayerRange(0, config.n_layers)).all) | {"lm_head.weight"}
-    skipped = re.compile(FAMILIES[config.family].skipped)
+    ignored = re.compile(family_of(config).ignored_tensors)
     return sorted(
         name
         for name in names
         if (canonical := canonical_name(config, name)) not in known
-        and not skipped.fullmatch(canonical)
+        and not ignored.fullmatch(canonical)
     )

@@ -41,6 +41,7 @@ class DecoderStage:
         context: int,
         dtype: torch.dtype,
         device: torch.device,
+        capture: Capture | None = None,
     ) -> None:
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
@@ -62,10 +63,8 @@ class DecoderStage:
         ]
         self._joined = NativeLayers.of([layer for layer, _ in self._layers], native_kernels())
         self._graphs: DecodeGraphs | None = None
-
-    def capture_by(self, capture: Capture) -> None:
-        """Have steps of few rows replay what `capture` makes of layers that can be captured."""
-        self._graphs = DecodeGraphs(self._layers, self._tables, capture)
+        if capture is not None:  # steps of few rows replay graphs of the layers that allow it
+            self._graphs = DecodeGraphs(self._layers, self._tables, capture)
 
     def embed(self, step: Step) -> Tensor:
         """Look the token ids up: [T, E]."""

@@ -60,6 +60,21 @@ class HeadNorm:
         return normed.mul_(self.weight).to(heads.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeNorm:
+    """RMSNorm over all heads of the queries, and one over all heads of the keys."""
+
+    n_heads: int
+    queries: Norm  # [H x D]
+    keys: Norm  # [KV heads x D]
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Normalize each row of the heads [T, H + KV heads, D], queries first: same shape."""
+        queries = self.queries(heads[:, : self.n_heads].flatten(1))
+        keys = self.keys(heads[:, self.n_heads :].flatten(1))
+        return torch.cat((queries, keys), -1).view_as(heads)
+
+
 def activate(kind: Activation, hidden: Tensor) -> Tensor:
     """Apply the MLP's nonlinearity, elementwise."""
     match kind:

@@ -9,20 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardnet.errors import CheckpointError
+from shardnet.model.families.registry import FAMILIES
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
-from shardnet.tokenizers.backends.pretokenizers import GPT2, QWEN2, WordSplit
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, WordSplit
 from shardnet.tokenizers.backends.token_files import read_bytes, read_object
 from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
-_MODEL_TYPES = {
-    "gpt2": GPT2,
-    "qwen2": QWEN2,
-    "qwen2_moe": QWEN2,
-    "qwen3": QWEN2,
-    "qwen3_moe": QWEN2,
-}
 _ENDOFTEXT = "<|endoftext|>"
 _AGAIN = "fetch the file again"
 
@@ -61,8 +55,9 @@ def _word_split(folder: Path) -> WordSplit:
     named = read_object(path).get("tokenizer_class")
     if named is None:
         model_type = read_object(folder / "config.json").get("model_type")
-        if model_type in _MODEL_TYPES:
-            return _MODEL_TYPES[model_type]
+        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is not None and family.pretokenizer:
+            return GGUF_NAMES[family.pretokenizer]
         raise CheckpointError(
             f"{path}: tokenizer_class is missing, and nothing says how vocab.json splits words "
             f"for model_type = {model_type!r:.80}; add tokenizer.json or tokenizer_class"

@@ -147,7 +147,7 @@ class TestPaths:
     def test_a_folder_with_several_asks_which(self, small: Path, tmp_path: Path) -> None:
         for name in ("a.gguf", "b.gguf"):
             shutil.copy(small, tmp_path / name)
-        with pytest.raises(CheckpointError, match=r"holds 2 GGUF models: name one .*a\.gguf"):
+        with pytest.raises(CheckpointError, match=r"holds 2 GGUF models; name one .*a\.gguf"):
             Checkpoint.open(tmp_path)
         assert Checkpoint.open(tmp_path / "b.gguf").tensors
 
@@ -260,20 +260,20 @@ def place_of(path: Path, text: bytes, behind: int = 0) -> int:
 U64 = struct.Struct("<Q").pack
 U32 = struct.Struct("<I").pack
 DAMAGES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
-    "no GGUF": (lambda p, c: patched(p, c, 0, b"GGML"), "this is no GGUF file"),
+    "no GGUF": (lambda p, c: patched(p, c, 0, b"GGML"), "this is not a GGUF file"),
     "version 1": (lambda p, c: patched(p, c, 4, U32(1)), "GGUF version 1, supported: 2 and 3"),
     "big-endian": (lambda p, c: patched(p, c, 4, b"\0\0\0\3"), "a big-endian file"),
     "2^60 tensors": (
         lambda p, c: patched(p, c, 8, U64(1 << 60)),
-        "the number of tensors: a count of 1152921504606846976",
+        "the number of tensors: claims 1152921504606846976 entries, but only",
     ),
     "2^60 keys": (
         lambda p, c: patched(p, c, 16, U64(1 << 60)),
-        "the number of metadata keys: a count of 1152921504606846976",
+        "the number of metadata keys: claims 1152921504606846976 entries, but only",
     ),
     "a key of 2^50 bytes": (
         lambda p, c: patched(p, c, 24, U64(1 << 50)),
-        "truncated, or a length of 1125899906842624",
+        "truncated: claims 1125899906842624 bytes, but only",
     ),
     "a value of unknown type": (
         lambda p, c: patched(p, c, place_of(p, b"llama.block_count"), U32(77)),
@@ -285,7 +285,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     ),
     "a row of 2^60": (
         lambda p, c: patched(p, c, place_of(p, b"output_norm.weight", 4), U64(1 << 60)),
-        "tensor 'output_norm.weight': shape .* cannot be",
+        "tensor 'output_norm.weight': shape .* is impossible",
     ),
     "a type of no number": (
         lambda p, c: patched(p, c, place_of(p, b"output_norm.weight", 12), U32(999)),

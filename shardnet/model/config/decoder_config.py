@@ -1,0 +1,140 @@
+"""Reading the keys of config.json that most families share with Llama.
+
+Knows what these keys mean. Must not know which family reads them, nor its defaults, which come as
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.model.config.model_config import Activation, ModelConfig, Rope
+from shardnet.model.config.rope import reach, read_rope
+from shardnet.types import DType
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def read_decoder(
+    fields: Fields,
+    *,
+    n_kv_heads: int | None = None,
+    max_positions: int = 2048,
+    norm_eps: float = 1e-6,
+    head_size: int | None = None,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+    is_tied: bool = False,
+    rope: Callable[[Fields, int, int], Rope] = read_rope,
+) -> ModelConfig:
+    """Read a config with Llama's keys, without biases, windows or experts.
+
+    The arguments are what transformers takes where a key is missing. `n_kv_heads` None stands for
+    as many as heads, `head_size` None for the hidden size divided by the heads. `rope` reads the
+    rotary positions, given `fields`, the number of positions and the head size. Raises
+    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
+    implemented.
+    """
+    hidden_size = fields.positive("hidden_size")
+    n_heads = fields.positive("num_attention_heads")
+    kv_heads = fields.positive("num_key_value_heads", n_kv_heads or n_heads)
+    if n_heads % kv_heads:
+        raise fields.damaged(
+            f"num_attention_heads {n_heads} is no multiple of num_key_value_heads {kv_heads}"
+        )
+    size = fields.positive("head_dim", head_size or even_head_size(fields, hidden_size, n_heads))
+    positions = fields.positive("max_position_embeddings", max_positions)
+    rotary = rope(fields, positions, size)
+    return ModelConfig(
+        family=fields.take("model_type", str),
+        n_layers=fields.positive("num_hidden_layers", at_most=MAX_LAYERS),
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=kv_heads,
+        head_size=size,
+        intermediate_size=fields.positive("intermediate_size"),
+        vocab_size=fields.positive("vocab_size"),
+        max_positions=reach(rotary, positions),
+        norm_eps=fields.positive_number("rms_norm_eps", norm_eps),
+        activation=read_activation(fields, activation_key, activation),
+        attention_bias=False,
+        mlp_bias=False,
+        rope=rotary,
+        tie_word_embeddings=fields.take("tie_word_embeddings", bool, is_tied),
+        checkpoint_dtype=read_dtype(fields),
+        bos_token_id=fields.take("bos_token_id", int, None),
+        eos_token_ids=read_eos(fields),
+    )
+
+
+def read_windows(
+    fields: Fields, n_layers: int, window: int | None, is_local: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Read `layer_types`: `window` for each sliding layer, None for the others.
+
+    Where the key is missing, the layers slide for which `is_local` is true. Raises CheckpointError
+    for a list of another length than `n_layers`, and where layers slide and `window` is None.
+    """
+    kinds = fields.take("layer_types", list, None)
+    if kinds is None:
+        kinds = [SLIDING if is_local(layer) else FULL for layer in range(n_layers)]
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise fields.unsupported("layer_types", kind, f"{FULL}, {SLIDING}")
+    if SLIDING in kinds and window is None:
+        raise fields.damaged(f"layer_types names {SLIDING}, and there is no sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_window(fields: Fields, default: int) -> int | None:
+    """Read `sliding_window`, a number of positions: null is None, a missing key the default."""
+    return fields.optional("sliding_window") if fields.given("sliding_window") else default
+
+
+def even_head_size(fields: Fields, hidden_size: int, n_heads: int) -> int:
+    """Divide the hidden size by the heads, which gives the head size where no `head_dim` is given.
+
+    Raises CheckpointError where that leaves a remainder and `head_dim` is missing.
+    """
+    if hidden_size % n_heads and fields.missing("head_dim"):
+        raise fields.damaged(f"hidden size {hidden_size} is no multiple of {n_heads} heads")
+    return hidden_size // n_heads
+
+
+def read_activation(fields: Fields, key: str, default: str) -> Activation:
+    """Read the MLP's nonlinearity; UnsupportedModelError for one that is not implemented."""
+    name = fields.take(key, str, default)
+    try:
+        return Activation(name)
+    except ValueError:
+        supported = ", ".join(kind.value for kind in Activation)
+        raise fields.unsupported(key, name, supported) from None
+
+
+def read_dtype(fields: Fields) -> DType | None:
+    """Read the dtype that the weights are stored in, None where the config does not say."""
+    old, new = fields.take("torch_dtype", str, None), fields.take("dtype", str, None)
+    name = new or old
+    if name is None:
+        return None
+    try:
+        return DType(name.removeprefix("torch."))
+    except ValueError:
+        supported = ", ".join(kind.value for kind in DType)
+        raise fields.unsupported("dtype" if new else "torch_dtype", name, supported) from None
+
+
+def read_eos(fields: Fields) -> tuple[int, ...]:
+    """Read the token ids that end a text: one, several or none."""
+    value = fields.take("eos_token_id", (int, list), None)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise fields.damaged(f"eos_token_id {value!r} is neither a token id nor a list of them")
+    return tuple(ids)

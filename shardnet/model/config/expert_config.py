@@ -1,0 +1,36 @@
+"""Reading the keys of config.json that families with experts share.
+
+Knows what these keys mean. Must not know which family reads them, nor its defaults.
+"""
+
+from __future__ import annotations
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import MAX_EXPERTS
+
+
+def read_expert_counts(
+    fields: Fields, keys: tuple[str, str], n_experts: int, top_k: int | None
+) -> tuple[int, int]:
+    """Read the number of experts, under either of `keys`, and the number of them per token.
+
+    `n_experts` and `top_k` are the defaults; `top_k` None where there is none. Raises
+    CheckpointError where the keys disagree or a token would use more experts than there are.
+    """
+    key = next((key for key in keys if not fields.missing(key)), keys[0])
+    found = fields.positive(key, n_experts, at_most=MAX_EXPERTS)
+    if any(not fields.missing(other) and fields.positive(other) != found for other in keys):
+        raise fields.damaged(f"{keys[0]} and {keys[1]} disagree")
+    chosen = fields.positive("num_experts_per_tok", *([] if top_k is None else [top_k]))
+    if chosen > found:
+        raise fields.damaged(f"num_experts_per_tok is {chosen}, there are {found} experts")
+    return found, chosen
+
+
+def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have experts: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.take("mlp_only_layers", list, [])
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise fields.damaged(f"mlp_only_layers is {dense!r}, expected numbers of layers")
+    return tuple(n for n in range(n_layers) if n not in dense and (n + 1) % step == 0)

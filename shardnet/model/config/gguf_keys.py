@@ -1,0 +1,117 @@
+"""Reading the metadata of a GGUF that most architectures share, as config.json would say it.
+
+Knows the keys (the `gguf` package's constants.py), without the architecture in front of them. Must
+not know files, nor which architectures there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any, Final
+
+from shardnet.model.config.fields import Fields
+
+Factors = Mapping[str, tuple[float, ...]]
+"""Factors of rotary frequencies, which GGUF stores as tensors, by tensor name."""
+
+FREQS: Final = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+FACTOR_TENSORS: Final = (FREQS, LONG, SHORT)
+
+
+def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read what all architectures but GPT-2's say in the same words, as config.json would.
+
+    `tensors` are the names in the file. Raises CheckpointError for a missing or malformed key,
+    UnsupportedModelError for a value that is not implemented.
+    """
+    hidden = fields.positive("embedding_length")
+    n_heads = fields.positive("attention.head_count")
+    head_size = fields.positive("attention.key_length", hidden // n_heads)
+    value_size = fields.positive("attention.value_length", head_size)
+    if value_size != head_size:
+        raise fields.unsupported("attention.value_length", value_size, f"key_length, {head_size}")
+    rotated = fields.positive("rope.dimension_count", head_size)
+    theta = fields.positive_number("rope.freq_base", 10000.0)
+    share = {} if rotated == head_size else {"partial_rotary_factor": rotated / head_size}
+    return share | {
+        "num_hidden_layers": fields.positive("block_count"),
+        "max_position_embeddings": fields.positive("context_length"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.positive("feed_forward_length"),
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": fields.positive("attention.head_count_kv", n_heads),
+        "head_dim": head_size,
+        "rms_norm_eps": fields.positive_number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _read_scaling(fields, factors),
+    }
+
+
+def has_gguf_experts(fields: Fields) -> bool:
+    """Whether the metadata counts experts."""
+    return bool(fields.take("expert_count", int, 0))
+
+
+def read_gguf_experts(fields: Fields) -> dict[str, Any]:
+    """Read how many experts there are and how many a token uses, as config.json would say it.
+
+    Raises UnsupportedModelError unless they are chosen by softmax.
+    """
+    fields.require("expert_gating_func", 1)  # softmax
+    return {
+        "num_local_experts": fields.positive("expert_count"),
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def gguf_biases(tensors: Container[str]) -> dict[str, bool]:
+    """Say which biases the model has, as config.json would: no key does, the tensors do."""
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def _read_scaling(fields: Fields, factors: Factors) -> dict[str, Any] | None:
+    """Read how rotary positions are scaled, as `rope_scaling` would say it.
+
+    Stored factors divide the frequencies, as longrope's do. Those of Llama 3, in `rope_freqs`, are
+    the same for every length.
+    """
+    kind = fields.take("rope.scaling.type", str, "none")
+    original = fields.optional("rope.scaling.original_context_length")
+    magnitude = fields.optional_number("rope.scaling.attn_factor")
+    factor = fields.optional_number("rope.scaling.factor")
+    if factors:
+        if kind not in ("none", "longrope"):
+            raise fields.unsupported("rope.scaling.type", kind, "longrope, none beside factors")
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(_either(factors, SHORT, FREQS)),
+            "long_factor": list(_either(factors, LONG, FREQS)),
+            "original_max_position_embeddings": original
+            if SHORT in factors
+            else fields.positive("context_length"),
+            "attention_factor": magnitude or 1.0,
+        }
+    match kind:
+        case "none":
+            return None
+        case "linear":
+            return {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "attention_factor": magnitude,
+                "beta_fast": fields.optional_number("rope.scaling.yarn_beta_fast"),
+                "beta_slow": fields.optional_number("rope.scaling.yarn_beta_slow"),
+            }
+    raise fields.unsupported("rope.scaling.type", kind, "none, linear, yarn, longrope")
+
+
+def _either(factors: Factors, name: str, other: str) -> tuple[float, ...]:
+    return factors.get(name) or factors.get(other) or ()

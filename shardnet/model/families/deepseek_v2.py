@@ -1,0 +1,227 @@
+"""DeepSeek-V2 (transformers, modeling_deepseek_v2.py): attention over latents, grouped experts.
+
+What V3 says in the same words is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardnet.model.config.decoder_config import read_decoder
+from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import Experts, Latent, ModelConfig
+from shardnet.model.config.rope import rope_object, yarn_magnitude
+from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.qwen3_moe import load_experts
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    gated,
+    linears,
+    mlp,
+    pre_norms,
+    sparse_mlp,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import Router
+    from shardnet.model.layers.weight_source import WeightSource
+
+EXPERTS = ExpertNames()
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV2Config. Weights that add up to 1 are refused: transformers ignores them."""
+    config = replace(
+        read_latent_attention(fields, interleaved=True, max_positions=2048),
+        mlp_bias=fields.take("mlp_bias", bool, False),
+    )
+    require_text(fields, "scoring_func", "softmax")
+    fields.require("norm_topk_prob", False)
+    method = fields.take("topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.unsupported("topk_method", method, "greedy, group_limited_greedy")
+    if method == "greedy":
+        fields.ignore("n_group", "topk_group")
+    defaults = Experts(
+        n_experts=64,
+        top_k=0,  # there is none
+        intermediate_size=1407,
+        normalize_top_k=False,
+        shared_intermediate_size=2,
+        layers=(0,),
+    )
+    is_grouped = method == "group_limited_greedy"
+    return read_experts(fields, config, defaults, smallest_group=1 if is_grouped else None)
+
+
+def read_latent_attention(fields: Fields, *, interleaved: bool, max_positions: int) -> ModelConfig:
+    """Read what V2 and V3 say alike, but for the experts.
+
+    `interleaved`: pairs that are rotated together stand side by side; `max_positions` is the
+    default.
+    """
+    fields.ignore("auto_map", "ep_size", "aux_loss_alpha", "seq_aux")  # of training, or of programs
+    fields.require("moe_layer_freq", 1)
+    latent = Latent(
+        rank=fields.positive("kv_lora_rank", 512),
+        rope_size=fields.positive("qk_rope_head_dim", 64),
+        nope_size=fields.positive("qk_nope_head_dim", 128),
+        value_size=fields.positive("v_head_dim", 128),
+        query_rank=fields.optional("q_lora_rank") if fields.given("q_lora_rank") else 1536,
+        interleaved=interleaved,
+    )
+    config = read_decoder(fields, max_positions=max_positions, head_size=latent.rope_size)
+    whole = latent.nope_size + latent.rope_size
+    sizes = {"head_dim": (config.head_size, latent.rope_size)}
+    sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
+    sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
+    for key, (found, only) in sizes.items():
+        if found != only:
+            raise fields.unsupported(key, found, str(only))
+    all_dim = rope_object(fields).optional_number("mscale_all_dim")
+    magnitude = yarn_magnitude(config.rope.factor, all_dim) if config.rope and all_dim else 1.0
+    return replace(
+        config,
+        n_kv_heads=1,
+        attention_bias=fields.take("attention_bias", bool, False),
+        attention_scale=whole**-0.5 * magnitude**2,
+        latent=latent,
+    )
+
+
+def read_experts(
+    fields: Fields, config: ModelConfig, defaults: Experts, *, smallest_group: int | None
+) -> ModelConfig:
+    """Add the experts to `config`; shared ones are stored as one that is as wide as all of them.
+
+    `defaults` are the family's: its `shared_intermediate_size` is the number of shared experts, its
+    `layers` the first layer with experts, and a `top_k` of 0 stands for none. `smallest_group` is
+    the fewest experts of a group, None where experts do not stand in groups.
+    """
+    n_experts, top_k = read_expert_counts(
+        fields, ("n_routed_experts", "num_experts"), defaults.n_experts, defaults.top_k or None
+    )
+    inner = fields.positive("moe_intermediate_size", defaults.intermediate_size)
+    n_groups = top_groups = 1
+    if smallest_group is not None:
+        n_groups = fields.positive("n_group", defaults.n_groups)
+        top_groups = fields.positive("topk_group", defaults.top_groups)
+    group_size = n_experts // n_groups
+    least = smallest_group or 1
+    if (
+        n_experts % n_groups
+        or group_size < least
+        or not top_k <= top_groups * group_size <= n_experts
+    ):
+        raise fields.damaged(
+            f"n_group {n_groups} and topk_group {top_groups} do not go with {n_experts} experts, "
+            f"{top_k} for each token"
+        )
+    first = fields.take("first_k_dense_replace", int, defaults.layers[0])
+    layers = tuple(range(max(0, first), config.n_layers))
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        normalize_top_k=defaults.normalize_top_k,
+        shared_intermediate_size=inner
+        * fields.positive("n_shared_experts", defaults.shared_intermediate_size),
+        n_groups=n_groups,
+        top_groups=top_groups,
+        output_scale=fields.positive_number("routed_scaling_factor", defaults.output_scale),
+        layers=layers,
+    )
+    return replace(config, experts=experts if layers else None)
+
+
+def require_text(fields: Fields, key: str, only: str) -> None:
+    """Refuse any text but `only`. Raises UnsupportedModelError."""
+    value = fields.take(key, str, only)
+    if value != only:
+        raise fields.unsupported(key, value, only)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name latent attention, and an MLP or a router with its experts and the shared ones as one."""
+    experts = config.layer_experts(layer)
+    tensors = _latent_attention(config, layer) | pre_norms(config, layer)
+    if experts is None:
+        return tensors | mlp(config, layer)
+    inner, shared = experts.shared_intermediate_size, f"model.layers.{layer}.mlp.shared_experts"
+    return (
+        tensors
+        | sparse_mlp(config, layer, EXPERTS)
+        | gated(config, shared, inner, with_bias=config.mlp_bias)
+    )
+
+
+def _latent_attention(config: ModelConfig, layer: int) -> Table:
+    assert config.latent is not None
+    latent, attn = config.latent, f"model.layers.{layer}.self_attn"
+    hidden, bias = config.hidden_size, config.attention_bias
+    queries = config.n_heads * (latent.nope_size + latent.rope_size)
+    tensors = linears(attn, {"kv_a_proj_with_mqa": (latent.width, hidden)}, with_bias=bias)
+    if latent.query_rank is None:
+        tensors |= linears(attn, {"q_proj": (queries, hidden)})
+    else:
+        tensors |= linears(attn, {"q_a_proj": (latent.query_rank, hidden)}, with_bias=bias)
+        tensors |= linears(attn, {"q_b_proj": (queries, latent.query_rank)})
+        tensors[f"{attn}.q_a_layernorm.weight"] = (latent.query_rank,)
+    tensors[f"{attn}.kv_a_layernorm.weight"] = (latent.rank,)
+    keys_values = config.n_heads * (latent.nope_size + latent.value_size)
+    tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
+    outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
+    return tensors | linears(attn, outputs, with_bias=bias)
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.group_routers import SoftmaxGroupRouter
+
+    def router(experts: Experts, gate: str) -> Router:
+        return SoftmaxGroupRouter(experts=experts, gate=weights.linear(gate, wide=True))
+
+    return load_latent_layer(config, weights, layer, router)
+
+
+def load_latent_layer(
+    config: ModelConfig,
+    weights: WeightSource,
+    layer: int,
+    make_router: Callable[[Experts, str], Router],
+) -> Layer:
+    """Take the parameters of the absolute `layer`.
+
+    `make_router` makes the router from the experts and the name of its linear.
+    """
+    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.latent_attention import LatentAttention
+    from shardnet.model.layers.modules import GatedMlp
+
+    prefix, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
+    self_attn = LatentAttention.load(config, weights, layer)
+    if experts is None:
+        dense = GatedMlp.load(config, weights, prefix)
+        return pre_norm_layer(config, weights, layer, self_attn, dense)
+    sparse = SparseMlp(
+        router=make_router(experts, f"{prefix}.gate"),
+        experts=load_experts(config, weights, f"{prefix}.experts", experts.n_experts),
+        shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts"),
+    )
+    return pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+FAMILY = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    experts=EXPERTS,
+)

@@ -1,0 +1,75 @@
+"""DeepSeek-V3 (transformers, modeling_deepseek_v3.py): V2 with experts chosen by sigmoid and bias.
+
+The layer that predicts a second token ahead is left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.families import deepseek_v2
+from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.tensor_shapes import Table
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import Router
+    from shardnet.model.layers.weight_source import WeightSource
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV3Config."""
+    config = deepseek_v2.read_latent_attention(
+        fields, interleaved=fields.take("rope_interleave", bool, True), max_positions=4096
+    )
+    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
+    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    defaults = Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        shared_intermediate_size=1,
+        n_groups=8,
+        top_groups=4,
+        output_scale=2.5,
+        layers=(3,),
+    )
+    return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name V2's parameters and the bias that experts are chosen with."""
+    tensors, experts = deepseek_v2.layer_tensors(config, layer), config.layer_experts(layer)
+    if experts is not None:
+        bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        tensors[bias] = (experts.n_experts,)
+    return tensors
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.group_routers import SigmoidGroupRouter
+
+    def router(experts: Experts, gate: str) -> Router:
+        return SigmoidGroupRouter(
+            experts=experts,
+            gate=weights.linear(gate, wide=True),
+            bias=weights.parameter(f"{gate}.e_score_correction_bias"),
+        )
+
+    return deepseek_v2.load_latent_layer(config, weights, layer, router)
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    ignored_tensors=r"model\.layers\.(61\..*|\d+\.self_attn\.rotary_emb\.inv_freq)",
+    experts=deepseek_v2.EXPERTS,
+)

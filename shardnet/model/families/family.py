@@ -1,0 +1,177 @@
+"""What there is to know about a model family: one record, which the family's file fills.
+
+Knows which questions other rooms ask. Must not know any family, nor import torch: a family's
+forward pass is imported when a stage loads.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    decoder_embedding,
+    decoder_head,
+)
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor
+
+    from shardnet.model.fused.decode_graphs import Capture
+    from shardnet.model.fused.decoder import LoadLayer
+    from shardnet.model.layers.attention import Step
+    from shardnet.model.layers.weight_source import WeightSource
+
+
+class FamilyStage(Protocol):
+    """The forward pass of one stage: embedding, layers and head, as far as they belong to it.
+
+    T rows of the step, R rows whose logits are wanted, E hidden size, V vocabulary.
+    """
+
+    def embed(self, step: Step) -> Tensor:
+        """Look up token ids: hidden states [T, E] in the compute dtype; first stage only."""
+
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the layers one by one, each when its output is asked for: [T, E] in, out after each.
+
+        The output of a layer is overwritten by the next layer's; that of the last one stays.
+        """
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm: [R, E] in and out; last stage only."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply final norm and LM head: [R, E] to [R, V]; last stage only."""
+
+
+class LoadStage(Protocol):
+    """Builds the forward pass of one stage."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capture: Capture | None,
+    ) -> FamilyStage:
+        """Take the parameters of `layers`, and of embedding and head where they belong.
+
+        `context` is the positions of one sequence, `capture` how decode steps become graphs (None
+        for not at all).
+        """
+
+
+def decoder_stage(load_layer: LoadLayer) -> LoadStage:
+    """Make the `load_stage` of a family with Llama's embedding, rotary positions and LM head.
+
+    `load_layer(config, weights, layer)` takes the parameters of one layer.
+    """
+
+    def load(
+        config: ModelConfig,
+        layers: LayerRange,
+        weights: WeightSource,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capture: Capture | None,
+    ) -> FamilyStage:
+        from shardnet.model.fused.decoder import DecoderStage
+
+        return DecoderStage(load_layer, config, layers, weights, context, dtype, device, capture)
+
+    return load
+
+
+def _claims_all(fields: Fields) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufFormat:
+    """How llama.cpp's converter writes a family.
+
+    `architecture` is `general.architecture`. Where several families share one, `claims` says of its
+    keys, without the architecture in front, whether a file is of this family. `read` says what
+    config.json would, given these keys, the names of the file's tensors and the factors of rotary
+    frequencies. `interleaved_rotary`: the rows of queries and keys that rotate together stand side
+    by side. `transposed` begins the names of matrices that are stored transposed, "" for none. That
+    norms are stored with the model's `norm_offset` added holds for all families.
+    """
+
+    architecture: str
+    claims: Callable[[Fields], bool] = _claims_all
+    read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
+    interleaved_rotary: bool = False
+    transposed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidatedFormat:
+    """How Meta and Mistral write a family: params.json beside `consolidated` files.
+
+    `claims` says of the keys of params.json whether they are of this family. `read` says what
+    config.json would, beyond what all families say in the same words (config/params_keys.py).
+    """
+
+    claims: Callable[[Fields], bool]
+    read: Callable[[Fields], dict[str, Any]]
+
+
+class Stacking(enum.Enum):
+    """How transformers saves all experts of a layer as one tensor, the experts first."""
+
+    CONCATENATED = "concatenated"
+    """[experts, outputs, inputs]: the outputs of up follow those of gate."""
+    ALTERNATING = "alternating"
+    """[experts, inputs, outputs]: the outputs of gate and up take turns. Biases likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family: config, tensors, forward pass, and how file formats write it.
+
+    `model_type` is its name in config.json and `architecture` the only class of transformers that
+    is implemented.
+
+    `read_config` reads config.json; what it leaves unread is refused. `layer_tensors`, given config
+    and absolute layer number, `embedding_tensors` and `head_tensors` name the parameters and their
+    shapes, under transformers' names. `load_stage` builds the forward pass.
+
+    `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
+    pattern of whole names that checkpoints may have and nobody needs. `experts` says what the
+    parameters of experts are called and `stacking` how transformers may stack them; None where it
+    never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
+    `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
+    where the files have to say it.
+    """
+
+    model_type: str
+    architecture: str
+    read_config: Callable[[Fields], ModelConfig]
+    layer_tensors: Callable[[ModelConfig, int], Table]
+    load_stage: LoadStage
+    embedding_tensors: Callable[[ModelConfig], Table] = decoder_embedding
+    head_tensors: Callable[[ModelConfig], Table] = decoder_head
+    name_prefix: str = ""
+    ignored_tensors: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    experts: ExpertNames | None = None
+    stacking: Stacking | None = None
+    gguf: GgufFormat | None = None
+    consolidated: ConsolidatedFormat | None = None
+    pretokenizer: str = ""

@@ -1,0 +1,140 @@
+"""Gemma 2 (transformers, modeling_gemma2.py): norms before and after both sub-layers, soft caps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import read_decoder, read_windows
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.model_config import ModelConfig, Rope
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families import llama
+from shardnet.model.families.family import Family, GgufFormat, decoder_stage
+from shardnet.model.families.tensor_shapes import Table, norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.weight_source import WeightSource
+
+_LAYERS_27B: Final = 46
+"""Of the model whose scores are scaled by another size than its heads'; llama.cpp goes by the
+number of layers too."""
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a Gemma2Config: every other layer has a window, beginning with the first."""
+    config = read_gemma(fields, 8192, read_rope)
+    return replace(
+        config,
+        windows=read_periodic_windows(fields, config.n_layers, period=2),
+        attention_soft_cap=read_soft_cap(fields, "attn_logit_softcapping", 50.0),
+        logit_soft_cap=read_soft_cap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def read_gemma(
+    fields: Fields, max_positions: int, rope: Callable[[Fields, int, int], Rope]
+) -> ModelConfig:
+    """Read what Gemma 2 and 3 say alike: head size of its own, norms that store what exceeds 1.
+
+    `max_positions` and `rope` are those of `read_decoder`.
+    """
+    fields.ignore("hidden_act")  # an older name, which transformers does not look at either
+    fields.require("use_bidirectional_attention", False)
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=max_positions,
+        head_size=256,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        is_tied=True,
+        rope=rope,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        attention_scale=fields.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
+        norm_offset=1.0,
+        embedding_multiplier=config.hidden_size**0.5,
+    )
+
+
+def read_periodic_windows(fields: Fields, n_layers: int, period: int) -> tuple[int | None, ...]:
+    """Read the windows, which all layers have but the last of each period."""
+    window = fields.positive("sliding_window", 4096)
+    return read_windows(fields, n_layers, window, lambda layer: (layer + 1) % period != 0)
+
+
+def read_soft_cap(fields: Fields, key: str, default: float | None) -> float | None:
+    """Read a soft cap: null is None, a missing key the default."""
+    return fields.optional_number(key) if fields.given(key) else default
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's parameters, and norms before and after both sub-layers."""
+    return llama.layer_tensors(config, layer) | norms(
+        config, layer, "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+
+
+def load_layer(
+    config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
+) -> Layer:
+    """Take the parameters of the absolute `layer`; `with_head_norm` also Gemma 3's norms."""
+    from shardnet.model.layers.decoder_layer import Layer, Residual
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+
+    prefix = f"model.layers.{layer}"
+
+    def norm(name: str) -> Norm:
+        return weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
+
+    return Layer.of(
+        Residual(before=norm("input_layernorm"), after=norm("post_attention_layernorm")),
+        SelfAttention.load(config, weights, layer, with_head_norm=with_head_norm),
+        Residual(
+            before=norm("pre_feedforward_layernorm"), after=norm("post_feedforward_layernorm")
+        ),
+        GatedMlp.load(config, weights, f"{prefix}.mlp"),
+    )
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata; soft caps that it leaves out are the published ones."""
+    return read_gguf_gemma(fields, tensors, factors, _LAYERS_27B) | {
+        "attn_logit_softcapping": fields.optional_number("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": fields.optional_number("final_logit_softcapping") or 30.0,
+    }
+
+
+def read_gguf_gemma(
+    fields: Fields, tensors: Container[str], factors: Factors, layers_27b: int
+) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 say alike.
+
+    The model with `layers_27b` layers scales scores by the hidden size divided by the heads, which
+    no key says.
+    """
+    config = read_gguf_decoder(fields, tensors, factors)
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == layers_27b:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return config | {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": fields.positive("attention.sliding_window"),
+    }
+
+
+FAMILY = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    gguf=GgufFormat(architecture="gemma2", read=read_gguf),
+)

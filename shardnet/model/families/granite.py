@@ -1,0 +1,45 @@
+"""Granite (transformers, modeling_granite.py): Llama with a multiplier in every place."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families import llama
+from shardnet.model.families.family import Family, GgufFormat
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a GraniteConfig."""
+    return replace(
+        llama.read_config(fields),
+        attention_scale=fields.positive_number("attention_multiplier", 1.0),
+        embedding_multiplier=fields.positive_number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive_number("residual_multiplier", 1.0),
+        logit_divisor=fields.positive_number("logits_scaling", 1.0),
+    )
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata, in which every multiplier has to stand."""
+    multipliers = {
+        "attention_multiplier": fields.positive_number("attention.scale"),
+        "embedding_multiplier": fields.positive_number("embedding_scale"),
+        "residual_multiplier": fields.positive_number("residual_scale"),
+        "logits_scaling": fields.positive_number("logit_scale"),
+    }
+    return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors) | multipliers
+
+
+FAMILY = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    read_config=read_config,
+    layer_tensors=llama.layer_tensors,
+    load_stage=llama.FAMILY.load_stage,
+    gguf=GgufFormat(architecture="granite", read=read_gguf, interleaved_rotary=True),
+)

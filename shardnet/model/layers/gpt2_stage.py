@@ -1,0 +1,113 @@
+"""The forward pass of GPT-2 (transformers, modeling_gpt2.py), top to bottom.
+
+Knows Hugging Face's parameter names, without the `transformer.` prefix. Must not know files, wire
+or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardnet.model.config.model_config import Activation, ModelConfig
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import Step, attention
+from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.weight_source import WeightSource
+from shardnet.types import LayerRange
+
+
+class Gpt2Stage:
+    """The layers `layers` of a GPT-2, with the embedding and the head where they belong."""
+
+    def __init__(self, config: ModelConfig, layers: LayerRange, weights: WeightSource) -> None:
+        self._embedding: _Embedding | None = None
+        self._head: _Head | None = None
+        if layers.start == 0:
+            self._embedding = _Embedding(wte=weights.table("wte"), wpe=weights.table("wpe"))
+        if layers.end == config.n_layers:
+            self._head = _Head.load(config, weights)
+        self._layers = [_Layer.load(config, weights, layer) for layer in layers]
+
+    def embed(self, step: Step) -> Tensor:
+        """Look up token ids and positions: hidden states [T, E]."""
+        assert self._embedding is not None
+        tokens = self._embedding.wte.index_select(0, step.token_ids)
+        return tokens + self._embedding.wpe.index_select(0, step.positions)
+
+    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+        """Run the layers one by one, each when its output is asked for: [T, E] in and out."""
+        for index, layer in enumerate(self._layers):
+            hidden = layer(hidden, index, step)
+            yield hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm: [R, E] in and out."""
+        assert self._head is not None
+        return self._head.ln_f(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply final norm and LM head: [R, E] to [R, V] in the compute dtype."""
+        assert self._head is not None
+        return self._head(hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Embedding:
+    wte: Tensor  # [V, E]
+    wpe: Tensor  # [P, E]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    ln_f: Norm
+    lm_head: Linear
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
+        table = "wte" if config.tie_word_embeddings else "lm_head"
+        return cls(ln_f=weights.norm("ln_f", config.norm_eps), lm_head=weights.linear(table))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.ln_f(hidden))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    n_heads: int
+    head_size: int
+    activation: Activation
+    ln_1: Norm
+    c_attn: Linear
+    attn_c_proj: Linear
+    ln_2: Norm
+    c_fc: Linear
+    mlp_c_proj: Linear
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> _Layer:
+        prefix = f"h.{layer}"
+        return cls(
+            n_heads=config.n_heads,
+            head_size=config.head_size,
+            activation=config.activation,
+            ln_1=weights.norm(f"{prefix}.ln_1", config.norm_eps),
+            c_attn=weights.linear(f"{prefix}.attn.c_attn", transposed=True),
+            attn_c_proj=weights.linear(f"{prefix}.attn.c_proj", transposed=True),
+            ln_2=weights.norm(f"{prefix}.ln_2", config.norm_eps),
+            c_fc=weights.linear(f"{prefix}.mlp.c_fc", transposed=True),
+            mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True),
+        )
+
+    def __call__(self, hidden: Tensor, index: int, step: Step) -> Tensor:
+        """Run the layer, `index` within the stage: [T, E] in and out."""
+        hidden = hidden + self._attend(self.ln_1(hidden), index, step)
+        inner = activate(self.activation, self.c_fc(self.ln_2(hidden)))
+        return hidden + self.mlp_c_proj(inner)
+
+    def _attend(self, hidden: Tensor, index: int, step: Step) -> Tensor:
+        heads = self.c_attn(hidden).view(hidden.shape[0], 3, self.n_heads, self.head_size)
+        queries, keys, values = heads.unbind(1)  # [T, H, D] each
+        return self.attn_c_proj(attention(queries, keys, values, index, step))

@@ -1,0 +1,68 @@
+"""Routers that choose among groups of experts, as DeepSeek does.
+
+Knows how scores become a choice. Must not know parameter names or stages.
+
+Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K experts per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import Experts
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.experts import Choice, best_experts, best_groups
+from shardnet.model.layers.norms import row_sigmoid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxGroupRouter:
+    """Choose by softmax, in the groups whose best expert scores highest (DeepSeek-V2)."""
+
+    experts: Experts
+    gate: Linear
+
+    def __call__(self, hidden: Tensor) -> Choice:
+        """Choose experts for each row of the hidden states [T, E]."""
+        config = self.experts
+        scores = self.gate(hidden.float()).softmax(-1)  # [T, X]
+        group_scores = scores.view(len(scores), config.n_groups, -1).amax(-1)
+        left = best_groups(scores, group_scores, config.top_groups, 0.0)
+        weights, experts = best_experts(left, config.top_k)
+        return Choice(experts=experts, weights=weights * config.output_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidGroupRouter:
+    """Choose by sigmoid, in the groups whose two best experts score highest (DeepSeek-V3).
+
+    `bias` is added for the choice alone.
+    """
+
+    experts: Experts
+    gate: Linear
+    bias: Tensor  # [X], float32
+
+    def __call__(self, hidden: Tensor) -> Choice:
+        """Choose experts for each row of the hidden states [T, E]."""
+        config = self.experts
+        scores = row_sigmoid(self.gate(hidden.float()))  # [T, X]
+        biased = (scores + self.bias).contiguous()
+        best_two = biased.view(len(biased), config.n_groups, -1).topk(2, -1).values
+        left = best_groups(biased, best_two.sum(-1), config.top_groups, -torch.inf)
+        _, experts = best_experts(left, config.top_k)
+        weights = scores.gather(-1, experts)
+        if config.normalize_top_k:
+            weights = weights / (_row_sum(weights) + 1e-20)
+        return Choice(experts=experts, weights=weights * config.output_scale)
+
+
+def _row_sum(weights: Tensor) -> Tensor:
+    """Sum [T, K] to [T, 1] in an order that does not depend on T."""
+    total = weights[:, :1]
+    for place in range(1, weights.shape[1]):
+        total = total + weights[:, place : place + 1]
+    return total

@@ -1,0 +1,125 @@
+"""Attention over latents that all heads share (arXiv 2405.04434).
+
+Knows DeepSeek's parameter names, which are transformers'. Must not know files, wire or scheduling.
+
+transformers computes keys and values of every head from the latents of all positions. Here these
+matmuls are applied to the query and to the attended latent instead: the same numbers, and a step
+reads one latent per position, whatever the number of heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import Latent, ModelConfig
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import AttentionKind, Step, attention
+from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.weight_source import WeightSource
+
+LATENT_EPS = 1e-6
+"""Of the norms over latents, whatever the config says of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Queries, full or of low rank, over latents that all heads share.
+
+    Axes: N columns of a head's own keys, R of the rotated part, L of a latent, V of a value.
+    """
+
+    latent: Latent
+    kind: AttentionKind
+    queries: LatentQueries
+    kv_a_proj: Linear
+    kv_a_layernorm: Norm
+    keys: Tensor  # [H, N, L]
+    values: Tensor  # [H, L, V]
+    o_proj: Linear
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
+        """Take the parameters of the absolute `layer`."""
+        latent, attn = config.latent, f"model.layers.{layer}.self_attn"
+        assert latent is not None
+        of_heads = weights.table(f"{attn}.kv_b_proj").view(config.n_heads, -1, latent.rank)
+        return cls(
+            latent=latent,
+            kind=AttentionKind.of(config, layer),
+            queries=LatentQueries.load(latent, weights, attn),
+            kv_a_proj=weights.linear(f"{attn}.kv_a_proj_with_mqa"),
+            kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", LATENT_EPS),
+            keys=of_heads[:, : latent.nope_size],
+            values=of_heads[:, latent.nope_size :].transpose(1, 2),
+            o_proj=weights.linear(f"{attn}.o_proj"),
+        )
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+        n_rows, latent = hidden.shape[0], self.latent
+        queries = self.queries(hidden).view(n_rows, -1, latent.nope_size + latent.rope_size)
+        cached = self.kv_a_proj(hidden)  # [T, L + R]
+        turning = torch.cat(
+            (queries[..., latent.nope_size :], cached[:, None, latent.rank :]), 1
+        )  # [T, H + 1, R]
+        if latent.interleaved:
+            pairs = turning.view(*turning.shape[:-1], -1, 2)  # [T, H + 1, R / 2, 2]
+            turning = pairs.transpose(-1, -2).flatten(-2)
+        turned = rotary.rotate(turning)
+        own = _by_head(queries[..., : latent.nope_size], self.keys, step)  # [T, H, L]
+        attended = attention(
+            torch.cat((own, turned[:, :-1]), -1),
+            torch.cat((self.kv_a_layernorm(cached[:, : latent.rank]), turned[:, -1]), -1)[:, None],
+            hidden.new_empty(n_rows, 1, 0),
+            index,
+            step,
+            self.kind,
+        )
+        latents = attended.view(n_rows, -1, latent.width)[..., : latent.rank]  # [T, H, L]
+        return self.o_proj(_by_head(latents, self.values, step).flatten(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentQueries:
+    """The queries of all heads: of low rank, or full where `q_a_layernorm` is None."""
+
+    first: Linear
+    q_a_layernorm: Norm | None
+    q_b_proj: Linear | None
+
+    @classmethod
+    def load(cls, latent: Latent, weights: WeightSource, attn: str) -> LatentQueries:
+        """Take the parameters of one layer's `attn`."""
+        if latent.query_rank is None:
+            return cls(first=weights.linear(f"{attn}.q_proj"), q_a_layernorm=None, q_b_proj=None)
+        return cls(
+            first=weights.linear(f"{attn}.q_a_proj"),
+            q_a_layernorm=weights.norm(f"{attn}.q_a_layernorm", LATENT_EPS),
+            q_b_proj=weights.linear(f"{attn}.q_b_proj"),
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Project hidden states [T, E] to queries [T, H x (N + R)]."""
+        queries = self.first(hidden)
+        if self.q_a_layernorm is None or self.q_b_proj is None:
+            return queries
+        return self.q_b_proj(self.q_a_layernorm(queries))
+
+
+def _by_head(rows: Tensor, weights: Tensor, step: Step) -> Tensor:
+    """Multiply each head of [T, H, A] by its own [A, B] of [H, A, B]: [T, H, B].
+
+    As in attention, rows outside prompt chunks are computed one by one, so that their bits do not
+    depend on the batch.
+    """
+    parts = []
+    for span in step.spans:
+        pieces = [rows[span.start : span.end]]
+        if span.masks is None:
+            pieces = [rows[row : row + 1] for row in range(span.start, span.end)]
+        parts += [torch.bmm(piece.transpose(0, 1), weights).transpose(0, 1) for piece in pieces]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,110 @@
+"""A family that the package does not know, added by this file alone: Seed-OSS.
+
+It is Llama with biases on queries, keys and values, and on the output only if the config says so.
+docs/adding-a-model.md shows what is done here with a family of the package.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from support.models.checkpoints import make_decoder
+from support.oracles.oracle import check_generation, load_reference
+from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import UnsupportedModelError
+from shardnet.model.config.decoder_config import read_decoder
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families import llama
+from shardnet.model.families.family import Family
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
+from shardnet.types import DType, LayerRange
+
+ROOT = Path(__file__).parents[3]
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    fields.require("attention_out_bias", False)
+    fields.ignore("residual_dropout")
+    return replace(
+        read_decoder(fields, n_kv_heads=8, max_positions=524288, head_size=128),
+        attention_bias=fields.take("attention_bias", bool, True),
+        mlp_bias=fields.take("mlp_bias", bool, False),
+    )
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    return (
+        attention(config, layer, output_bias=False) | mlp(config, layer) | pre_norms(config, layer)
+    )
+
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=llama.FAMILY.load_stage,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_decoder(tmp_path, "seed_oss", head_dim=12, num_hidden_layers=3)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    families = cast("dict[str, Family]", FAMILIES)
+    monkeypatch.setitem(families, SEED_OSS.model_type, SEED_OSS)
+
+
+def test_a_family_that_is_not_there_is_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="model_type = 'seed_oss' is not supported"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.usefixtures("added")
+def test_its_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
+    reference = load_reference(folder)
+    prompts = [random_prompt(length, 300, seed=length) for length in (1, 19, 270)]
+    check_generation(StageChain.load(folder, [LayerRange(0, 3)]), reference, prompts, 12)
+
+
+@pytest.mark.usefixtures("added")
+def test_its_splits_give_the_same_bits(folder: Path) -> None:
+    prompts = [random_prompt(length, 300, seed=length) for length in (7, 40)]
+    choice = replace(probed(CPU, DType.FLOAT32, None), exact_rows=1)
+    whole = StageChain.load(folder, [LayerRange(0, 3)], choice).generate(prompts, 2)
+    parts = StageChain.load(folder, even_split(3, 3), choice).generate(prompts, 2)
+    for expected, logits in zip(whole, parts, strict=True):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.usefixtures("added")
+def test_what_it_does_not_know_is_refused(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "seed_oss", attention_out_bias=True, with_tokenizer=False)
+    with pytest.raises(UnsupportedModelError, match="attention_out_bias = True"):
+        Checkpoint.open(tmp_path)
+
+
+def test_every_family_is_listed_under_its_own_name() -> None:
+    assert {name: family.model_type for name, family in FAMILIES.items()} == {
+        name: name for name in FAMILIES
+    }
+
+
+def test_the_documented_example_is_the_file_of_the_package() -> None:
+    page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    file = ROOT / "shardnet" / "model" / "families" / "qwen3.py"
+    assert example == file.read_text(encoding="utf-8")
+    assert len([line for line in example.splitlines() if line]) <= 40
