@@ -22,8 +22,10 @@ from support.servers.proxy import Proxy
 from support.system.netns import Host, NotPermittedError, open_network
 from support.system.nodes import Crew, Machine, NodeProcess
 from support.system.parrot import Parrots, make_parrot
+from support.system.weighing import shape_here
 
 from shardnet.cluster.measuring.figure_cache import FOLDER, Figure, FigureCache, FigureKey
+from shardnet.cluster.placement.room import context_that_fits, fits_somehow
 from shardnet.runtime.stage.measuring import StageFigures
 
 DELAY_S = 0.1
@@ -32,12 +34,49 @@ DELAY_S = 0.1
 SLOWER = 1000
 """How many times as long the node needs that is slow: more than what busy links can cost."""
 
-MEMORY = {"anna": "42MiB", "bert": "30MiB", "cleo": "38MiB"}
-FITS_ANNA, NEEDS_TWO, NEEDS_CLEO = 512, 4096, 9216
-"""Contexts: the model fits on anna alone; on anna and bert; only with cleo."""
+SHARES = {"anna": 1.0, "bert": 0.7, "cleo": 0.9}
+"""The memory of each node, as shares of anna's."""
+
+FITS_ANNA = 512
+"""A context with which the model fits on anna alone."""
+
+POSITIONS = 16384
+MIB = 2**20
 
 Trouble = Literal["far", "slow"]
 """What is the matter with cleo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much memory the nodes have, as --memory takes it, and two contexts.
+
+    `needs_two` fits on anna and bert, and on no node alone; `needs_cleo` only where cleo helps.
+    """
+
+    memory: dict[str, str]
+    needs_two: int
+    needs_cleo: int
+
+    @classmethod
+    def of(cls, model: Path) -> Sizes:
+        """Choose them for what the model takes on this machine."""
+        least = shape_here(model, FITS_ANNA)
+        anna_mib = least.memory_bytes(least.whole) // MIB + 2
+        mib = {name: int(share * anna_mib) for name, share in SHARES.items()}
+        shape = shape_here(model, POSITIONS)
+
+        def most(*names: str) -> int:
+            context = context_that_fits(shape, [mib[name] * MIB for name in names], fits_somehow)
+            assert context is not None
+            return context
+
+        alone, two, three = most("anna"), most("anna", "bert"), most("anna", "bert", "cleo")
+        return cls(
+            memory={name: f"{size}MiB" for name, size in mib.items()},
+            needs_two=(alone + two) // 2,
+            needs_cleo=(two + three) // 2,
+        )
 
 
 @contextlib.contextmanager
@@ -51,8 +90,8 @@ def machine(folder: Path, host: Host | None, **environment: str) -> Iterator[Mac
         made.close()
 
 
-def start(machine: Machine, name: str, *arguments: str) -> NodeProcess:
-    [node] = machine.start_nodes(name, arguments=["--memory", MEMORY[name], *arguments])
+def start(machine: Machine, name: str, memory: str, *arguments: str) -> NodeProcess:
+    [node] = machine.start_nodes(name, arguments=["--memory", memory, *arguments])
     return node
 
 
@@ -95,11 +134,11 @@ class Lab:
 
 
 @contextlib.contextmanager
-def on_loopback(folder: Path, trouble: Trouble) -> Iterator[Lab]:
+def on_loopback(folder: Path, trouble: Trouble, memory: dict[str, str]) -> Iterator[Lab]:
     """Start the nodes; the others reach a far cleo through proxies."""
     with contextlib.ExitStack() as stack:
-        machines = {name: stack.enter_context(machine(folder / name, None)) for name in MEMORY}
-        cleo = start(machines["cleo"], "cleo")
+        machines = {name: stack.enter_context(machine(folder / name, None)) for name in memory}
+        cleo = start(machines["cleo"], "cleo", memory["cleo"])
         if trouble == "far":
             proxies = [
                 stack.enter_context(Proxy("127.0.0.1", cleo.ready["port"], delay_s=DELAY_S))
@@ -108,22 +147,22 @@ def on_loopback(folder: Path, trouble: Trouble) -> Iterator[Lab]:
             ways = [f"127.0.0.1:{proxy.port}" for proxy in proxies]
         else:
             ways = [cleo.address] * 2
-        bert = start(machines["bert"], "bert", "--peer", ways[0])
+        bert = start(machines["bert"], "bert", memory["bert"], "--peer", ways[0])
         meet(bert, "cleo")
-        anna = start(machines["anna"], "anna", "--peer", ways[1])
+        anna = start(machines["anna"], "anna", memory["anna"], "--peer", ways[1])
         meet(anna, "cleo", "bert")
         yield Lab(machines=machines, hosts={})
 
 
 @contextlib.contextmanager
-def in_namespaces(folder: Path, trouble: Trouble) -> Iterator[Lab]:
+def in_namespaces(folder: Path, trouble: Trouble, memory: dict[str, str]) -> Iterator[Lab]:
     """Start the nodes on hosts of their own, a far cleo's with a slow interface."""
     with contextlib.ExitStack() as stack:
         try:
             network = stack.enter_context(open_network(3))
         except NotPermittedError as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
-        hosts = dict(zip(MEMORY, network.hosts, strict=True))
+        hosts = dict(zip(memory, network.hosts, strict=True))
         if trouble == "far":
             slow_down(hosts["cleo"])
         key = str(folder / "cluster.key")
@@ -132,10 +171,10 @@ def in_namespaces(folder: Path, trouble: Trouble) -> Iterator[Lab]:
             for name, host in hosts.items()
         }
         assert machines["anna"].run("key", "new").code == 0
-        cleo = start(machines["cleo"], "cleo")
+        cleo = start(machines["cleo"], "cleo", memory["cleo"])
         there = f"{hosts['cleo'].address}:{cleo.ready['port']}"
-        bert = start(machines["bert"], "bert", "--peer", there)
-        anna = start(machines["anna"], "anna", "--peer", there)
+        bert = start(machines["bert"], "bert", memory["bert"], "--peer", there)
+        anna = start(machines["anna"], "anna", memory["anna"], "--peer", there)
         meet(bert, "cleo")
         meet(anna, "cleo", "bert")
         yield Lab(machines=machines, hosts=hosts)
@@ -158,15 +197,16 @@ def test_a_node_that_would_slow_the_ring_is_used_only_where_nothing_fits_without
 ) -> None:
     folder = tmp_path / "machines"
     folder.mkdir()
-    with SITES[site](folder, trouble) as lab:
-        _check_plans(lab, trouble, tmp_path)
-
-
-def _check_plans(lab: Lab, trouble: Trouble, tmp_path: Path) -> None:
-    anna = lab.machines["anna"]
     model = make_parrot(
-        tmp_path / "model", "abc", ends=False, layers=8, intermediate=2048, positions=16384
+        tmp_path / "model", "abc", ends=False, layers=8, intermediate=2048, positions=POSITIONS
     )
+    sizes = Sizes.of(model)
+    with SITES[site](folder, trouble, sizes.memory) as lab:
+        _check_plans(lab, trouble, model, sizes)
+
+
+def _check_plans(lab: Lab, trouble: Trouble, model: Path, sizes: Sizes) -> None:
+    anna = lab.machines["anna"]
 
     def plan(context: int) -> tuple[dict[str, Any], list[str], dict[str, str]]:
         """What is planned over all three and their links, once nobody was late.
@@ -193,21 +233,21 @@ def _check_plans(lab: Lab, trouble: Trouble, tmp_path: Path) -> None:
     assert left_out["cleo"].startswith("with it "), left_out
     _check_measured(told, trouble)
 
-    told, names, left_out = plan(NEEDS_TWO)
+    told, names, left_out = plan(sizes.needs_two)
     assert sorted(names) == ["anna", "bert"], told["why"]
     assert "Split only because it does not fit on " in told["why"]
     assert left_out.keys() == {"cleo"}
     assert left_out["cleo"].startswith("with it "), left_out
     fast_tok_s = told["predicted_tok_s"]
 
-    told, names, left_out = plan(NEEDS_CLEO)
+    told, names, left_out = plan(sizes.needs_cleo)
     assert "cleo" in names, told["why"]
     assert "Split only because it does not fit on " in told["why"]
     assert told["predicted_tok_s"] < fast_tok_s
     if trouble == "far":
         assert told["predicted_tok_s"] < 1 / (2 * DELAY_S)
 
-    arguments = ["--model", str(model), "--context", str(NEEDS_TWO), "--max-tokens", "8"]
+    arguments = ["--model", str(model), "--context", str(sizes.needs_two), "--max-tokens", "8"]
     names = []
     while "bert" not in names:  # nor here
         assert anna.run("unload").code == 0

@@ -17,11 +17,14 @@ import pytest
 from support.system.netns import Host, NotPermittedError, open_network
 from support.system.nodes import Command, Machine
 from support.system.parrot import make_parrot
+from support.system.weighing import shape_here
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.types import LayerRange
 
 README = Path(__file__).parents[2] / "README.md"
 MODEL = "/srv/models/TinyLlama-1.1B"
-MEMORY = "20MiB"
-"""What a node may use: so little that none holds the model alone."""
+MIB = 2**20
 
 
 def lines_of_the_walkthrough() -> dict[str, list[list[str]]]:
@@ -29,6 +32,18 @@ def lines_of_the_walkthrough() -> dict[str, list[list[str]]]:
     [block] = re.findall(r"```bash\n(# on anna\n.*?)```", README.read_text("utf-8"), re.DOTALL)
     sections = [part.split("\n") for part in block.strip().split("\n\n")]
     return {head: [shlex.split(line) for line in lines] for head, *lines in sections}
+
+
+def memory_for_half(checkpoint: Path) -> str:
+    """What a node may use, as --memory takes it: two hold the model, and none does alone."""
+    context = Checkpoint.open(checkpoint).config.default_context
+    shape = shape_here(checkpoint, context, is_measured=False)
+    half = shape.n_layers // 2
+    layers = LayerRange(0, half), LayerRange(half, shape.n_layers)
+    mib = max(map(shape.memory_bytes, layers)) // MIB + 1
+    least = shape_here(checkpoint, context)
+    assert mib * MIB < least.memory_bytes(least.whole)
+    return f"{mib}MiB"
 
 
 class Person:
@@ -57,6 +72,7 @@ class Person:
 def people(tmp_path: Path) -> Iterator[dict[str, Person]]:
     """Anna, who has the checkpoint, Bert and Cleo."""
     checkpoint = make_parrot(tmp_path / "model", "abcdefgh", ends=False, intermediate=1 << 10)
+    memory = memory_for_half(checkpoint)
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(open_network(3)).hosts
@@ -66,7 +82,7 @@ def people(tmp_path: Path) -> Iterator[dict[str, Person]]:
         for name, host in zip(("anna", "bert", "cleo"), hosts, strict=True):
             (tmp_path / name).mkdir()
             prefix = with_model(host, checkpoint) if name == "anna" else host.prefix
-            environment = {"SHARDNET_NAME": name, "SHARDNET_MEMORY": MEMORY}
+            environment = {"SHARDNET_NAME": name, "SHARDNET_MEMORY": memory}
             machine = Machine(tmp_path / name, prefix=prefix, environment=environment)
             stack.callback(machine.close)
             made[name] = Person(machine)

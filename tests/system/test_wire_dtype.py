@@ -30,7 +30,8 @@ def test_local_nodes_make_what_a_model_that_rounds_says(machine: Machine) -> Non
     answer = run_of(machine, "--wire-dtype", "int8")
     ranges = [LayerRange(*stage["layers"]) for stage in answer["stages"]]
     assert len(ranges) == 3
-    stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, probed(CPU, DType.BFLOAT16, None)).stages
+    choice = probed(CPU, "auto", DType.BFLOAT16)  # as a node does, whatever its CPU computes in
+    stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, choice).stages
     prompt = answer["prompt_token_ids"]
     (logits,) = RoundingChain(stages, WireDType.INT8).generate([prompt], N_TOKENS)
     (exact,) = StageChain(stages).generate([prompt], N_TOKENS)

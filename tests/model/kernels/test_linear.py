@@ -76,7 +76,8 @@ class TestProbe:
 
     def test_a_cpu_never_computes_in_float16(self) -> None:
         assert probe(CPU, DType.FLOAT16, DType.FLOAT16).dtype is DType.FLOAT32
-        bfloat16 = probe(CPU, "auto", DType.BFLOAT16)
+        bfloat16 = probe(CPU, DType.BFLOAT16, None)  # whose weights are not bfloat16 either
+        assert bfloat16.dtype is not DType.FLOAT16
         assert probe(CPU, "auto", DType.FLOAT16) == bfloat16
 
     def test_bfloat16_is_packed_or_computed_in_float32(self) -> None:
