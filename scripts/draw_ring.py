@@ -144,8 +144,10 @@ def _ring(run: Run) -> Iterator[str]:
             begin, end = x + width + 4, x + width + CARD_GAP - 4
             yield _arrow(f"M{begin:.0f} {middle:.0f}H{end:.0f}")
             centre = (begin + end) / 2
-            yield f'<text class="wire" x="{centre:.0f}" y="{middle - 10:.0f}" text-anchor="middle">'
-            yield f"{_figure(stage.wire_ms)} ms</text>"
+            yield (
+                f'<text class="wire" x="{centre:.0f}" y="{middle - 10:.0f}" text-anchor="middle">'
+                f"{_figure(stage.wire_ms)} ms</text>"
+            )
     bottom = CARD_TOP + CARD_HEIGHT + 4
     left, right = MARGIN + width / 2, WIDTH - MARGIN - width / 2
     yield _arrow(
