@@ -31,7 +31,7 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model.kernels._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack", "checksum")],
+            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

@@ -17,7 +17,7 @@ from shardnet.api.requests import (
     make_requests,
 )
 from shardnet.errors import UsageError
-from shardnet.types import SamplingParams
+from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.plans import PlanReply
 
@@ -31,7 +31,6 @@ from ..flags.sampling_options import SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, run_command
 from ..output.generation_output import ListedTexts, OneText
 from ..output.progress import LoadBars
-from ..output.saved_rows import SavedRows, SaveFlags
 from .chat import warn_of_base_model
 
 
@@ -75,7 +74,6 @@ def generate(
             help="With --json: the same for the prompt's tokens.",
         ),
     ] = None,
-    save: SaveFlags,
     priority: Annotated[
         int,
         typer.Option(
@@ -102,7 +100,6 @@ def generate(
     params = sampling.params(logprobs)
     options = sampling.generation()
     wanted = ring.wanted(access)
-    outputs = save.outputs(prompt_logprobs)
     if sampling.system and not chat:
         raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
@@ -120,9 +117,8 @@ def generate(
             **options,
             "priority": priority,
             "deadline_s": deadline,
-            "outputs": outputs,
+            "outputs": OutputParams(n_prompt_logprobs=prompt_logprobs),
         },
-        saved=SavedRows(save.files(), len(prompts)),
         as_json=as_json,
     )
     job.check()
@@ -150,7 +146,6 @@ class _Job:
     wanted: Wanted
     sampling: SamplingParams
     options: GenerationOptions
-    saved: SavedRows
     as_json: bool
 
     def check(self) -> None:
@@ -200,10 +195,8 @@ def _parse_ids(text: str) -> list[int]:
 
 async def _run(job: _Job) -> None:
     output = job.output()
-    with job.saved:
-        async with open_target(job.wanted) as target:
-            await _show(job, target, output)
-        job.saved.write()
+    async with open_target(job.wanted) as target:
+        await _show(job, target, output)
     if not output.close():
         raise typer.Exit(EXIT_FAILURE)
 
@@ -229,7 +222,5 @@ async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> Non
                 async for event in events:
                     bars.stop()
                     output.take(event)
-                    if event.result is not None:
-                        job.saved.take(event.result)
             finally:
                 output.break_off()

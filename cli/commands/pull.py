@@ -1,13 +1,11 @@
-"""`shardnet pull`: a model of the Hub into this machine's cache, or a file from anywhere."""
+"""`shardnet pull`: download a model of the Hub into this machine's cache."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -28,15 +26,14 @@ if TYPE_CHECKING:
     from shardnet.cluster.download.hub import PulledModel
 
 MIB = 2**20
-_SHA256: Final = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="ORG/NAME|URL",
-            help="A model of the Hub (of GGUFs one: ORG/NAME:Q4_K_M), or the URL of a file.",
+            metavar="ORG/NAME",
+            help="A model of the Hub; one GGUF of several as ORG/NAME:Q4_K_M.",
         ),
     ],
     revision: Annotated[
@@ -51,52 +48,21 @@ def pull(
             show_default=False,
         ),
     ] = "",
-    to: Annotated[
-        Path,
-        typer.Option(
-            "--to",
-            metavar="FOLDER",
-            help="Where what comes from a URL goes. Default: here.",
-            show_default=False,
-        ),
-    ] = Path(),
-    sha256: Annotated[
-        str,
-        typer.Option("--sha256", metavar="HEX", help="What the file of a URL must be."),
-    ] = "",
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Download a model to this machine.
+    """Download a model of the Hugging Face Hub to this machine.
 
-    From the Hugging Face Hub come config, tokenizer and weights, never code, and the weights in
-    one format only: safetensors, else PyTorch's, else Meta's or Mistral's own. Of a repository's
-    GGUF files the one that is named comes: ORG/NAME:Q4_K_M, or its file name. They lie in the cache
-    that huggingface_hub keeps (HF_HOME), so other programs share them. Nodes then take --model
-    ORG/NAME, and those that lack it fetch their layers from here.
+    Downloads config, tokenizer and weights, never code, and the weights in one format only:
+    safetensors, else PyTorch's, else Meta's or Mistral's own. Of several GGUF files name one, by
+    its quantization (ORG/NAME:Q4_K_M) or its file name. They go to the cache that huggingface_hub
+    keeps (HF_HOME), so other programs share them. Nodes then take --model ORG/NAME, and those that
+    lack it fetch their layers from here.
 
-    From a URL comes one file; a tar file is unpacked to a folder. Use it with --model PATH.
-
-    A download that broke goes on where it stopped. The last line, on standard output, is the path.
+    An interrupted download is resumed. The last line, on standard output, is the path.
     """
     keep_offline(offline)
-    _refuse_path(model)
-    if "://" in model:
-        _refuse(bool(revision), "--revision is for models of the Hub, not for a URL")
-        _refuse(bool(layers), "--layers is for models of the Hub, not for a URL")
-        _refuse(offline, "--offline: a URL is on the network")
-        _refuse(
-            not model.startswith(("https://", "http://")),
-            "a URL begins with https:// or http://",
-        )
-        _refuse(
-            bool(sha256) and not _SHA256.fullmatch(sha256),
-            f"--sha256 {sha256}: a SHA-256 has 64 hexadecimal digits",
-        )
-        _pull_url(model, to, sha256, as_json=as_json)
-        return
-    _refuse(bool(sha256), "--sha256 is for a URL: the Hub says itself what its files must be")
-    _refuse(to != Path(), "--to is for a URL: models of the Hub go to its cache (HF_HOME)")
+    _refuse_paths_and_urls(model)
     text = f"{model}@{revision}" if revision else model
     name = HubName.parse(text)
     if name is None:
@@ -110,11 +76,6 @@ def pull(
         _pull_model(name, as_json=as_json)
 
 
-def _refuse(is_wrong: bool, why: str) -> None:
-    if is_wrong:
-        raise typer.BadParameter(why)
-
-
 def _one_range(layers: str) -> LayerRange:
     try:
         return parse_layer_range(layers)
@@ -122,13 +83,21 @@ def _one_range(layers: str) -> LayerRange:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
 
 
-def _refuse_path(model: str) -> None:
-    """Refuse what is on this machine: there is nothing to download."""
+def _refuse_paths_and_urls(model: str) -> None:
+    """Raise typer.BadParameter for what is on this machine, and for URLs.
+
+    A URL may hold a password and is not repeated.
+    """
     is_file = model.lower().startswith("file:")
     if is_file or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
         path = unquote(urlsplit(model).path) if is_file else model
         raise typer.BadParameter(
             f"'{model}' is a path, and a path needs no download: use --model {path}"
+        )
+    if "://" in model:
+        raise typer.BadParameter(
+            "a URL cannot be pulled, only models of the Hub, as ORG/NAME: download the file with "
+            "another program and give its path to --model"
         )
 
 
@@ -143,7 +112,7 @@ def _downloading() -> Iterator[DownloadBars]:
             fail(str(error))
         except KeyboardInterrupt:
             bars.stop()
-            say("interrupted: run the command again to go on where it stopped")
+            say("interrupted: run the command again to resume the download")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
@@ -186,42 +155,6 @@ def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
         f"uses them with --model {pulled.name}"
     )
     write_out(pulled.folder)
-
-
-def _pull_url(url: str, to: Path, sha256: str, *, as_json: bool) -> None:
-    from shardnet.cluster.download.tar_folder import folder_name, unpack
-    from shardnet.cluster.download.web_file import download, file_name
-
-    with _downloading() as bars:
-        unpacked = folder_name(file_name(url))
-        folder = to.absolute() / unpacked if unpacked is not None else None
-        _refuse(
-            folder is not None and folder.exists(),
-            f"{folder} is there already: use it with --model, or delete it to fetch it again",
-        )
-        if url.startswith("http://") and not sha256:
-            say("warning: http is not encrypted: give --sha256 to be sure of what comes")
-        file = download(url, to.absolute(), bars.update, sha256=sha256)
-        bars.stop()
-        path = file.path
-        if folder is not None:
-            unpack(file.path, folder, lambda member: say(f"  {member}"))
-            file.path.unlink()
-            path = folder
-    if as_json:
-        print_json(
-            {
-                "url": url,
-                "path": str(path),
-                "size_bytes": file.size_bytes,
-                "sha256": file.sha256,
-                "new_bytes": file.n_new_bytes,
-            }
-        )
-        return
-    came = f"{file.path.name}: {_news(file.n_new_bytes)}, sha256 {file.sha256}"
-    say(f"{came}; use it with --model {path}")
-    write_out(path)
 
 
 def _news(n_bytes: int) -> str:

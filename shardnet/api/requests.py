@@ -129,8 +129,8 @@ def name_model(model: str) -> str:
     """
     if "://" in model:
         raise UsageError(
-            "a model is a path or a name of the Hub, not a URL: download it with `shardnet pull` "
-            "and give the path that it prints"
+            "a model is a path or a name of the Hub, not a URL",
+            remedy="download the file and give its path",
         )
     path = Path(model).expanduser()
     if model == DEFAULT_MODEL_NAME or (HubName.parse(model) and not path.exists()):

@@ -1,13 +1,18 @@
-"""Files that torch.save wrote: a zip archive with a pickle and one member per storage.
+"""Read the files that torch.save writes: a zip archive with a pickle and one member per storage.
 
-Knows which member is what. The pickle is followed and never run (torch_pickle.py). Must not know
-names of tensors. Imports no torch.
+Knows which member is what, and reads the archive's directory within a cap. The pickle is
+interpreted and never executed (torch_pickle.py). Must not know names of tensors. Imports no torch.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import struct
+import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +21,6 @@ from shardnet.checkpoint.formats.torch_pickle import (
     PickledTensor,
     pickled_tensors,
 )
-from shardnet.checkpoint.formats.zip_directory import Member, read_directory
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ITEM_BYTES,
@@ -28,25 +32,40 @@ from shardnet.checkpoint.tensors.stored_tensor import (
 )
 from shardnet.errors import CheckpointError
 
+MAX_DIRECTORY_BYTES: Final = 16 << 20
+"""Cap on the archive's list of members before memory is taken for it."""
 MAX_HEAD_RANGES: Final = 1 << 16
-"""Cap on the stretches of a file between its storages."""
+"""Cap on the byte ranges between a file's storages."""
+
+_LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
+"""Signature, then the lengths of name and extra field (PKWARE's APPNOTE.TXT, section 4.3.7)."""
+_SIGNATURE: Final = b"PK\3\4"
+_TO_SAFETENSORS: Final = "convert the checkpoint to safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The bytes of one member of an archive."""
+
+    offset: int
+    size_bytes: int
 
 
 def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
-    """Read which tensors a file holds, and where; `prefix` goes before their names.
+    """List the tensors of a file that torch.save wrote; `prefix` is put before their names.
 
-    Raises CheckpointError, which names the file, when it is damaged, of torch before 1.6, or its
+    Raises CheckpointError, which names the file, when it is damaged, older than torch 1.6, or its
     pickle is more than a dict of tensors. Nothing of it is executed.
     """
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            if file.read(4) != b"PK\3\4":
+        with _CappedReader(io.FileIO(path)) as file:
+            size_bytes = path.stat().st_size
+            if file.read(4) != _SIGNATURE:
                 raise CheckpointError(
-                    f"{path}: no zip archive of torch.save: damaged, or of torch before 1.6; save "
-                    "it anew with torch.save, or convert the checkpoint to safetensors"
+                    f"{path}: not a zip archive of torch.save: damaged, or of torch before 1.6",
+                    remedy=f"save it anew with torch.save, or {_TO_SAFETENSORS}",
                 )
-            members = read_directory(path, file, size_bytes)
+            members = _read_members(path, file, size_bytes)
             folder, pickle = _find_pickle(path, members)
             file.seek(pickle.offset)
             data = file.read(min(pickle.size_bytes, MAX_PICKLE_BYTES + 1))
@@ -54,7 +73,9 @@ def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
             if order is not None:
                 file.seek(order.offset)
                 if file.read(min(order.size_bytes, 16)) != b"little":
-                    raise CheckpointError(f"{path}: it is not little-endian; save it anew")
+                    raise CheckpointError(
+                        f"{path}: its tensors are not little-endian", remedy="save it anew"
+                    )
         storages = {
             name.removeprefix(f"{folder}data/"): member
             for name, member in members.items()
@@ -73,34 +94,83 @@ def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
             tensors={tensor.name: tensor for tensor in tensors},
         )
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; {AGAIN}") from error
+        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
+
+
+class _CappedReader(io.BufferedReader):
+    """A file that refuses to read more at one time than a directory may have."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read `size` bytes, or the rest. Raises BadZipFile above the cap."""
+        if size is None or size < 0:
+            size = os.fstat(self.fileno()).st_size - self.tell()
+        if size > MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"a directory of {size} bytes, at most {MAX_DIRECTORY_BYTES}")
+        return super().read(size)
+
+
+def _read_members(path: Path, file: _CappedReader, size_bytes: int) -> dict[str, Member]:
+    """Return where the members of an archive of `size_bytes` are, by name.
+
+    Raises CheckpointError, which names `path`, for an archive that is damaged or compressed.
+    """
+    members: dict[str, Member] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.filename in members:
+                    raise zipfile.BadZipFile(f"member {info.filename!r} is there twice")
+                if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                    raise zipfile.BadZipFile(
+                        f"member {info.filename!r} is compressed, which torch never does"
+                    )
+                members[info.filename] = _locate(file, info, size_bytes)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged zip archive: {error}", remedy=AGAIN) from error
+    return members
+
+
+def _locate(file: _CappedReader, info: zipfile.ZipInfo, size_bytes: int) -> Member:
+    """Find the bytes of a member, which follow its own header."""
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) == _LOCAL_HEADER.size:
+        signature, n_name, n_extra = _LOCAL_HEADER.unpack(header)
+        offset = info.header_offset + _LOCAL_HEADER.size + n_name + n_extra
+        if signature == _SIGNATURE and offset + info.file_size <= size_bytes:
+            return Member(offset, info.file_size)
+    raise zipfile.BadZipFile(f"member {info.filename!r} is not where the directory says")
 
 
 def _find_pickle(path: Path, members: Mapping[str, Member]) -> tuple[str, Member]:
-    """Find the pickle, and in which folder of the archive everything is."""
+    """Return the folder of the archive that holds everything, and the pickle in it."""
     for name, member in members.items():
         if name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl")):
             return name.removesuffix("data.pkl"), member
-    raise CheckpointError(f"{path}: it holds no data.pkl, so torch.save did not write it; {AGAIN}")
+    raise CheckpointError(
+        f"{path}: it holds no data.pkl, so torch.save did not write it", remedy=AGAIN
+    )
 
 
 def _stored(
     path: Path, name: str, tensor: PickledTensor, storages: Mapping[str, Member]
 ) -> StoredTensor:
-    """Find a tensor's bytes: from its first element to its last."""
+    """Locate a tensor's bytes: from its first element to its last."""
     storage = tensor.storage
     member = storages.get(storage.key)
     item_bytes = ITEM_BYTES[storage.dtype]
     if member is None or member.size_bytes != storage.n_elements * item_bytes:
         raise CheckpointError(
             f"{path}: the storage {storage.key!r} of tensor {name} is missing or of another size "
-            f"than {storage.n_elements} elements; {AGAIN}"
+            f"than {storage.n_elements} elements",
+            remedy=AGAIN,
         )
     steps = zip(tensor.shape, tensor.strides, strict=True)
     n_elements = 1 + sum((n - 1) * stride for n, stride in steps) if all(tensor.shape) else 0
     if tensor.offset + n_elements > storage.n_elements:
         raise CheckpointError(
-            f"{path}: tensor {name} of shape {list(tensor.shape)} lies beyond its storage; {AGAIN}"
+            f"{path}: tensor {name} of shape {list(tensor.shape)} lies beyond its storage",
+            remedy=AGAIN,
         )
     return StoredTensor(
         name=name,
@@ -118,19 +188,19 @@ def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _between(path: Path, storages: Iterable[Member], size_bytes: int) -> tuple[ByteRange, ...]:
-    """List what is no storage."""
+    """List the byte ranges of a file that are in no storage."""
     ranges: list[ByteRange] = []
     at = 0
     for member in sorted(storages, key=lambda member: (member.offset, member.size_bytes)):
         if member.offset < at:
-            raise CheckpointError(f"{path}: one storage lies over another; {AGAIN}")
+            raise CheckpointError(f"{path}: two storages overlap", remedy=AGAIN)
         if member.offset > at:
             ranges.append((at, member.offset - at))
         at = member.offset + member.size_bytes
     ranges.append((at, size_bytes - at))
     if len(ranges) > MAX_HEAD_RANGES or sum(n for _, n in ranges) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path}: more lies between its storages than torch.save writes; convert the "
-            "checkpoint to safetensors"
+            f"{path}: more lies between its storages than torch.save writes",
+            remedy=_TO_SAFETENSORS,
         )
     return tuple(ranges)

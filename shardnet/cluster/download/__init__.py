@@ -1,1 +1,1 @@
-"""Models from the Hub and from URLs."""
+"""Models from the Hub."""

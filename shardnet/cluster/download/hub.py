@@ -1,4 +1,4 @@
-"""Pulls models from the Hugging Face Hub into the cache that other programs share.
+"""Pull models from the Hugging Face Hub into the cache that other programs share.
 
 Knows the Hub through `huggingface_hub`: which files a model needs, what can go wrong on the way and
 what a person can do about it. Blocks: to be called on a thread that may wait. Must not know nodes.
@@ -7,11 +7,13 @@ what a person can do about it. Blocks: to be called on a thread that may wait. M
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.request import getproxies
 
 from shardnet import __version__
 from shardnet.checkpoint.hub_cache import (
@@ -24,18 +26,21 @@ from shardnet.checkpoint.hub_cache import (
 )
 from shardnet.checkpoint.hub_files import choose_files
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
-from shardnet.cluster.download.web_address import check_proxies, what_to_look_at
-from shardnet.cluster.download.web_file import GO_ON, Report, sha256_of
 from shardnet.cluster.machine.disk_room import check_room
 from shardnet.errors import HubError
 
-ANSWER_S = 15.0
+Report = Callable[[str, int, int], None]
+"""Takes (file, bytes done of all files, bytes in all). What it raises ends the download."""
+
+ANSWER_S: Final = 15.0
 """How long the Hub may take to answer a question."""
+RESUME: Final = "run the command again to resume the download"
+PROXY_VARIABLES: Final = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file of a model. `sha256` is what the Hub says of large ones, "" of small ones."""
+    """A file of a model. `sha256` is stated by the Hub for large files, "" for small ones."""
 
     name: str
     size_bytes: int
@@ -44,9 +49,9 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledModel:
-    """A model that is here whole. `n_new_bytes` came over the network just now.
+    """A model that is here whole. `n_new_bytes` came over the network in this call.
 
-    `folder` is what to open: a GGUF's first file, else the folder.
+    `folder` is what to open: the folder, or a GGUF's first file.
     """
 
     name: str
@@ -59,8 +64,8 @@ class PulledModel:
 def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledModel:
     """Download what is missing of a model: config, tokenizer and its weights once, never code.
 
-    What a broken attempt has left is gone on with. Raises HubError, which says what to do, when the
-    Hub does not answer, refuses, or gives something else than it promised; CheckpointError for a
+    Resumes what an interrupted attempt has left. Raises HubError when the Hub does not answer,
+    refuses, or gives something else than it promised; CheckpointError for a
     model whose weights are in no format that is read here, or in several GGUFs.
     """
     root = root or cache_root()
@@ -84,17 +89,17 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         note_revision(name, commit, root)
         folder = pulled_folder(replace(name, revision=commit), root)
     if folder is None:
-        raise HubError(f"{name}: what came is gone from {root} again; {GO_ON}")
+        raise HubError(f"{name}: what came is gone from {root} again", remedy=RESUME)
     return PulledModel(
         name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
     )
 
 
 def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
-    """Ask the Hub for the commit and the files that are needed: the weights in one format only.
+    """Ask the Hub for the commit and the needed files, weights in one format only.
 
-    An index, which names tensor files, is fetched. Raises CheckpointError where there is no format
-    that is read here, HubError where the index names what the Hub does not have.
+    Fetches the index that names the tensor files, if there is one. Raises CheckpointError where
+    there is no format that is read here, HubError where the index names what the Hub does not have.
     """
     from huggingface_hub import HfApi
 
@@ -117,8 +122,8 @@ def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
     for file in tensors:
         if file not in found or not file.endswith(TENSOR_SUFFIXES):
             raise HubError(
-                f"{name}: {files.index} names {file}, which is no tensor file that the Hub has: "
-                "tell its authors"
+                f"{name}: {files.index} names {file}, which is no tensor file that the Hub has",
+                remedy="tell its authors",
             )
     return commit, [found[file] for file in (*files.whole, *tensors)]
 
@@ -134,7 +139,7 @@ def _present(name: HubName, commit: str, files: Iterable[HubFile], root: Path) -
 
 
 class _Counter:
-    """What huggingface_hub takes for a progress bar."""
+    """Count bytes in the place of a progress bar of huggingface_hub."""
 
     def __init__(self, report: Report, name: str, done: int, total: int) -> None:
         self._report, self._name = report, name
@@ -152,24 +157,24 @@ class _Counter:
         self.close()
 
     def update(self, n: float | None = 1) -> None:
-        """Take note of `n` more bytes."""
+        """Count `n` more bytes."""
         self._done += int(n or 0)
         self._report(self._name, self._done, self._total)
 
     def close(self) -> None:
-        """Nothing is shown."""
+        """Do nothing: there is no bar."""
 
     def set_postfix_str(self, *_: Any, **__: Any) -> None:
-        """Nothing is shown."""
+        """Do nothing: there is no bar."""
 
 
 def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
-    """Return what is in a small file of a model, downloaded if it is not here."""
+    """Return the content of a small file of a model; download it if it is not here."""
     return _fetch(name, commit, file, root, _Counter(lambda *_: None, "", 0, 0)).read_bytes()
 
 
 def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> Path:
-    """Download a file, or what is missing of it, and hold it against what the Hub said of it."""
+    """Download a file, or the rest of it, and check its size and SHA-256."""
     from huggingface_hub import hf_hub_download
 
     bar: Any = counter  # whatever can be called like a bar's class will do
@@ -187,21 +192,55 @@ def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
 
 
 def _check(name: HubName, file: HubFile, path: Path) -> None:
-    """Hold a file against what the Hub said of it; one that differs is deleted."""
+    """Compare a file with the size and SHA-256 that the Hub states; delete one that differs."""
     why = ""
     if path.stat().st_size != file.size_bytes:
         why = f"{path.stat().st_size} bytes, not {file.size_bytes}"
-    elif file.sha256 and sha256_of(path) != file.sha256:
+    elif file.sha256 and _sha256_of(path) != file.sha256:
         why = "another SHA-256 than the Hub says"
     if why:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
-        raise HubError(f"{name}: {file.name} came with {why}, and was deleted; {GO_ON}")
+        raise HubError(f"{name}: {file.name} came with {why}, and was deleted", remedy=RESUME)
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def check_proxies() -> None:
+    """Raise HubError where the environment names a proxy that cannot be used.
+
+    The message names the variables, not their values: those may hold a password.
+    """
+    import httpx2
+
+    try:
+        httpx2.Client(verify=False).close()  # it connects to nothing
+    except ImportError as error:
+        raise HubError(
+            "the environment names a SOCKS proxy, which needs the package socksio",
+            remedy=f"install it (pip install socksio), or name an HTTP proxy in {PROXY_VARIABLES}",
+        ) from error
+    except (ValueError, httpx2.InvalidURL) as error:
+        raise HubError(
+            f"the proxy named in {PROXY_VARIABLES} cannot be used",
+            remedy="give http://HOST:PORT, with special characters of a password as %XX, or "
+            "unset it",
+        ) from error
+
+
+def _where_to_look() -> str:
+    """Say what may be wrong when nobody answers."""
+    if getproxies():
+        return f"the network and the proxy that the environment names ({PROXY_VARIABLES})"
+    return "the network"
 
 
 @contextlib.contextmanager
 def named_errors(name: HubName) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one line that says what to do."""
+    """Map what huggingface_hub raises to HubErrors with a remedy."""
     import httpx2
     from huggingface_hub import errors
 
@@ -211,31 +250,38 @@ def named_errors(name: HubName) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise HubError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name.repo}, then give a "
-            "token with `hf auth login` or HF_TOKEN"
+            f"{name} is gated",
+            remedy=f"accept its terms at https://huggingface.co/{name.repo}, then give a token "
+            "with `hf auth login` or HF_TOKEN",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise HubError(f"{name}: {name.repo} has no revision {name.revision}; check it") from error
+        raise HubError(
+            f"{name}: {name.repo} has no revision {name.revision}", remedy="check --revision"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
             f"{name} is neither a folder where it was asked for, nor a model of the Hub that may "
-            "be read: check the name; for a private one give a token (`hf auth login`, HF_TOKEN)"
+            "be read",
+            remedy="check the name; for a private one give a token (`hf auth login`, HF_TOKEN)",
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise HubError(
             f"{name} is not on this machine and downloads are switched off (--offline or "
-            "HF_HUB_OFFLINE): allow them, or copy the model"
+            "HF_HUB_OFFLINE)",
+            remedy="allow them, or copy the model",
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        raise HubError(f"{name}: the Hub answered {status}; try again later: {GO_ON}") from error
+        raise HubError(
+            f"{name}: the Hub answered {status}", remedy=f"try again later: {RESUME}"
+        ) from error
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
         raise HubError(
-            f"{name} is no folder here, and the Hub cannot be reached ({_first_line(error)}): "
-            f"check the name and {what_to_look_at()}; {GO_ON}"
+            f"{name} is no folder here, and the Hub cannot be reached ({_first_line(error)})",
+            remedy=f"check the name and {_where_to_look()}; {RESUME}",
         ) from error
     except OSError as error:
-        raise HubError(f"{name}: {_first_line(error)}; {GO_ON}") from error
+        raise HubError(f"{name}: {_first_line(error)}", remedy=RESUME) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Pulls only some layers of a model from the Hub, into the cache of weights from other nodes.
+"""Pull some layers of a model from the Hub, into the cache of weights from other nodes.
 
-Knows how to take single tensors out of files on the Hub, by ranges of bytes, and that what came is
-a replica like one that nodes have given. Blocks: to be called on a thread that may wait. Must not
+Knows how to read single tensors of files on the Hub by byte ranges, and that the result is a
+replica like one fetched from nodes. Blocks: to be called on a thread that may wait. Must not
 know links.
 """
 
@@ -30,18 +30,28 @@ from shardnet.checkpoint.replica import (
 )
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import MAX_HEADER_BYTES, FileHead
-from shardnet.cluster.download.hub import HubFile, fetch_small, look_up, named_errors
-from shardnet.cluster.download.web_file import SILENCE_S, TRIES, Report
+from shardnet.cluster.download.hub import (
+    RESUME,
+    HubFile,
+    Report,
+    fetch_small,
+    look_up,
+    named_errors,
+)
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, HubError
 from shardnet.types import LayerRange
 
+SILENCE_S: Final = 15.0
+"""How long the Hub may send nothing."""
+TRIES: Final = 5
+"""How often a connection is made anew while no byte comes over it."""
 _LENGTH_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledLayers:
-    """Layers of a model that are in the cache now. `n_new_bytes` came over the network just now."""
+    """Layers of a model in the cache. `n_new_bytes` came over the network in this call."""
 
     name: str
     commit: str
@@ -61,11 +71,10 @@ def pull_layers(
 ) -> PulledLayers:
     """Download the tensors of these layers, with embedding and head where they belong to them.
 
-    What a broken attempt has left is gone on with. The Hub tells no digests of single tensors: that
-    they are right rests on its encrypted connection, and other nodes that take them from here get
-    what came. Raises HubError as hub.pull, CheckpointError for a model that is not supported or
-    has no such layers, or whose tensors are not in safetensors; CapacityError where the cache has
-    no room.
+    Resumes what an interrupted attempt has left. The Hub states no digests of single tensors: their
+    integrity rests on its encrypted connection. Raises HubError as hub.pull does, CheckpointError
+    for a model that is not supported or has no such layers, or whose tensors are not in
+    safetensors; CapacityError where the cache has no room.
     """
     root = root or cache_root()
     with named_errors(name):
@@ -79,7 +88,9 @@ def pull_layers(
         ):
             n_layers = replica.checkpoint.config.n_layers
             if layers.end > n_layers:
-                raise CheckpointError(f"{name} has {n_layers} layers, no {layers}: check --layers")
+                raise CheckpointError(
+                    f"{name} has {n_layers} layers, no {layers}", remedy="check --layers"
+                )
             n_bytes = _fill(replica, layers, source, report, cache, model_id)
         cache.remember(str(name), model_id)
     return PulledLayers(
@@ -93,12 +104,13 @@ def pull_layers(
 
 
 def _refuse_other_formats(name: HubName, files: Sequence[HubFile]) -> None:
-    """Raise CheckpointError where tensors are in files whose headers cannot be fetched alone."""
+    """Raise CheckpointError if tensors are in files other than safetensors."""
     for file in files:
         if file.name.endswith(TENSOR_SUFFIXES) and not file.name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{name}: --layers takes tensors out of safetensors files, and its weights are in "
-                f"{file.name}: pull it without --layers"
+                f"{file.name}",
+                remedy="pull it without --layers",
             )
 
 
@@ -110,7 +122,7 @@ def _replica(
     cache: ModelCache,
     root: Path,
 ) -> tuple[Path, str]:
-    """Return the replica of a model, begun if need be, and the model's id."""
+    """Return the folder of the model's replica, created if need be, and the model's id."""
     whole = [f for f in files if not f.name.endswith(".safetensors")]
     heads = {f.name: fetch_small(name, commit, f, root) for f in whole}
     for file in files:
@@ -141,7 +153,7 @@ def _fill(
     cache: ModelCache,
     model_id: str,
 ) -> int:
-    """Fetch what a replica lacks of some layers; return the bytes that came."""
+    """Fetch the parts of these layers that a replica lacks; return the bytes fetched."""
     tensors = range_tensors(replica.checkpoint, layers)
     for part in replica.doubtful(tensors):
         replica.check(part)
@@ -163,7 +175,7 @@ def _fill(
 
 
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
-    """Put parts together that lie one behind the other in one file."""
+    """Group parts that are adjacent in one file."""
     runs: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: (part.file, part.offset)):
         last = runs[-1][-1] if runs else None
@@ -174,7 +186,7 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _take(run: Sequence[Part], pieces: Iterator[bytes], replica: Replica) -> Iterator[int]:
-    """Write the parts of a run as their bytes come; yield how many came at a time."""
+    """Write the parts of a run while their bytes arrive; yield the size of each piece."""
     waiting = deque(run)
     digest, at = hashlib.sha256(), 0
     for piece in pieces:
@@ -192,7 +204,7 @@ def _take(run: Sequence[Part], pieces: Iterator[bytes], replica: Replica) -> Ite
 
 
 class _HubRanges:
-    """Ranges of bytes of a commit's files."""
+    """Reads byte ranges of a commit's files."""
 
     def __init__(self, name: HubName, commit: str) -> None:
         from huggingface_hub import get_session
@@ -203,8 +215,10 @@ class _HubRanges:
         self._headers = build_hf_headers(library_name="shardnet", library_version=__version__)
 
     def header(self, file: HubFile) -> bytes:
-        """Fetch the header of a safetensors file, with its length in front."""
-        damaged = HubError(f"{self._name}: {file.name} is no safetensors file; tell its authors")
+        """Fetch the header of a safetensors file, its length prefix included."""
+        damaged = HubError(
+            f"{self._name}: {file.name} is no safetensors file", remedy="tell its authors"
+        )
         if file.size_bytes < _LENGTH_BYTES:
             raise damaged
         length = b"".join(self.stream(file.name, 0, _LENGTH_BYTES))
@@ -214,7 +228,7 @@ class _HubRanges:
         return length + b"".join(self.stream(file.name, _LENGTH_BYTES, end))
 
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        """Give the bytes from `begin` to `end` of a file, over as many connections as it takes."""
+        """Yield the bytes [begin, end) of a file, reconnecting where a connection breaks."""
         left = TRIES
         while begin < end:
             had, failure = begin, None
@@ -226,7 +240,9 @@ class _HubRanges:
                 failure = error
             left = TRIES if begin > had else left - 1
             if not left:
-                raise failure or HubError(f"{self._name}: {file} ends after {begin} bytes")
+                raise failure or HubError(
+                    f"{self._name}: {file} ends after {begin} bytes", remedy=RESUME
+                )
 
     def _connect(self, file: str, begin: int, end: int) -> Iterator[bytes]:
         from huggingface_hub import hf_hub_url
@@ -242,10 +258,13 @@ class _HubRanges:
             if not said.startswith(f"bytes {begin}-{end - 1}/"):
                 raise HubError(
                     f"{self._name}: asked for bytes {begin} to {end} of {file}, the Hub sends "
-                    f"{said or 'all'}; pull the whole model"
+                    f"{said or 'all'}",
+                    remedy="pull the whole model",
                 )
             for piece in response.iter_raw():
                 if len(piece) > end - begin:
-                    raise HubError(f"{self._name}: more of {file} came than was asked for")
+                    raise HubError(
+                        f"{self._name}: more of {file} came than was asked for", remedy=RESUME
+                    )
                 begin += len(piece)
                 yield piece

@@ -1,6 +1,6 @@
-"""A model of the Hub that no node has is pulled by the head, once; the others fetch from there.
+"""Pull a model of the Hub on a thread beside the loop: the head's way to what no node has.
 
-Knows how to pull on a thread beside the loop, and how to end that. Must not know plans or stages.
+Knows how that is reported and cancelled. Must not know plans or stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OnBytes = Callable[[int, int], None]
 
 
 async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], None]) -> None:
-    """Pull a model. Cancelling ends it at the next piece; what has come stays, to be gone on with.
+    """Pull a model. Cancelling ends it at the next piece; a later pull resumes there.
 
     Raises what hub.pull raises.
     """
@@ -29,7 +29,7 @@ async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], Non
     given_up, told_s = False, 0.0
 
     def report(file: str, done: int, total: int) -> None:
-        """Runs on the thread."""
+        """Pass progress to the loop; runs on the thread."""
         nonlocal told_s
         if given_up:
             raise CancelledRequestError(f"pulling {name} was given up")

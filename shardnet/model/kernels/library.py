@@ -83,14 +83,12 @@ class NativeKernels:
     """The library, and the instruction set it uses here.
 
     `has_pairs`: it has instructions that multiply pairs of bfloat16, `has_tiles` others that
-    multiply whole tiles, which the library does not use and oneDNN does. `can_fold`: it has those
-    that kernels/checksum.py needs.
+    multiply whole tiles, which the library does not use and oneDNN does.
     """
 
     isa: Isa
     has_pairs: bool
     has_tiles: bool
-    can_fold: bool
     _library: ctypes.CDLL
     _parallel: int
 
@@ -269,7 +267,6 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
         isa=isa,
         has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
         has_tiles=bool(library.shardnet_has_bf16_tiles()),
-        can_fold=bool(library.shardnet_can_fold()),
         _library=library,
         _parallel=_parallel_function(),
     )

@@ -236,33 +236,54 @@ def patch_end(path: Path, at: int, data: bytes) -> None:
     path.write_bytes(content)
 
 
+def insert_hole(path: Path, n_bytes: int) -> None:
+    """Put zeros that take no room on disk before the record at the end, as its directory."""
+    content = path.read_bytes()
+    place = content.rindex(b"PK\5\6")
+    with path.open("r+b") as file:
+        file.seek(place + n_bytes)
+        file.write(content[place:])
+    end = struct.pack("<II", n_bytes, place)
+    with path.open("r+b") as file:
+        file.seek(place + n_bytes + 12)
+        file.write(end)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda p: truncate(p, 0), "no zip archive of torch.save"),
+    "empty": (lambda p: truncate(p, 0), "not a zip archive of torch.save"),
     "legacy": (
         lambda p: torch.save({"a": torch.ones(1)}, p, _use_new_zipfile_serialization=False),
         "of torch before 1.6; save it anew",
     ),
-    "cut": (lambda p: truncate(p, 50_000), "its end is missing, so it is truncated"),
+    "cut": (lambda p: truncate(p, 50_000), "damaged zip archive: File is not a zip file"),
     "compressed": (lambda p: rezip(p, zipfile.ZIP_DEFLATED), "is compressed"),
     "no pickle": (lambda p: rezip(p, data_pkl=None), "it holds no data.pkl"),
     "a storage is missing": (lambda p: rezip(p, **{"3": None}), "the storage '3' of tensor"),
     "a storage is shorter": (lambda p: rezip(p, **{"3": b"1234"}), "of another size than"),
     "big-endian": (lambda p: rezip(p, byteorder=b"big"), "not little-endian"),
     "a directory of 2 GiB": (
-        lambda p: patch_end(p, 12, struct.pack("<I", 1 << 31)),
-        "a directory of 2147483648 bytes",
+        lambda p: insert_hole(p, 1 << 31),
+        "a directory of 2147483648 bytes, at most 16777216",
+    ),
+    "a directory larger than the file": (
+        lambda p: (rezip(p), patch_end(p, 12, struct.pack("<I", 1 << 31))),
+        "Bad offset for central directory",
+    ),
+    "a directory cut short": (
+        lambda p: (rezip(p), patch_end(p, 12, struct.pack("<I", 60))),
+        "for central directory",
     ),
     "a directory beyond the end": (
-        lambda p: patch_end(p, 16, struct.pack("<I", 1 << 31)),
-        "truncated",
+        lambda p: (rezip(p), patch_end(p, 16, struct.pack("<I", 1 << 31))),
+        "Invalid argument|is not where the directory says",
     ),
     "a directory in the middle": (
-        lambda p: patch_end(p, 16, struct.pack("<I", 1000)),
-        "its directory is cut short",
+        lambda p: (rezip(p), patch_end(p, 16, struct.pack("<I", 1000))),
+        "is not where the directory says",
     ),
     "a zip64 end that is none": (
         lambda p: (rezip(p), patch_end(p, 16, b"\xff" * 4)),
-        "its zip64 end is missing",
+        "Invalid argument|is not where the directory says",
     ),
     "no archive of torch": (
         lambda p: zipfile.ZipFile(p, "w").writestr("a.txt", "x") or None,

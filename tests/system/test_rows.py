@@ -1,0 +1,153 @@
+"""Prompt logprobs, logits, hidden states and routing of real nodes: equal to transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models.checkpoints import make_decoder, make_llama
+from support.oracles.oracle import load_reference
+from support.system.nodes import Crew, Machine
+from support.system.parrot import Parrots
+from transformers import AutoModelForCausalLM
+
+from shardnet.api import ALL_ROWS, GenerationResult, OutputParams, SamplingParams
+from shardnet.api.client import connect
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.plans import ModelChoice
+
+TOLERANCE = 1e-4
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11], [290, 3, 3]]
+SAMPLED = SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.2, min_p=0.02)
+
+
+def complete(
+    prompts: Any, choice: ModelChoice, outputs: OutputParams, **options: Any
+) -> list[GenerationResult]:
+    """Ask the first node of a ring, without a process of its own."""
+
+    async def main() -> list[GenerationResult]:
+        async with connect(choice.nodes[0]) as client:
+            return await client.complete(prompts, model=choice, outputs=outputs, **options)
+
+    return asyncio.run(main())
+
+
+def two_nodes(machine: Machine, model: Path) -> ModelChoice:
+    nodes = [node.address for node in machine.start_nodes("anna", "bert")]
+    return ModelChoice(model=str(model), nodes=nodes, dtype="float32")
+
+
+def forward(model: Any, ids: list[int]) -> tuple[Any, Any]:
+    """transformers' logits [T, V] and hidden states behind the norm [T, E]."""
+    with torch.inference_mode():
+        out = model(torch.tensor([ids]), output_hidden_states=True)
+    return out.logits[0].numpy(), out.hidden_states[-1][0].numpy()
+
+
+def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) -> None:
+    """Two node processes on loopback, prompts of different lengths, tokens drawn."""
+    folder = make_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    choice = two_nodes(machine, folder)
+    options: dict[str, Any] = {"sampling": SAMPLED, "max_tokens": 4, "ignore_eos": True}
+    asked = OutputParams(n_prompt_logprobs=2, logit_rows=ALL_ROWS, hidden_rows=ALL_ROWS)
+    answers = complete(PROMPTS, choice, asked, **options)
+    means = complete(
+        PROMPTS, choice, OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True), **options
+    )
+    assert len(answers) == len(means) == len(PROMPTS)
+    for prompt, answer, mean in zip(PROMPTS, answers, means, strict=True):
+        assert answer.logits is not None
+        assert answer.hidden is not None
+        assert mean.hidden is not None
+        assert answer.prompt_logprobs is not None
+        logits, hidden = forward(model, [*prompt, *answer.token_ids[:-1]])
+        assert (answer.logits.position, answer.logits.n_rows) == (0, len(prompt) + 3)
+        np.testing.assert_allclose(answer.logits.array(), logits, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(answer.hidden.array(), hidden, rtol=0, atol=TOLERANCE)
+        assert mean.token_ids == answer.token_ids
+        assert mean.hidden.n_rows == 1
+        np.testing.assert_allclose(mean.hidden.array()[0], hidden.mean(0), rtol=0, atol=TOLERANCE)
+        first, *others = answer.prompt_logprobs
+        assert first is None
+        assert [entry and entry.token_id for entry in others] == prompt[1:]
+        logprobs = torch.log_softmax(torch.tensor(logits[:, :300]), -1)
+        for row, entry in zip(logprobs, others, strict=False):
+            assert entry is not None
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=TOLERANCE)
+            assert len(entry.top) == 2
+            assert entry.top[0].logprob == pytest.approx(float(row.max()), abs=TOLERANCE)
+
+
+def routed(model: Any, ids: list[int]) -> Any:
+    """The experts that transformers' routers choose: [T, layers, K]."""
+    chosen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda m, a, out: chosen.append(out[2])) for gate in gates]
+    forward(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).numpy()
+
+
+def test_the_routing_of_a_list(machine: Machine, tmp_path: Path) -> None:
+    """Two node processes, prompts of different lengths, tokens drawn."""
+    folder = make_decoder(tmp_path / "model", "mixtral", num_hidden_layers=3)
+    model = load_reference(folder)
+    answers = complete(
+        PROMPTS,
+        two_nodes(machine, folder),
+        OutputParams(routing=True),
+        sampling=SAMPLED,
+        max_tokens=4,
+        ignore_eos=True,
+    )
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.routing is not None
+        assert (answer.routing.position, answer.routing.n_rows) == (0, len(prompt) + 3)
+        routing = answer.routing.array()
+        assert routing.dtype == np.int16
+        assert routing.tolist() == routed(model, [*prompt, *answer.token_ids[:-1]]).tolist()
+
+
+def test_a_model_without_experts_has_no_routing(trio: Crew, parrots: Parrots) -> None:
+    nodes = [trio.nodes[number].address for number in (0, 2)]
+    choice = ModelChoice(model=str(parrots.alphabet), nodes=nodes)
+    words = "is a llama model without experts: there is no routing to record"
+    with pytest.raises(ShardnetError, match=words):
+        complete("abc", choice, OutputParams(routing=True), max_tokens=1)
+
+
+def test_a_prompt_is_scored_without_any_token(trio: Crew, parrots: Parrots) -> None:
+    answer = trio.generate(
+        *("abca", parrots.alphabet, "--nodes", trio.addresses(0, 2), "--json"),
+        *("--max-tokens", "0", "--prompt-logprobs", "0"),
+    ).json
+    assert answer["token_ids"] == []
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert [round(entry["logprob"], 3) for entry in others[:2]] == [0, 0]
+    assert others[2]["logprob"] < -10
+    assert [entry["top"] for entry in others] == [[], [], []]
+
+
+def test_the_last_hidden_state_before_the_norm(trio: Crew, parrots: Parrots) -> None:
+    nodes = [trio.nodes[number].address for number in (0, 2)]
+    choice = ModelChoice(model=str(parrots.alphabet), nodes=nodes)
+    outputs = OutputParams(hidden_rows=1, before_norm=True)
+    [answer] = complete("abca", choice, outputs, max_tokens=0)
+    assert answer.hidden is not None
+    assert (answer.hidden.position, answer.hidden.n_rows) == (3, 1)
+    assert answer.hidden.array().argmax() == answer.prompt_token_ids[-1]  # one-hot rows
+
+
+def test_nothing_that_was_not_asked_for_is_told(trio: Crew, parrots: Parrots) -> None:
+    answer = trio.generate(
+        "abc", parrots.alphabet, "--nodes", trio.addresses(0), "--max-tokens", "1", "--json"
+    ).json
+    assert answer["prompt_logprobs"] is None
