@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Elsewhere, Head, Lead
 from shardnet.cluster.head.last_run import write_last_run
-from shardnet.cluster.head.wire_loss import WireErrors
+from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptScored, RowsGiven, output_bytes
@@ -67,7 +67,7 @@ class Clients:
         head: Head,
         reader: Executor,
         drafts: Drafts,
-        wire_errors: WireErrors,
+        wire_errors: WireLoss,
         cache: Path,
         log: Callable[[str], None],
     ) -> None:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shardnet.cluster.head.busy_backoff import Turn
+from shardnet.cluster.head.busy_backoff import BusyBackoff
 from shardnet.cluster.head.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import OnMeasured
-from shardnet.cluster.measuring.measurement_service import Survey
+from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import Candidates
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import generating_with
@@ -64,7 +64,7 @@ class Neighbourhood(Protocol):
         """Ask the nodes of a plan, this one first, and others if need be, what they have of it."""
 
     @property
-    def survey(self) -> Survey:
+    def survey(self) -> MeasurementService:
         """What measures the nodes of a plan and the links between them."""
 
     async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
@@ -302,7 +302,7 @@ class Head:
             self._lead = None
         self._epoch += 1
         epoch = Epoch(self._epoch)
-        turn = Turn(lambda: self._ring_elsewhere(plan.choice) is not None)
+        turn = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
         ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s, turn.wait)
         try:
             load_s = await ring.build(on_progress)

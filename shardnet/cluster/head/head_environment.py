@@ -11,7 +11,7 @@ from pathlib import Path
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.head import Elsewhere
-from shardnet.cluster.measuring.measurement_service import Survey
+from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import Candidates, Neighbours
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.stage_host import StageHost
@@ -41,7 +41,7 @@ class Surroundings:
         sharing: Sharing,
         peers: Peers,
         neighbours: Neighbours,
-        survey: Survey,
+        survey: MeasurementService,
         reader: Executor,
         on_broken: Callable[[str, ShardnetError], None],
         log: Callable[[str], None],
@@ -88,7 +88,7 @@ class Surroundings:
         return await self._sharing.holders(facts, model, plan)
 
     @property
-    def survey(self) -> Survey:
+    def survey(self) -> MeasurementService:
         """What measures nodes and links."""
         return self._survey
 
@@ -112,10 +112,10 @@ class Surroundings:
 
     def head_elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring this node has a seat in, None if that is itself."""
-        seat = self._host.seat
-        if seat is None or seat.owner == self._node or seat.is_over:
+        membership = self._host.membership
+        if membership is None or membership.owner == self._node or membership.is_over:
             return None
-        return Elsewhere(address=seat.addresses[0], model=seat.model)
+        return Elsewhere(address=membership.addresses[0], model=membership.model)
 
     async def free_stage(self) -> None:
         """Free the weights that a ring left behind here."""

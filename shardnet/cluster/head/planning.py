@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
     Lighter,
     Links,
     ModelShape,
@@ -185,7 +185,7 @@ def make_plan(
     disks = {told.node: told.disk_bytes_per_s for told in measured.told}
     graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, rounding.weights)}
     candidates = [
-        Candidate(
+        CandidateNode(
             node=NodeId(n.node),
             name=n.name,
             memory_bytes=max(0, n.memory_bytes - graphs_bytes.get(n.device, 0)),
@@ -231,7 +231,7 @@ def _placed(
     facts: ModelFacts,
     shape: ModelShape,
     stored: DType,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
 ) -> Placement:
@@ -279,7 +279,7 @@ def _placed(
     return placement
 
 
-def _too_few_nodes(n_ranges: int, candidates: Sequence[Candidate]) -> str:
+def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> str:
     known = "only one node is known"
     if len(candidates) > 1:
         names = ", ".join(candidate.name for candidate in candidates[:LISTED])

@@ -49,7 +49,7 @@ class _Kept(Strict, frozen=True, kw_only=True):
     error: WireError
 
 
-class WireErrors:
+class WireLoss:
     """Measures on a thread of its own and keeps what it found in the folder `cache`.
 
     `threads` tells how many compute threads a stage of this node would have.

@@ -53,7 +53,7 @@ class _Known:
     at_s: float
 
 
-class LinkFigures:
+class LinkBenchmark:
     """Figures by peer. `link_of` gives the link to a node, `turn` waits for the compute thread.
 
     `turn` raises BusyError while sequences are open here; then only what is known is told.

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
-from shardnet.cluster.measuring.link_benchmark import LinkFigures
+from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
-from shardnet.cluster.measuring.node_benchmark import OwnFigures
+from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, config_text
@@ -28,15 +28,15 @@ from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import LoadProgress
 
 
-class Survey:
+class MeasurementService:
     """Asks this `node` and others; `control_to` gives the link to another one."""
 
     def __init__(
         self,
         *,
         node: NodeId,
-        own: OwnFigures,
-        links: LinkFigures,
+        own: NodeBenchmark,
+        links: LinkBenchmark,
         reader: Executor,
         control_to: Callable[[NodeInfo], Awaitable[ControlLink]],
     ) -> None:
@@ -120,7 +120,7 @@ class Survey:
 class _Remembering:
     """Instruments that measure nothing."""
 
-    def __init__(self, own: OwnFigures) -> None:
+    def __init__(self, own: NodeBenchmark) -> None:
         self._own = own
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:

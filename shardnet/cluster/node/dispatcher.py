@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.measuring.measurement_service import Survey
-from shardnet.cluster.node.reporter import Reporter
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.node.reporter import NodeReporter
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.node_directory import Neighbours
 from shardnet.cluster.peers.peers import Peers
@@ -45,7 +45,7 @@ from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import ConnectRing, LoadStage, RingBroken, UnloadStage
 
 
-class Reception:
+class Dispatcher:
     """Hands links and messages to the parts of one node. Serves links in `tasks`.
 
     `own_hello` and `own_info` say who the node is.
@@ -61,8 +61,8 @@ class Reception:
         sharing: Sharing,
         peers: Peers,
         neighbours: Neighbours,
-        survey: Survey,
-        reporter: Reporter,
+        survey: MeasurementService,
+        reporter: NodeReporter,
         head: Head,
         clients: Clients,
         tasks: asyncio.TaskGroup,

@@ -21,22 +21,22 @@ from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.head_environment import Surroundings
-from shardnet.cluster.head.wire_loss import WireErrors
+from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.cache_dir import PACKS_FOLDER
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.measuring.figure_cache import FigureCache
-from shardnet.cluster.measuring.link_benchmark import LinkFigures
-from shardnet.cluster.measuring.measurement_service import Survey
-from shardnet.cluster.measuring.node_benchmark import OwnFigures
-from shardnet.cluster.node.dispatcher import Reception
-from shardnet.cluster.node.reporter import Holding, Reporter
+from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
+from shardnet.cluster.node.dispatcher import Dispatcher
+from shardnet.cluster.node.reporter import Holding, NodeReporter
 from shardnet.cluster.peers.advertisement import Presence
 from shardnet.cluster.peers.node_directory import Neighbours
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import Refusals
-from shardnet.cluster.ring.dialer import Dialling
-from shardnet.cluster.ring.ring_membership import RingSeat
+from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.send_rate import SendRate
@@ -93,7 +93,7 @@ class Node:
         self._tasks = tasks
         self._reader = Executor("shardnet-read", niceness=10)
         self._host = StageHost(dial=self._dial_data, packs=settings.cache / PACKS_FOLDER)
-        self._dialling = Dialling(
+        self._dialling = Dialer(
             node=settings.node,
             name=settings.name,
             identity=settings.identity,
@@ -136,10 +136,10 @@ class Node:
             watch=self._peers.lines.watch,
             log=settings.log,
         )
-        links = LinkFigures(link_of=self._peers.lines.link_of, turn=self._host.turn)
-        self._survey = Survey(
+        links = LinkBenchmark(link_of=self._peers.lines.link_of, turn=self._host.turn)
+        self._survey = MeasurementService(
             node=settings.node,
-            own=OwnFigures(
+            own=NodeBenchmark(
                 host=self._host,
                 orders=self._orders,
                 reader=self._reader,
@@ -172,7 +172,7 @@ class Node:
             spare_bytes=lambda: self.info().memory_free_bytes,
             threads=lambda: self._orders.threads,
         )
-        self._reporter = Reporter(
+        self._reporter = NodeReporter(
             own_info=self.info,
             holding=self._holding,
             cluster=self.cluster,
@@ -185,10 +185,10 @@ class Node:
             disk=settings.cache,
             bandwidth=links.glance,
         )
-        self._wire_errors = WireErrors(
+        self._wire_errors = WireLoss(
             cache=settings.cache, threads=lambda: self._orders.threads, log=settings.log
         )
-        self._reception = Reception(
+        self._reception = Dispatcher(
             own_hello=self._dialling.hello,
             own_info=self.info,
             host=self._host,
@@ -281,7 +281,7 @@ class Node:
 
     def info(self) -> NodeInfo:
         """Describe this node."""
-        loaded, seat = self._host.loaded, self._host.seat
+        loaded, membership = self._host.loaded, self._host.membership
         total = self._orders.memory_bytes()
         used = loaded.weight_bytes if loaded else 0
         stage = None
@@ -290,7 +290,7 @@ class Node:
             stage = StageInfo(
                 model=loaded.order.model,
                 layers=(layers.start, layers.end),
-                rank=seat.rank if seat else 0,
+                rank=membership.rank if membership else 0,
             )
         return NodeInfo(
             node=self.node,
@@ -310,8 +310,8 @@ class Node:
     async def _dial_bulk(self, address: str) -> Link:
         return await self._peers.dial_by(address, self._dialling.bulk)
 
-    async def _dial_data(self, address: str, seat: RingSeat) -> Link:
-        return await self._peers.dial_by(address, lambda at: self._dialling.data(at, seat))
+    async def _dial_data(self, address: str, membership: RingMembership) -> Link:
+        return await self._peers.dial_by(address, lambda at: self._dialling.data(at, membership))
 
     def _holding(self) -> Holding:
         return Holding(stage=self._host.state(), n_requests=self.head.n_requests)

@@ -63,7 +63,7 @@ class Holding:
     n_requests: int
 
 
-class Reporter:
+class NodeReporter:
     """Answers ReportRequest for one node.
 
     `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
     Links,
     LinkSpeed,
     ModelShape,
@@ -24,7 +24,7 @@ ASSUMED_LINK = LinkSpeed(round_trip_s=1e-3, bytes_per_s=12.5e6)
 
 
 def measured_problem(
-    shape: ModelShape, candidates: Sequence[Candidate], links: Links, objective: Objective
+    shape: ModelShape, candidates: Sequence[CandidateNode], links: Links, objective: Objective
 ) -> Problem:
     """Put measured figures into numbers. At least one candidate must have a speed.
 
@@ -52,7 +52,7 @@ def measured_problem(
     )
 
 
-def bytes_problem(shape: ModelShape, candidates: Sequence[Candidate]) -> Problem:
+def bytes_problem(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Problem:
     """Put bytes in the place of seconds: a stage takes what it reads for one row, a hop nothing.
 
     Of the embedding that is one row: nothing.
@@ -70,29 +70,31 @@ def bytes_problem(shape: ModelShape, candidates: Sequence[Candidate]) -> Problem
     )
 
 
-def measured_link(links: Links, sender: Candidate, receiver: Candidate) -> LinkSpeed | None:
+def measured_link(links: Links, sender: CandidateNode, receiver: CandidateNode) -> LinkSpeed | None:
     """Return what was measured of the way between two nodes, or of the other way."""
     there = links.get((sender.node, receiver.node))
     return there or links.get((receiver.node, sender.node))
 
 
-def unmeasured_nodes(ring: Sequence[Candidate]) -> list[Candidate]:
+def unmeasured_nodes(ring: Sequence[CandidateNode]) -> list[CandidateNode]:
     """List the nodes of a ring that have no figures."""
     return [candidate for candidate in ring if candidate.speed is None]
 
 
-def unmeasured_hops(ring: Sequence[Candidate], links: Links) -> list[tuple[Candidate, Candidate]]:
+def unmeasured_hops(
+    ring: Sequence[CandidateNode], links: Links
+) -> list[tuple[CandidateNode, CandidateNode]]:
     """List the hops of a ring that have no figures, as (sender, receiver)."""
     return [way for way in hops_of(ring) if measured_link(links, *way) is None]
 
 
-def hops_of(ring: Sequence[Candidate]) -> list[tuple[Candidate, Candidate]]:
+def hops_of(ring: Sequence[CandidateNode]) -> list[tuple[CandidateNode, CandidateNode]]:
     """List the hops of a ring, the tail's to the head last; a ring of one has none."""
     return list(zip(ring, [*ring[1:], ring[0]], strict=True)) if len(ring) > 1 else []
 
 
 def ways_s(
-    candidates: Sequence[Candidate], links: Links, objective: Objective, size_bytes: int
+    candidates: Sequence[CandidateNode], links: Links, objective: Objective, size_bytes: int
 ) -> list[list[float]]:
     """Seconds that the objective counts for so many bytes, from each candidate to each other."""
     slowest = LinkSpeed(
@@ -102,7 +104,7 @@ def ways_s(
         or ASSUMED_LINK.bytes_per_s,
     )
 
-    def way_s(sender: Candidate, receiver: Candidate) -> float:
+    def way_s(sender: CandidateNode, receiver: CandidateNode) -> float:
         if sender is receiver:
             return 0.0
         link = measured_link(links, sender, receiver) or slowest

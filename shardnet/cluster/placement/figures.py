@@ -211,7 +211,7 @@ NO_LINKS: Links = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CandidateNode:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.

@@ -23,7 +23,7 @@ from shardnet.cluster.placement.estimate import (
 )
 from shardnet.cluster.placement.figures import (
     NO_LINKS,
-    Candidate,
+    CandidateNode,
     Exclusion,
     Links,
     LinkSpeed,
@@ -34,7 +34,7 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.room import shortest_ring
 from shardnet.cluster.placement.search import find_ring
-from shardnet.cluster.placement.split import Ring, even_split, given_split
+from shardnet.cluster.placement.split import RingSplit, even_split, given_split
 from shardnet.cluster.placement.streams import best_streamed_ring, streamed_ring
 from shardnet.cluster.placement.words import (
     assumption_words,
@@ -53,7 +53,7 @@ from shardnet.wire.payloads.data import TOKEN_BYTES
 
 def place(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
 ) -> Placement:
@@ -81,7 +81,7 @@ def place(
 
 def place_exactly(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     layers: Sequence[LayerRange] | None = None,
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
@@ -124,7 +124,7 @@ def place_exactly(
 
 def place_streaming(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     layers: Sequence[LayerRange] | None = None,
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
@@ -175,7 +175,7 @@ def place_streaming(
     )
 
 
-def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
+def _place_by_bytes(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Placement:
     """Take the shortest ring; the asked node first, the others by memory, largest first."""
     asked, *others = candidates
     by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
@@ -202,8 +202,8 @@ def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Place
 
 def _placement(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
-    ring: Ring,
+    candidates: Sequence[CandidateNode],
+    ring: RingSplit,
     links: Links,
     *,
     left_out: tuple[Exclusion, ...],
@@ -222,7 +222,7 @@ def _placement(
 
 
 def _stages(
-    shape: ModelShape, ring: Sequence[Candidate], counts: Sequence[int], links: Links
+    shape: ModelShape, ring: Sequence[CandidateNode], counts: Sequence[int], links: Links
 ) -> tuple[StagePlan, ...]:
     stages, start = [], 0
     links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
@@ -247,7 +247,7 @@ def _hop_s(shape: ModelShape, layers: LayerRange, link: LinkSpeed | None) -> flo
     return link.hop_s(sent_bytes) if link else None
 
 
-def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> float | None:
+def _compute_s(shape: ModelShape, candidate: CandidateNode, layers: LayerRange) -> float | None:
     speed = candidate.speed
     if speed is None:
         return None
@@ -256,7 +256,7 @@ def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> f
 
 
 def _check_layers(
-    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+    shape: ModelShape, ring: Sequence[CandidateNode], layers: Sequence[LayerRange]
 ) -> None:
     """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
     _check_ranges(shape, ring, layers)
@@ -270,7 +270,7 @@ def _check_layers(
 
 
 def _check_ranges(
-    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+    shape: ModelShape, ring: Sequence[CandidateNode], layers: Sequence[LayerRange]
 ) -> None:
     """Raise PlanError unless the ranges are one per node and join from 0 to the end."""
     if len(layers) != len(ring):

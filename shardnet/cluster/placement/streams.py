@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardnet.cluster.placement.estimate import ways_s
-from shardnet.cluster.placement.figures import Candidate, Links, ModelShape, Objective, StageSpeed
+from shardnet.cluster.placement.figures import (
+    CandidateNode,
+    Links,
+    ModelShape,
+    Objective,
+    StageSpeed,
+)
 from shardnet.types import LayerRange
 from shardnet.wire.payloads.data import TOKEN_BYTES
 
@@ -26,7 +32,7 @@ ASSUMED_MEMORY_BYTES_PER_S = 10e9
 class StreamedStage:
     """A stage of such a ring. `stage_s` is its time for one row, its hop aside."""
 
-    candidate: Candidate
+    candidate: CandidateNode
     layers: LayerRange
     n_streamed: int
     stage_s: float
@@ -48,7 +54,7 @@ class StreamedRing:
 
 def streamed_ring(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     *,
@@ -97,7 +103,7 @@ def streamed_ring(
 
 def best_streamed_ring(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     *,
@@ -116,7 +122,7 @@ def best_streamed_ring(
     return min(found, key=lambda ring: ring.cost_s, default=None)
 
 
-def _rings(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def _rings(candidates: Sequence[CandidateNode]) -> Iterator[list[CandidateNode]]:
     asked, *others = candidates
     yield from ([candidate] for candidate in candidates)
     by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
@@ -131,7 +137,7 @@ class _Paces:
     disk_bytes_per_s: float
 
     @classmethod
-    def of(cls, shape: ModelShape, ring: Sequence[Candidate]) -> _Paces:
+    def of(cls, shape: ModelShape, ring: Sequence[CandidateNode]) -> _Paces:
         speeds = [candidate.speed for candidate in ring if candidate.speed]
         disks = [c.disk_bytes_per_s for c in ring if c.disk_bytes_per_s]
         layer_s = (shape.layer_read_bytes or shape.layer_bytes) / ASSUMED_MEMORY_BYTES_PER_S
@@ -145,7 +151,7 @@ class _Paces:
 
 def _stage(
     shape: ModelShape,
-    candidate: Candidate,
+    candidate: CandidateNode,
     paces: _Paces,
     layers: LayerRange,
     n_asked: int | None,
@@ -170,7 +176,7 @@ def _stage(
 
 def _divided(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     objective: Objective,
     stage: Callable[[int, int], StreamedStage | None],
 ) -> list[int] | None:

@@ -16,7 +16,7 @@ from shardnet.cluster.measuring.link_benchmark import (
     GLANCE_BYTES,
     GOOD_FOR_S,
     PAYLOADS_S,
-    LinkFigures,
+    LinkBenchmark,
     best_rate,
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -42,7 +42,7 @@ class Ends:
         self.n_turns = 0
         self.now_s = 1000.0
         self.control: ControlLink | None = None
-        self.figures = LinkFigures(
+        self.figures = LinkBenchmark(
             link_of=lambda node: self.control if node == FAR else None,
             turn=self._turn,
             now_s=lambda: self.now_s,

@@ -207,7 +207,7 @@ def test_only_members_and_this_machine_are_told(
     cluster: str | None, address: str, is_told: bool
 ) -> None:
     """With a key every link is a member's: TLS has seen to that."""
-    told = reporter.Reporter.__new__(reporter.Reporter)
+    told = reporter.NodeReporter.__new__(reporter.NodeReporter)
     told._cluster = cluster
     control: Any = SimpleNamespace(link=SimpleNamespace(peer_address=address))
     with contextlib.nullcontext() if is_told else pytest.raises(AuthenticationError, match="key"):
