@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.cluster.head.planning import Plan
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.executor import Executor

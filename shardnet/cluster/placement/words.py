@@ -173,7 +173,7 @@ def _ways_out(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits
     ways = []
     if context := context_that_fits(shape, memory, fits):
         ways.append(f"use --context {context}")
-    ways += _roundings(shape, memory, fits)
+    ways += _quantizations(shape, memory, fits)
     if streamed := _streamed_way(shape, candidates, fits):
         ways.append(streamed)
     if extra := node_that_helps(shape, memory, fits):
@@ -184,15 +184,15 @@ def _ways_out(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits
     return f". Ways out: {' or '.join(ways)}" if ways else ". Name fewer nodes, or larger ones"
 
 
-def _roundings(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
+def _quantizations(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
     """Name the flags that make the model fit; two at once only where no single one does."""
     ways: list[str] = []
-    for lighter in shape.lighter:
-        if len(lighter.flags) > 1 and ways:
+    for sizes in shape.quantized_sizes:
+        if len(sizes.flags) > 1 and ways:
             break
-        if fits(rounded := shape.rounded(lighter), memory):
-            needed = size(rounded.memory_bytes(rounded.whole))
-            ways.append(f"use {' '.join(lighter.flags)} (needs {needed})")
+        if fits(quantized := shape.quantized(sizes), memory):
+            needed = size(quantized.memory_bytes(quantized.whole))
+            ways.append(f"use {' '.join(sizes.flags)} (needs {needed})")
     return ways
 
 

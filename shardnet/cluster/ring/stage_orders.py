@@ -14,6 +14,7 @@ from pathlib import Path
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_port import Progress
@@ -24,8 +25,16 @@ from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.loop import finish
 from shardnet.types import DType, KvDType, LayerRange, WireDType
 from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.metas import explanation
-from shardnet.wire.messages.stages import LoadProgress, LoadStage, RingBroken, StageReady
+from shardnet.wire.messages.stages import (
+    ConnectRing,
+    LoadProgress,
+    LoadStage,
+    RingBroken,
+    StageReady,
+    UnloadStage,
+)
 
 Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]
 """Calls a function when the node of a link is lost; returns what ends the watch."""
@@ -56,6 +65,19 @@ class StageOrders:
         self._watch = watch
         self._stop_watching: Callable[[], None] = lambda: None
         self._log = log
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
+        handlers.register(ConnectRing, self._connect_for)
+        handlers.register(UnloadStage, self._unload_for)
+
+    async def _connect_for(self, control: ControlLink, message: ConnectRing) -> None:
+        await self._host.join(message.ring, message.epoch)
+        control.send(Done(request=message.request))
+
+    async def _unload_for(self, control: ControlLink, message: UnloadStage) -> None:
+        await self.unload(control.link.peer.node, message.ring)
+        control.send(Done(request=message.request))
 
     @property
     def device(self) -> Device:

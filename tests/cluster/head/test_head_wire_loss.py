@@ -13,9 +13,11 @@ import pytest
 from support.models.checkpoints import make_llama
 
 from shardnet.cluster.head import wire_loss
-from shardnet.cluster.head.planning import Measured, Plan, make_plan
+from shardnet.cluster.head.placing import make_plan
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.runtime.stage.loading import identify
 from shardnet.types import NodeId
