@@ -206,7 +206,8 @@ async def _run(flags: _Flags) -> None:
     with _importing():
         from shardnet.cluster.discovery.discovery import Discovery
         from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
-        from shardnet.cluster.node.node import NodeSettings, listening
+        from shardnet.cluster.node.node import listening
+        from shardnet.cluster.node.settings import NodeSettings
 
         device = find_device(flags.device)
     local_nodes = LocalNodes(runtime_dir(os.environ))

@@ -19,11 +19,12 @@ import torch
 from bench_steps import make_step
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.head import Elsewhere
+from shardnet.cluster.head.planning import Elsewhere
 from shardnet.cluster.machine.cache_dir import cache_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
 from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
-from shardnet.cluster.node.node import NodeSettings, listening
+from shardnet.cluster.node.node import listening
+from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.runtime.engine.engine import Engine

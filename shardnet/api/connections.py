@@ -134,7 +134,8 @@ async def node_in_process(threads: int, identity: Identity | None) -> AsyncItera
     """Run a node inside this process that reaches others with `identity`."""
     from shardnet.cluster.machine.cache_dir import cache_dir
     from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
-    from shardnet.cluster.node.node import NodeSettings, running
+    from shardnet.cluster.node.node import running
+    from shardnet.cluster.node.settings import NodeSettings
     from shardnet.cluster.store.model_cache import ModelCache
 
     settings = NodeSettings(

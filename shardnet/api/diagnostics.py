@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from shardnet import __version__
 from shardnet.api.client import connect, dial
 from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked
-from shardnet.cluster.head.planning import model_shape, settle_dtype
+from shardnet.cluster.head.model_shape import model_shape
+from shardnet.cluster.head.ring_dtypes import settle_dtype
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, look
 from shardnet.cluster.peers.rtt_probe import Sounding

@@ -32,7 +32,7 @@ FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
         (OTHER_VERSION, "protocol version 2, we speak 1"),
         (PREAMBLE + b"\xff" * 24, "damaged"),
         (PREAMBLE + FOUR_GB, "CONTROL"),
-        (PREAMBLE + hello(purpose=Purpose.DATA, ring="none"), "no seat in ring none"),
+        (PREAMBLE + hello(purpose=Purpose.DATA, ring="none"), "no member of ring none"),
         (PREAMBLE + HELLO + FOUR_GB + b"x" * 1000, "claims 4294967295 bytes"),
         (PREAMBLE + HELLO + NONSENSE, "malformed"),
         (PREAMBLE + HELLO + HELLO, "HELLO frame is not allowed"),

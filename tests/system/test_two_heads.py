@@ -15,7 +15,7 @@ from support.system.parrot import Parrots
 from shardnet.api.client import connect
 from shardnet.cluster.head.busy_backoff import OTHERS_S
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.ring.dialer import Dialling
+from shardnet.cluster.ring.dialer import Dialer
 from shardnet.errors import BusyError
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -82,7 +82,7 @@ def test_heads_that_are_asked_for_one_model_at_one_moment_serve_it_with_one_ring
 @asynccontextmanager
 async def another_head(address: str) -> AsyncIterator[ControlLink]:
     """A head that is none of ours, and its link to a node. It is gone without a word at the end."""
-    dialling = Dialling(node=NodeId("0" * 32), name="vera", identity=None, progress=lambda: (0, 0))
+    dialling = Dialer(node=NodeId("0" * 32), name="vera", identity=None, progress=lambda: (0, 0))
 
     async def ignore(control: ControlLink, message: Incoming) -> None:
         """What the node tells of its peers is no news."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardnet.cluster.diagnosis.facts import Facts, Finding, ModelAsked, Severity, problem
-from shardnet.cluster.placement.figures import Candidate, ModelShape
-from shardnet.cluster.placement.room import Role, rooms_of, shortest_ring
+from shardnet.cluster.placement.figures import CandidateNode, ModelShape
+from shardnet.cluster.placement.room import StageRole, rooms_of, shortest_ring
 from shardnet.cluster.placement.words import shortfall_words, size
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.membership import ReportReply
@@ -33,7 +33,7 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     candidates = [
-        Candidate(node=NodeId(i.node), name=facts.label(i.node), memory_bytes=i.memory_bytes)
+        CandidateNode(node=NodeId(i.node), name=facts.label(i.node), memory_bytes=i.memory_bytes)
         for i in facts.infos
     ]
     rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
@@ -46,7 +46,7 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     alone = [
         c.name
         for c, room in zip(candidates, rooms, strict=True)
-        if room[Role.ALONE] >= shape.n_layers
+        if room[StageRole.ALONE] >= shape.n_layers
     ]
     if alone:
         return Finding(

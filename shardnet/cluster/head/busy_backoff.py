@@ -1,7 +1,7 @@
-"""How long a head waits for nodes that other heads are using, and when it gives up.
+"""Wait for nodes that other heads are using, for a limited time.
 
-Knows that building a ring ends soon, that a generation may not, and that no wait is without an end.
-Must not know what is built, nor who asks.
+Knows that loading ends soon and that a generation may not. Must not know what is built, nor for
+whom.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 from shardnet.errors import BusyError, TakenError
 
 OTHERS_S: Final = 60.0
-"""How long one ring waits for other heads, over all its nodes."""
+"""How long building one ring waits for other heads, over all its nodes."""
 ASK_EVERY_S: Final = 0.5
 
 
-class Turn:
-    """The turn of one ring that is being built. `is_vain` tells that waiting has no use."""
+class BusyBackoff:
+    """Backoff for one ring that is being built. `is_vain` says that waiting is pointless."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class Turn:
         self._ends_s: float | None = None
 
     async def wait(self, error: BusyError) -> None:
-        """Wait until the node that gave `error` may be asked again.
+        """Wait before the node that answered `error` is asked again.
 
         A node that was generating when it was first asked is not waited for; one that was loading
-        is, and for the generation that follows. Raises `error` where it is not worth it, and with
-        how long it was waited when that is over.
+        is, and the generation that follows. Raises `error` if waiting is pointless, and once
+        OTHERS_S have passed, which the message says.
         """
         if self._ends_s is None:
             if not isinstance(error, TakenError):
@@ -47,5 +47,6 @@ class Turn:
         if self._is_vain():
             raise error
         if self._now_s() >= self._ends_s:
-            raise type(error)(f"{error} (this head has waited {OTHERS_S:.0f} s)")
+            waited = f"{error.message} (this head has waited {OTHERS_S:.0f} s)"
+            raise type(error)(waited, remedy=error.remedy)
         await self._sleep(ASK_EVERY_S)

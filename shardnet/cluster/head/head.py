@@ -8,76 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
-from shardnet.cluster.head.busy_backoff import Turn
-from shardnet.cluster.head.planning import Plan, make_plan, settle_dtype, settle_wire_dtype
-from shardnet.cluster.measuring.measurement import OnMeasured
-from shardnet.cluster.measuring.measurement_service import Survey
-from shardnet.cluster.peers.node_directory import Candidates
-from shardnet.cluster.ring.ring import OnStageProgress, Ring, RingSpec
-from shardnet.cluster.ring.stage_host import generating_with
-from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.cluster.sharing.replica_sources import Holder, check_same_model, choose_sources
-from shardnet.errors import BusyError, ShardnetError
-from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
+from shardnet.cluster.head.busy_backoff import BusyBackoff
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.planning import Elsewhere, Planner
+from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.head.ring_dtypes import settle_wire_dtype
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.ring import OnStageProgress, Ring
+from shardnet.cluster.ring.stage_host import StageHost, generating_with
+from shardnet.errors import BusyError, ShardnetError, error_for_code
+from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.framing.schema import MAX_STAGES
-from shardnet.wire.messages.membership import NodeInfo, RingLoad
+from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.stages import RingBroken
 
 CLOSE_S = 3.0
 """How long a leaving head waits for its stages to be freed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """Another node is or would be the head of a ring with `model`: the client should ask there."""
-
-    address: str
-    model: str
-
-
-class Neighbourhood(Protocol):
-    """What the head needs to know of its own node and the others."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node's id."""
-
-    async def candidates(self, addresses: Sequence[str]) -> Candidates:
-        """Return the nodes at `addresses`, or without any this node and all it knows."""
-
-    async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
-        """Have a model of the Hub downloaded if no node has it. Takes progress in bytes."""
-
-    async def identify(self, model: str) -> ModelFacts:
-        """Look at the model that a path means, on this node or else on its peers."""
-
-    async def holders(
-        self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
-    ) -> list[Holder]:
-        """Ask the nodes of a plan, this one first, and others if need be, what they have of it."""
-
-    @property
-    def survey(self) -> Survey:
-        """What measures the nodes of a plan and the links between them."""
-
-    async def load_tokenizer(self, folder: Path) -> Tokenizer | None:
-        """Load the tokenizer of a checkpoint on this node, None where it has none."""
-
-    async def port(self, node: NodeInfo) -> StagePort:
-        """Return the port to a node of a plan."""
-
-    def head_elsewhere(self) -> Elsewhere | None:
-        """Return the ring that this node has a seat in under another head, None without one."""
-
-    async def free_stage(self) -> None:
-        """Free what this node holds of a ring that is no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +48,26 @@ class Lead:
 class Head:
     """Keeps at most one ring."""
 
-    def __init__(self, neighbourhood: Neighbourhood) -> None:
-        self._neighbourhood = neighbourhood
+    def __init__(
+        self, *, node: NodeId, host: StageHost, planner: Planner, builder: RingBuilder
+    ) -> None:
+        self._node = node
+        self._host = host
+        self._planner = planner
+        self._builder = builder
         self._changing = asyncio.Lock()
         self._lead: Lead | None = None
         self._epoch = 0
         self._building: Ring | None = None
         """The ring that will stand if nothing goes wrong."""
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the messages of stages to their head."""
+        handlers.register(RingBroken, self._stage_reports_broken)
+
+    async def _stage_reports_broken(self, control: ControlLink, message: RingBroken) -> None:
+        cause = error_for_code(message.code, f"{control.peer_name}: {message.message}")
+        self.ring_broken(message.ring, cause)
 
     @property
     def model(self) -> str | None:
@@ -126,39 +90,6 @@ class Head:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
         if self._lead is not None and self._lead.ring.is_busy:
             raise generating_with(self._lead.plan.choice.model)
-
-    async def plan(
-        self,
-        choice: ModelChoice,
-        on_measured: OnMeasured,
-        *,
-        measure_one: bool = False,
-        again: bool = False,
-    ) -> Plan | Elsewhere:
-        """Plan `choice`, or name the node that would be its head.
-
-        Where there is more than one node to choose from, all are measured first. A single one tells
-        what it knows of itself, and measures with `measure_one`. With `again` what nodes remember
-        does not do. `on_measured` is told how far that is.
-
-        Raises PlanError, CheckpointError, UsageError or LinkError when there can be no plan.
-        """
-        candidates = await self._neighbourhood.candidates(choice.nodes)
-        nodes = candidates.nodes
-        if choice.nodes and nodes[0].node != self._neighbourhood.node:
-            return Elsewhere(address=nodes[0].address, model=choice.model)
-        facts = await self._neighbourhood.identify(choice.model)
-        dtype, survey = settle_dtype(choice.dtype, facts.config, nodes), self._neighbourhood.survey
-        if len(nodes) > 1 or measure_one:
-            measured = await survey.measured(
-                nodes, choice, facts, dtype, again=again, on_measured=on_measured
-            )
-        else:
-            measured = await survey.known(nodes[0], choice, facts, dtype)
-        plan = make_plan(choice, facts, nodes, measured, candidates.silent)
-        if plan.nodes[0].node != self._neighbourhood.node:
-            return Elsewhere(address=plan.nodes[0].address, model=choice.model)
-        return plan
 
     @contextlib.asynccontextmanager
     async def lead(
@@ -183,7 +114,7 @@ class Head:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""
         if self._lead is not None and self._lead.ring.broken is None:
             return None
-        return self._neighbourhood.head_elsewhere()
+        return self._other_head()
 
     async def unload(self) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
@@ -200,7 +131,7 @@ class Head:
             if elsewhere is not None:
                 return elsewhere
             if self._lead is None:
-                await self._neighbourhood.free_stage()
+                await self._host.unload(self._node)
                 return None
             self.check_idle()
             await self._lead.ring.unload()
@@ -238,10 +169,12 @@ class Head:
         if elsewhere is not None:
             return elsewhere
         self.check_idle()
-        await self._neighbourhood.provide(
+        await self._planner.provide(
             choice.model, lambda done, total: on_progress(0, "downloading", done, total)
         )
-        plan = await self.plan(choice, lambda done, total: on_progress(0, "measuring", done, total))
+        plan = await self._planner.plan(
+            choice, lambda done, total: on_progress(0, "measuring", done, total)
+        )
         if isinstance(plan, Elsewhere):
             return plan
         on_plan(plan)
@@ -255,7 +188,7 @@ class Head:
 
     def _ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
         """Return another head whose ring with this node, standing or being built, would do."""
-        elsewhere = self._neighbourhood.head_elsewhere()
+        elsewhere = self._other_head()
         is_same = elsewhere is not None and elsewhere.model == choice.model
         return elsewhere if is_same and not choice.nodes else None
 
@@ -282,51 +215,38 @@ class Head:
         )
         if not matches:
             return None
-        facts = await self._neighbourhood.identify(choice.model)
+        facts = await self._planner.look_up(choice.model)
         is_same = (facts.model_id, facts.stamp) == (spec.model_id, spec.stamp)
         return lead if is_same and lead.ring.broken is None else None
 
-    async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
-        """Check that all nodes hold one model, free the old ring, and build the new ring.
+    def _other_head(self) -> Elsewhere | None:
+        """Return the head of the ring that this node is a member of, None if that is itself."""
+        membership = self._host.membership
+        if membership is None or membership.owner == self._node or membership.is_over:
+            return None
+        return Elsewhere(address=membership.addresses[0], model=membership.model)
 
-        Nodes with which another head builds a ring are waited for, unless that one would do.
+    async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
+        """Prepare the new ring, free the old one, and build the new one.
+
+        Nodes with which another head builds a ring are waited for, unless that ring would do.
         """
-        ports = [await self._neighbourhood.port(node) for node in plan.nodes]
-        holders = await self._neighbourhood.holders(plan.facts, plan.choice.model, plan.nodes)
-        check_same_model(holders[: len(plan.nodes)])
-        sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
-        tokenizer = await self._neighbourhood.load_tokenizer(plan.facts.path)
-        eos_ids = tokenizer.eos_ids if tokenizer else read_eos_ids(plan.facts.path)
+        prepared = await self._builder.prepare(plan)
         if self._lead is not None:
             await self._lead.ring.unload(keep={node.address for node in plan.nodes})
             self._lead = None
         self._epoch += 1
-        epoch = Epoch(self._epoch)
-        turn = Turn(lambda: self._ring_elsewhere(plan.choice) is not None)
-        ring = self._building = Ring(_spec(plan), ports, epoch, sources, plan.chunk_s, turn.wait)
+        backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
+        ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
         try:
             load_s = await ring.build(on_progress)
         finally:
             self._building = None
-        self._lead = Lead(plan=plan, ring=ring, tokenizer=tokenizer, eos_ids=eos_ids, load_s=0.0)
+        self._lead = Lead(
+            plan=plan,
+            ring=ring,
+            tokenizer=prepared.tokenizer,
+            eos_ids=prepared.eos_ids,
+            load_s=0.0,
+        )
         return replace(self._lead, load_s=load_s)
-
-
-def _spec(plan: Plan) -> RingSpec:
-    return RingSpec(
-        model=plan.choice.model,
-        model_id=plan.facts.model_id,
-        stamp=plan.facts.stamp,
-        addresses=tuple(node.address for node in plan.nodes),
-        layers=tuple(stage.layers for stage in plan.placement.stages),
-        dtype=plan.dtype,
-        quant=plan.choice.quant,
-        kv_dtype=plan.choice.kv_dtype,
-        streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
-        wire_dtype=plan.wire_dtype,
-        context=plan.context,
-        threads=plan.choice.threads,
-        vocab_size=plan.facts.config.vocab_size,
-        window=plan.facts.config.smallest_window,
-        routing=plan.facts.config.routing,
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.cluster.head.planning import Plan
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.executor import Executor
@@ -49,7 +49,7 @@ class _Kept(Strict, frozen=True, kw_only=True):
     error: WireError
 
 
-class WireErrors:
+class WireLoss:
     """Measures on a thread of its own and keeps what it found in the folder `cache`.
 
     `threads` tells how many compute threads a stage of this node would have.

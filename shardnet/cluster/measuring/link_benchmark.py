@@ -41,9 +41,9 @@ PAYLOADS_S: Final = 1.0
 GIVE_UP_S: Final = 10.0
 """A link that takes so long to measure is left without a figure."""
 
-GLANCE_BYTES: Final = 256 * 1024
-GLANCE_S: Final = 1.0
-"""The payload and the time of a look at a link that no plan needs."""
+QUICK_RATE_BYTES: Final = 256 * 1024
+QUICK_RATE_S: Final = 1.0
+"""Payload and time limit of the quick measurement of a link, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class _Known:
     at_s: float
 
 
-class LinkFigures:
+class LinkBenchmark:
     """Figures by peer. `link_of` gives the link to a node, `turn` waits for the compute thread.
 
     `turn` raises BusyError while sequences are open here; then only what is known is told.
@@ -88,23 +88,23 @@ class LinkFigures:
                 )
         return LinksMeasured(request=message.request, links=rows)
 
-    async def glance(self, node: NodeId) -> float | None:
+    async def quick_rate(self, node: NodeId) -> float | None:
         """Return about how many bytes per second the link to a node carries, for people.
 
-        That is what is known, else what a short look shows while others may be looking too; it is
-        not kept. None where there is no link, the peer computes, or it takes longer than GLANCE_S.
+        That is the known figure, else a quick measurement that is not kept. None if there is no
+        link, the peer computes, or it takes longer than QUICK_RATE_S.
         """
         known, control = self._known.get(node), self._link_of(node)
         if known is not None or control is None:
             return known.speed.bytes_per_s if known is not None else None
-        noise = os.urandom(GLANCE_BYTES)
+        noise = os.urandom(QUICK_RATE_BYTES)
         try:
-            async with asyncio.timeout(GLANCE_S), self._measuring:
+            async with asyncio.timeout(QUICK_RATE_S), self._measuring:
                 empty_s = min([await ping(control) for _ in range(N_PINGS)])
                 rate = await best_rate(
                     lambda size: ping(control, noise[:size]),
                     empty_s,
-                    GLANCE_BYTES,
+                    QUICK_RATE_BYTES,
                     time.perf_counter,
                 )
         except (ShardnetError, TimeoutError):

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
+from shardnet.stage.estimate.memory_estimate import KEEPS_BFLOAT16
 from shardnet.types import NodeId
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
@@ -36,6 +37,14 @@ class Measured:
     speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
     told: tuple[NodeMeasured, ...] = ()
+
+    @property
+    def keeping_bfloat16(self) -> frozenset[str]:
+        """Nodes whose linear kernels compute in float32 with weights that stay bfloat16.
+
+        On the wire a kernel is a display name; it is interpreted here and nowhere else.
+        """
+        return frozenset(told.node for told in self.told if told.kernel == KEEPS_BFLOAT16)
 
     @property
     def ways(self) -> list[WayMeasured]:

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
-from shardnet.cluster.measuring.link_benchmark import LinkFigures
+from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
-from shardnet.cluster.measuring.node_benchmark import OwnFigures
+from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
@@ -28,15 +29,15 @@ from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import LoadProgress
 
 
-class Survey:
+class MeasurementService:
     """Asks this `node` and others; `control_to` gives the link to another one."""
 
     def __init__(
         self,
         *,
         node: NodeId,
-        own: OwnFigures,
-        links: LinkFigures,
+        own: NodeBenchmark,
+        links: LinkBenchmark,
         reader: Executor,
         control_to: Callable[[NodeInfo], Awaitable[ControlLink]],
     ) -> None:
@@ -86,12 +87,15 @@ class Survey:
         control = await self._control_to(node)
         return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
 
-    async def answer(self, control: ControlLink, message: MeasureStage | MeasureLinks) -> None:
-        """Measure for another head, and tell it. Raises what measuring raises."""
-        if isinstance(message, MeasureLinks):
-            control.send(await self._links.measure(message))
-            return
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the messages by which other heads have this node measure."""
+        handlers.register(MeasureStage, self._answer_stage)
+        handlers.register(MeasureLinks, self._answer_links)
 
+    async def _answer_links(self, control: ControlLink, message: MeasureLinks) -> None:
+        control.send(await self._links.measure(message))
+
+    async def _answer_stage(self, control: ControlLink, message: MeasureStage) -> None:
         def progress(done_bytes: int, total_bytes: int) -> None:
             if not control.link.closed:
                 control.send(
@@ -120,7 +124,7 @@ class Survey:
 class _Remembering:
     """Instruments that measure nothing."""
 
-    def __init__(self, own: OwnFigures) -> None:
+    def __init__(self, own: NodeBenchmark) -> None:
         self._own = own
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:

@@ -28,7 +28,7 @@ from shardnet.types import DType, KvDType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageSeconds
 
 
-class OwnFigures:
+class NodeBenchmark:
     """Measures on `host`, within the memory that `orders` gives a stage. `reader` reads disks."""
 
     def __init__(

@@ -10,7 +10,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.peers.address_diagnosis import judge, probe
 from shardnet.cluster.peers.advertisement import Presence
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peers import PeerReport, Peers
 from shardnet.cluster.peers.rejected_handshakes import Refusals
 from shardnet.cluster.peers.rtt_probe import Knock
@@ -55,15 +55,7 @@ IDENTIFY_S: Final = 3.0
 """How long looking at a checkpoint may take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What this node holds and does now. `n_requests` counts those of the ring that it leads."""
-
-    stage: StageState | None
-    n_requests: int
-
-
-class Reporter:
+class NodeReporter:
     """Answers ReportRequest for one node.
 
     `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
@@ -76,7 +68,8 @@ class Reporter:
         self,
         *,
         own_info: Callable[[], NodeInfo],
-        holding: Callable[[], Holding],
+        stage_state: Callable[[], StageState | None],
+        n_requests: Callable[[], int],
         cluster: str | None,
         presence: Presence,
         peers: Peers,
@@ -88,7 +81,8 @@ class Reporter:
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
     ) -> None:
         self._own_info = own_info
-        self._holding = holding
+        self._stage_state = stage_state
+        self._n_requests = n_requests
         self._cluster = cluster
         self._presence = presence
         self._peers = peers
@@ -100,6 +94,10 @@ class Reporter:
         self._bandwidth = bandwidth
         self._turn = asyncio.Semaphore(PROBES_AT_ONCE)
         self._started = time.monotonic()
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the message that asks for reports."""
+        handlers.register(ReportRequest, self.answer)
 
     async def answer(self, control: ControlLink, message: ReportRequest) -> None:
         """Send this node's report and, if wanted, those of its peers as they come.
@@ -171,7 +169,7 @@ class Reporter:
         views, (model_id, model_failure) = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
-        now, holding = time.monotonic(), self._holding()
+        now = time.monotonic()
         report = NodeReport(
             cluster=self._cluster or "",
             protocol=PROTOCOL_VERSION,
@@ -186,8 +184,8 @@ class Reporter:
             ][:MAX_VIEWS],
             refused=self._refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
-            n_requests=holding.n_requests,
-            stage=holding.stage,
+            n_requests=self._n_requests(),
+            stage=self._stage_state(),
             model_id=model_id,
             model_failure=model_failure,
             sent_at=time.time(),

@@ -1,98 +1,218 @@
-"""From figures to numbers: what the search works on, filled in where nothing was measured.
+"""The one estimate of stages and rings, resident or streamed: seconds, and the plan they make.
 
-Knows what is assumed of nodes and links without figures. Pure. Must not know how a ring is chosen.
+Knows what is assumed of nodes, disks and links without figures. Pure. Must not know how a ring is
+chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
+    Exclusion,
     Links,
     LinkSpeed,
     ModelShape,
     Objective,
+    Placement,
+    StagePlan,
     StageSpeed,
 )
 from shardnet.cluster.placement.room import rooms_of
 from shardnet.cluster.placement.split import Problem
+from shardnet.types import LayerRange
 from shardnet.wire.payloads.data import TOKEN_BYTES
 
 ASSUMED_LINK = LinkSpeed(round_trip_s=1e-3, bytes_per_s=12.5e6)
 """What a link is taken to be when none at all was measured: Ethernet of 100 Mbit/s."""
 
 
-def measured_problem(
-    shape: ModelShape, candidates: Sequence[Candidate], links: Links, objective: Objective
-) -> Problem:
-    """Put measured figures into numbers. At least one candidate must have a speed.
+ASSUMED_DISK_BYTES_PER_S = 500e6
+"""What a disk is taken to give when none at all was measured."""
+ASSUMED_MEMORY_BYTES_PER_S = 10e9
+"""How fast a node is taken to read weights when no node was measured."""
 
-    A node without figures is taken to be as slow as the slowest, a link without figures to be like
-    the other way, else as slow as the slowest.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast a node is, measured or assumed."""
+
+    speed: StageSpeed
+    disk_bytes_per_s: float
+
+    def stage_s(self, shape: ModelShape, layers: LayerRange, n_streamed: int = 0) -> float:
+        """Seconds of a stage for one row, its hop aside.
+
+        A stage reads its `n_streamed` layers while it computes: it takes the longer of both.
+        """
+        is_first, is_last = layers.start == 0, layers.end == shape.n_layers
+        read_s = shape.read_bytes(n_streamed) / self.disk_bytes_per_s
+        layers_s = max(len(layers) * self.speed.layer_s, read_s)
+        return layers_s + is_first * self.speed.embed_s + is_last * self.speed.head_s
+
+
+def paces_of(shape: ModelShape, candidates: Sequence[CandidateNode]) -> list[Pace]:
+    """Return the pace of each candidate, in their order.
+
+    A node without figures is assumed to be as slow as the slowest in each of them; where no node
+    has figures, to read weights at ASSUMED_MEMORY_BYTES_PER_S. The same for its disk.
     """
-    speeds = [candidate.speed for candidate in candidates]
-    known = [speed for speed in speeds if speed]
-    slowest = StageSpeed(
-        layer_s=max(speed.layer_s for speed in known),
-        layer_256_s=max(speed.layer_256_s for speed in known),
-        embed_s=max(speed.embed_s for speed in known),
-        head_s=max(speed.head_s for speed in known),
+    known = [candidate.speed for candidate in candidates if candidate.speed]
+    slowest = (
+        StageSpeed(
+            layer_s=max(speed.layer_s for speed in known),
+            layer_256_s=max(speed.layer_256_s for speed in known),
+            embed_s=max(speed.embed_s for speed in known),
+            head_s=max(speed.head_s for speed in known),
+        )
+        if known
+        else speed_by_bytes(shape, ASSUMED_MEMORY_BYTES_PER_S)
     )
-    filled = [speed or slowest for speed in speeds]
-    return Problem(
-        objective=objective,
-        n_layers=shape.n_layers,
-        room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
-        layer_s=[speed.layer_s for speed in filled],
-        embed_s=[speed.embed_s for speed in filled],
-        head_s=[speed.head_s for speed in filled],
+    disks = [candidate.disk_bytes_per_s for candidate in candidates if candidate.disk_bytes_per_s]
+    slowest_disk = min(disks, default=ASSUMED_DISK_BYTES_PER_S)
+    return [
+        Pace(
+            speed=candidate.speed or slowest,
+            disk_bytes_per_s=candidate.disk_bytes_per_s or slowest_disk,
+        )
+        for candidate in candidates
+    ]
+
+
+def speed_by_bytes(shape: ModelShape, bytes_per_s: float) -> StageSpeed:
+    """Return the speed of a node that reads weights at `bytes_per_s` and does nothing else.
+
+    Of the embedding one row is read: nothing.
+    """
+    layer_s = (shape.layer_read_bytes or shape.layer_bytes) / bytes_per_s
+    head_s = shape.head_bytes / bytes_per_s
+    return StageSpeed(layer_s=layer_s, layer_256_s=layer_s, embed_s=0.0, head_s=head_s)
+
+
+def measured_problem(
+    shape: ModelShape, candidates: Sequence[CandidateNode], links: Links, objective: Objective
+) -> Problem:
+    """State the search for a ring in seconds. At least one candidate must have a speed.
+
+    What was not measured is assumed as in `paces_of`; a link without figures is assumed to be like
+    its other direction, else like the slowest link.
+    """
+    return _problem(
+        shape,
+        candidates,
+        [pace.speed for pace in paces_of(shape, candidates)],
+        objective,
         hop_s=ways_s(candidates, links, objective, shape.hop_bytes),
         home_s=ways_s(candidates, links, objective, TOKEN_BYTES),
     )
 
 
-def bytes_problem(shape: ModelShape, candidates: Sequence[Candidate]) -> Problem:
-    """Put bytes in the place of seconds: a stage takes what it reads for one row, a hop nothing.
+def bytes_problem(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Problem:
+    """State the search where no figures count: all nodes read one byte a second, hops are free."""
+    free = [[0.0] * len(candidates) for _ in candidates]
+    speeds = [speed_by_bytes(shape, 1.0)] * len(candidates)
+    return _problem(shape, candidates, speeds, Objective.THROUGHPUT, hop_s=free, home_s=free)
 
-    Of the embedding that is one row: nothing.
-    """
-    nodes = range(len(candidates))
+
+def _problem(
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    speeds: Sequence[StageSpeed],
+    objective: Objective,
+    *,
+    hop_s: Sequence[Sequence[float]],
+    home_s: Sequence[Sequence[float]],
+) -> Problem:
     return Problem(
-        objective=Objective.THROUGHPUT,
+        objective=objective,
         n_layers=shape.n_layers,
         room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
-        layer_s=[shape.layer_read_bytes or shape.layer_bytes for _ in nodes],
-        embed_s=[0 for _ in nodes],
-        head_s=[shape.head_bytes for _ in nodes],
-        hop_s=[[0 for _ in nodes] for _ in nodes],
-        home_s=[[0 for _ in nodes] for _ in nodes],
+        layer_s=[speed.layer_s for speed in speeds],
+        embed_s=[speed.embed_s for speed in speeds],
+        head_s=[speed.head_s for speed in speeds],
+        hop_s=hop_s,
+        home_s=home_s,
     )
 
 
-def measured_link(links: Links, sender: Candidate, receiver: Candidate) -> LinkSpeed | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage:
+    """A stage that was decided on. `compute_s` is its time for one row, None if not measured."""
+
+    candidate: CandidateNode
+    layers: LayerRange
+    n_streamed: int = 0
+    compute_s: float | None = None
+
+
+def placement_of(
+    shape: ModelShape,
+    stages: Sequence[PlacedStage],
+    links: Links,
+    cost_s: float,
+    *,
+    left_out: Iterable[Exclusion],
+    why: str,
+) -> Placement:
+    """Make the result of planning, resident stages and streamed ones alike.
+
+    `cost_s` is what the objective makes of the ring: the prediction where everything was measured.
+    """
+    ring = [stage.candidate for stage in stages]
+    links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
+    is_measured = all(stage.compute_s is not None for stage in stages)
+    is_measured = is_measured and not unmeasured_hops(ring, links)
+    return Placement(
+        stages=tuple(
+            _stage_plan(shape, stage, link) for stage, link in zip(stages, links_on, strict=True)
+        ),
+        left_out=tuple(left_out),
+        predicted_tok_s=1 / cost_s if is_measured else None,
+        why=why,
+    )
+
+
+def _stage_plan(shape: ModelShape, stage: PlacedStage, link: LinkSpeed | None) -> StagePlan:
+    layers = stage.layers
+    sent_bytes = TOKEN_BYTES if layers.end == shape.n_layers else shape.hop_bytes
+    return StagePlan(
+        node=stage.candidate.node,
+        layers=layers,
+        weight_bytes=shape.weight_bytes(layers, stage.n_streamed),
+        kv_bytes=shape.kv_bytes(layers),
+        compute_s=stage.compute_s,
+        hop_s=link.hop_s(sent_bytes) if link else None,
+        n_streamed=stage.n_streamed,
+    )
+
+
+def measured_link(links: Links, sender: CandidateNode, receiver: CandidateNode) -> LinkSpeed | None:
     """Return what was measured of the way between two nodes, or of the other way."""
     there = links.get((sender.node, receiver.node))
     return there or links.get((receiver.node, sender.node))
 
 
-def unmeasured_nodes(ring: Sequence[Candidate]) -> list[Candidate]:
+def unmeasured_nodes(ring: Sequence[CandidateNode]) -> list[CandidateNode]:
     """List the nodes of a ring that have no figures."""
     return [candidate for candidate in ring if candidate.speed is None]
 
 
-def unmeasured_hops(ring: Sequence[Candidate], links: Links) -> list[tuple[Candidate, Candidate]]:
+def unmeasured_hops(
+    ring: Sequence[CandidateNode], links: Links
+) -> list[tuple[CandidateNode, CandidateNode]]:
     """List the hops of a ring that have no figures, as (sender, receiver)."""
     return [way for way in hops_of(ring) if measured_link(links, *way) is None]
 
 
-def hops_of(ring: Sequence[Candidate]) -> list[tuple[Candidate, Candidate]]:
+def hops_of(ring: Sequence[CandidateNode]) -> list[tuple[CandidateNode, CandidateNode]]:
     """List the hops of a ring, the tail's to the head last; a ring of one has none."""
     return list(zip(ring, [*ring[1:], ring[0]], strict=True)) if len(ring) > 1 else []
 
 
 def ways_s(
-    candidates: Sequence[Candidate], links: Links, objective: Objective, size_bytes: int
+    candidates: Sequence[CandidateNode], links: Links, objective: Objective, size_bytes: int
 ) -> list[list[float]]:
     """Seconds that the objective counts for so many bytes, from each candidate to each other."""
     slowest = LinkSpeed(
@@ -102,7 +222,7 @@ def ways_s(
         or ASSUMED_LINK.bytes_per_s,
     )
 
-    def way_s(sender: Candidate, receiver: Candidate) -> float:
+    def way_s(sender: CandidateNode, receiver: CandidateNode) -> float:
         if sender is receiver:
             return 0.0
         link = measured_link(links, sender, receiver) or slowest

@@ -33,7 +33,7 @@ class Objective(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lighter:
+class QuantizedSizes:
     """What a model weighs with `flags`, which round weights, keys and values, or both.
 
     `spared_bytes` as in ModelShape.
@@ -84,7 +84,7 @@ class ModelShape:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int = 0
-    lighter: tuple[Lighter, ...] = ()
+    quantized_sizes: tuple[QuantizedSizes, ...] = ()
     layer_read_bytes: int | None = None
     spared_bytes: tuple[int, ...] = ()
     streaming: Streaming | None = None
@@ -110,17 +110,17 @@ class ModelShape:
         saved_bytes = (self.context - context) * self.activation_position_bytes
         return replace(self, context=context, activation_bytes=self.activation_bytes - saved_bytes)
 
-    def rounded(self, lighter: Lighter) -> ModelShape:
-        """Return the shape with more of it rounded."""
+    def quantized(self, sizes: QuantizedSizes) -> ModelShape:
+        """Return the shape with more of it quantised: with `sizes`."""
         return replace(
             self,
-            layer_bytes=lighter.layer_bytes,
-            head_bytes=lighter.head_bytes,
-            kv_block_bytes=lighter.kv_block_bytes,
-            activation_bytes=lighter.activation_bytes,
-            activation_position_bytes=lighter.activation_position_bytes,
-            spared_bytes=lighter.spared_bytes,
-            lighter=(),
+            layer_bytes=sizes.layer_bytes,
+            head_bytes=sizes.head_bytes,
+            kv_block_bytes=sizes.kv_block_bytes,
+            activation_bytes=sizes.activation_bytes,
+            activation_position_bytes=sizes.activation_position_bytes,
+            spared_bytes=sizes.spared_bytes,
+            quantized_sizes=(),
         )
 
     def weight_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
@@ -211,7 +211,7 @@ NO_LINKS: Links = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CandidateNode:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.

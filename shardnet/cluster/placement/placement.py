@@ -11,30 +11,28 @@ never longer than it must be: every hop costs time that one sequence cannot win 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardnet.cluster.placement.estimate import (
+    PlacedStage,
     bytes_problem,
-    hops_of,
-    measured_link,
     measured_problem,
-    unmeasured_hops,
+    paces_of,
+    placement_of,
     unmeasured_nodes,
 )
 from shardnet.cluster.placement.figures import (
     NO_LINKS,
-    Candidate,
+    CandidateNode,
     Exclusion,
     Links,
-    LinkSpeed,
     ModelShape,
     Objective,
     Placement,
-    StagePlan,
 )
 from shardnet.cluster.placement.room import shortest_ring
 from shardnet.cluster.placement.search import find_ring
-from shardnet.cluster.placement.split import Ring, even_split, given_split
+from shardnet.cluster.placement.split import RingSplit, even_split, given_split
 from shardnet.cluster.placement.streams import best_streamed_ring, streamed_ring
 from shardnet.cluster.placement.words import (
     assumption_words,
@@ -48,12 +46,11 @@ from shardnet.cluster.placement.words import (
 )
 from shardnet.errors import PlanError
 from shardnet.types import LayerRange
-from shardnet.wire.payloads.data import TOKEN_BYTES
 
 
 def place(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
 ) -> Placement:
@@ -76,12 +73,12 @@ def place(
         if index not in ring.nodes
     )
     why = choice_words(candidates, problem, ring)
-    return _placement(shape, candidates, ring, links, left_out=left_out, why=why)
+    return _resident(shape, candidates, ring, links, left_out=left_out, why=why)
 
 
 def place_exactly(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     layers: Sequence[LayerRange] | None = None,
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
@@ -119,12 +116,12 @@ def place_exactly(
         why = f"the nodes that were named, layers divided by {by}"
     if is_measured:
         why += f": {named_words(ring, problem, split)}"
-    return _placement(shape, ring, split, links, left_out=(), why=why)
+    return _resident(shape, ring, split, links, left_out=(), why=why)
 
 
 def place_streaming(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     layers: Sequence[LayerRange] | None = None,
     links: Links = NO_LINKS,
     objective: Objective = Objective.LATENCY,
@@ -150,32 +147,16 @@ def place_streaming(
     if ring is None:
         return None
     chosen = [stage.candidate for stage in ring.stages]
-    links_on = [measured_link(links, *hop) for hop in hops_of(chosen)] or [None]
-    is_measured = ring.is_measured and not unmeasured_hops(chosen, links)
-    return Placement(
-        stages=tuple(
-            StagePlan(
-                node=stage.candidate.node,
-                layers=stage.layers,
-                weight_bytes=shape.weight_bytes(stage.layers, stage.n_streamed),
-                kv_bytes=shape.kv_bytes(stage.layers),
-                compute_s=stage.stage_s if ring.is_measured else None,
-                hop_s=_hop_s(shape, stage.layers, link),
-                n_streamed=stage.n_streamed,
-            )
-            for stage, link in zip(ring.stages, links_on, strict=True)
-        ),
-        left_out=tuple(
-            Exclusion(node=candidate.node, why="no faster with it, as far as is known")
-            for candidate in candidates
-            if candidate not in chosen
-        ),
-        predicted_tok_s=1 / ring.cost_s if is_measured else None,
-        why=streaming_words(shape, ring, was_asked=n_streamed is not None),
-    )
+    left_out = [
+        Exclusion(node=candidate.node, why="no faster with it, as far as is known")
+        for candidate in candidates
+        if candidate not in chosen
+    ]
+    why = streaming_words(shape, ring, was_asked=n_streamed is not None)
+    return placement_of(shape, ring.placed(), links, ring.cost_s, left_out=left_out, why=why)
 
 
-def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Placement:
+def _place_by_bytes(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Placement:
     """Take the shortest ring; the asked node first, the others by memory, largest first."""
     asked, *others = candidates
     by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
@@ -197,66 +178,33 @@ def _place_by_bytes(shape: ModelShape, candidates: Sequence[Candidate]) -> Place
         if index not in ring.nodes
     )
     why += " (nothing is measured yet)"
-    return _placement(shape, by_memory, ring, NO_LINKS, left_out=left_out, why=why)
+    return _resident(shape, by_memory, ring, NO_LINKS, left_out=left_out, why=why)
 
 
-def _placement(
+def _resident(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
-    ring: Ring,
+    candidates: Sequence[CandidateNode],
+    ring: RingSplit,
     links: Links,
     *,
-    left_out: tuple[Exclusion, ...],
+    left_out: Iterable[Exclusion],
     why: str,
 ) -> Placement:
+    """Make the plan of a ring without streamed layers."""
     chosen = [candidates[node] for node in ring.nodes]
-    is_measured = not (unmeasured_nodes(chosen) or unmeasured_hops(chosen, links))
     if not all(candidate.speed is None for candidate in candidates):
         why += assumption_words(chosen, links)
-    return Placement(
-        stages=_stages(shape, chosen, ring.counts, links),
-        left_out=left_out,
-        predicted_tok_s=1 / ring.cost_s if is_measured else None,
-        why=why,
-    )
-
-
-def _stages(
-    shape: ModelShape, ring: Sequence[Candidate], counts: Sequence[int], links: Links
-) -> tuple[StagePlan, ...]:
     stages, start = [], 0
-    links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
-    for candidate, count, link in zip(ring, counts, links_on, strict=True):
+    for candidate, pace, count in zip(chosen, paces_of(shape, chosen), ring.counts, strict=True):
         layers = LayerRange(start, start + count)
+        compute_s = pace.stage_s(shape, layers) if candidate.speed else None
+        stages.append(PlacedStage(candidate=candidate, layers=layers, compute_s=compute_s))
         start = layers.end
-        stages.append(
-            StagePlan(
-                node=candidate.node,
-                layers=layers,
-                weight_bytes=shape.weight_bytes(layers),
-                kv_bytes=shape.kv_bytes(layers),
-                compute_s=_compute_s(shape, candidate, layers),
-                hop_s=_hop_s(shape, layers, link),
-            )
-        )
-    return tuple(stages)
-
-
-def _hop_s(shape: ModelShape, layers: LayerRange, link: LinkSpeed | None) -> float | None:
-    sent_bytes = TOKEN_BYTES if layers.end == shape.n_layers else shape.hop_bytes
-    return link.hop_s(sent_bytes) if link else None
-
-
-def _compute_s(shape: ModelShape, candidate: Candidate, layers: LayerRange) -> float | None:
-    speed = candidate.speed
-    if speed is None:
-        return None
-    is_first, is_last = layers.start == 0, layers.end == shape.n_layers
-    return len(layers) * speed.layer_s + is_first * speed.embed_s + is_last * speed.head_s
+    return placement_of(shape, stages, links, ring.cost_s, left_out=left_out, why=why)
 
 
 def _check_layers(
-    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+    shape: ModelShape, ring: Sequence[CandidateNode], layers: Sequence[LayerRange]
 ) -> None:
     """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
     _check_ranges(shape, ring, layers)
@@ -270,7 +218,7 @@ def _check_layers(
 
 
 def _check_ranges(
-    shape: ModelShape, ring: Sequence[Candidate], layers: Sequence[LayerRange]
+    shape: ModelShape, ring: Sequence[CandidateNode], layers: Sequence[LayerRange]
 ) -> None:
     """Raise PlanError unless the ranges are one per node and join from 0 to the end."""
     if len(layers) != len(ring):

@@ -17,7 +17,7 @@ from shardnet.types import LayerRange
 MIB = 2**20
 
 
-class Role(IntFlag):
+class StageRole(IntFlag):
     """What a stage has besides its layers: nothing, the embedding, the LM head or both."""
 
     MIDDLE = 0
@@ -27,15 +27,15 @@ class Role(IntFlag):
 
 
 Room = tuple[int, int, int, int]
-"""The layers that a node has memory for, by Role. Alone it is all of them or 0."""
+"""The layers that a node has memory for, by StageRole. Alone it is all of them or 0."""
 
 Fits = Callable[[ModelShape, Sequence[int]], bool]
 """Says whether the model fits nodes with so many bytes of memory."""
 
 
-def role_of(rank: int, n_stages: int) -> Role:
+def role_of(rank: int, n_stages: int) -> StageRole:
     """Return the role of a stage by its rank."""
-    return Role((rank == 0) * Role.FIRST | (rank == n_stages - 1) * Role.LAST)
+    return StageRole((rank == 0) * StageRole.FIRST | (rank == n_stages - 1) * StageRole.LAST)
 
 
 def room_of(shape: ModelShape, memory_bytes: int) -> Room:
@@ -46,19 +46,24 @@ def room_of(shape: ModelShape, memory_bytes: int) -> Room:
     n_layers = shape.n_layers
     alike = replace(shape, spared_bytes=())
 
-    def needed(n: int, role: Role) -> int:
-        if role is Role.MIDDLE:
+    def needed(n: int, role: StageRole) -> int:
+        if role is StageRole.MIDDLE:
             return alike.memory_bytes(LayerRange(1, 1 + n))
-        start = 0 if role & Role.FIRST else n_layers - n
+        start = 0 if role & StageRole.FIRST else n_layers - n
         return shape.memory_bytes(LayerRange(start, start + n))
 
-    def room(role: Role) -> int:
+    def room(role: StageRole) -> int:
         # A stage that is only first or only last leaves a layer to others, one in the middle two.
-        most = n_layers - (not role & Role.FIRST) - (not role & Role.LAST)
+        most = n_layers - (not role & StageRole.FIRST) - (not role & StageRole.LAST)
         return bisect_right(range(1, most + 1), memory_bytes, key=lambda n: needed(n, role))
 
     fits_alone = shape.memory_bytes(shape.whole) <= memory_bytes
-    return (room(Role.MIDDLE), room(Role.FIRST), room(Role.LAST), n_layers * fits_alone)
+    return (
+        room(StageRole.MIDDLE),
+        room(StageRole.FIRST),
+        room(StageRole.LAST),
+        n_layers * fits_alone,
+    )
 
 
 def rooms_of(shape: ModelShape, memory: Sequence[int]) -> list[Room]:
@@ -95,15 +100,15 @@ def _roomy_rings(rooms: Sequence[Room], n_layers: int) -> Iterator[tuple[int, ..
     """Every ring of one; for every head and tail the shortest ring that fits, else the roomiest."""
     nodes = range(len(rooms))
     yield from ((node,) for node in nodes)
-    by_room = sorted(nodes, key=lambda node: -rooms[node][Role.MIDDLE])
+    by_room = sorted(nodes, key=lambda node: -rooms[node][StageRole.MIDDLE])
     for head, tail in permutations(nodes, 2):
-        room, middle = rooms[head][Role.FIRST] + rooms[tail][Role.LAST], []
+        room, middle = rooms[head][StageRole.FIRST] + rooms[tail][StageRole.LAST], []
         for node in by_room:
-            if room >= n_layers or not rooms[node][Role.MIDDLE]:
+            if room >= n_layers or not rooms[node][StageRole.MIDDLE]:
                 break
             if node not in (head, tail):
                 middle.append(node)
-                room += rooms[node][Role.MIDDLE]
+                room += rooms[node][StageRole.MIDDLE]
         yield (head, *middle, tail)
 
 

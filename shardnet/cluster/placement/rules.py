@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shardnet.cluster.placement.figures import Objective
-from shardnet.cluster.placement.room import Role
+from shardnet.cluster.placement.room import StageRole
 from shardnet.cluster.placement.split import Problem, Stage, cost_of, layers_within
 
 
@@ -54,7 +54,7 @@ class _SumRules:
         self._floors: dict[tuple[int, int], float] = {}
         nodes = range(problem.n_nodes)
         self._fastest_first = [
-            (problem.layer_s[node], max(problem.room[node][: Role.ALONE]), 1 << node)
+            (problem.layer_s[node], max(problem.room[node][: StageRole.ALONE]), 1 << node)
             for node in sorted(nodes, key=lambda node: problem.layer_s[node])
         ]
 
@@ -104,15 +104,15 @@ class _SlowestRules:
     def __init__(self, problem: Problem, limit_s: float) -> None:
         self._problem, self._limit_s = problem, limit_s
         self.limit: float = 1 - problem.n_layers
-        self._first = self._table(Role.FIRST, problem.embed_s, problem.hop_s)
-        self._middle = self._table(Role.MIDDLE, [0.0] * problem.n_nodes, problem.hop_s)
-        self._last = self._table(Role.LAST, problem.head_s, problem.home_s)
+        self._first = self._table(StageRole.FIRST, problem.embed_s, problem.hop_s)
+        self._middle = self._table(StageRole.MIDDLE, [0.0] * problem.n_nodes, problem.hop_s)
+        self._last = self._table(StageRole.LAST, problem.head_s, problem.home_s)
         tables = zip(self._first, self._middle, self._last, strict=True)
         self._most = [min(0.0, *first, *middle, *last) for first, middle, last in tables]
         self._floors: dict[int, float] = {}
 
     def _table(
-        self, role: Role, besides_s: Sequence[float], hop_s: Sequence[Sequence[float]]
+        self, role: StageRole, besides_s: Sequence[float], hop_s: Sequence[Sequence[float]]
     ) -> list[list[float]]:
         """Return what a stage is worth: [its node][the node it sends to]."""
         problem = self._problem

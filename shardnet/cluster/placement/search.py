@@ -23,7 +23,7 @@ from shardnet.cluster.placement.room import shortest_ring
 from shardnet.cluster.placement.rules import Rules, rules_for
 from shardnet.cluster.placement.split import (
     Problem,
-    Ring,
+    RingSplit,
     best_split,
     cost_of,
 )
@@ -47,7 +47,7 @@ def width_for(n_nodes: int) -> int:
     return min(EXACT_WIDTH, EXACT_WIDTH * 12**2 // n_nodes**2)
 
 
-def find_ring(problem: Problem, width: int | None = None) -> Ring | None:
+def find_ring(problem: Problem, width: int | None = None) -> RingSplit | None:
     """Return the best ring found, None only when the model fits none.
 
     `width` is how many paths of one length are kept. The order of the nodes is an order of
@@ -63,7 +63,7 @@ def find_ring(problem: Problem, width: int | None = None) -> Ring | None:
     return best
 
 
-def best_of(problem: Problem, rings: Iterable[tuple[int, ...]]) -> Ring | None:
+def best_of(problem: Problem, rings: Iterable[tuple[int, ...]]) -> RingSplit | None:
     """Return the best of some rings with its split, None when none of them fits."""
     best, limit_s = None, math.inf
     for nodes in rings:
@@ -73,12 +73,12 @@ def best_of(problem: Problem, rings: Iterable[tuple[int, ...]]) -> Ring | None:
     return best_split(problem, best) if best else None
 
 
-def best_single(problem: Problem) -> Ring | None:
+def best_single(problem: Problem) -> RingSplit | None:
     """Return the best ring of one node, None when none holds the model."""
     return best_of(problem, permutations(range(problem.n_nodes), 1))
 
 
-def best_pair(problem: Problem) -> Ring | None:
+def best_pair(problem: Problem) -> RingSplit | None:
     """Return the best ring of two nodes, None when no two hold the model."""
     return best_of(problem, permutations(range(problem.n_nodes), 2))
 
@@ -92,7 +92,7 @@ def rings_with(node: int, ring: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield (*nodes[:rank], node, *nodes[rank + 1 :])
 
 
-def _good_ring(problem: Problem) -> Ring | None:
+def _good_ring(problem: Problem) -> RingSplit | None:
     shortest = shortest_ring(problem.room, problem.n_layers)
     if shortest is None:
         return None
@@ -105,7 +105,7 @@ def _good_ring(problem: Problem) -> Ring | None:
     return best
 
 
-def _grown(problem: Problem, ring: Ring) -> Ring:
+def _grown(problem: Problem, ring: RingSplit) -> RingSplit:
     """Take in one more node, or one for another, while that makes the ring better."""
     while True:
         outside = [node for node in range(problem.n_nodes) if node not in ring.nodes]
@@ -116,7 +116,7 @@ def _grown(problem: Problem, ring: Ring) -> Ring:
         ring = better
 
 
-def _sweep(problem: Problem, best: Ring, width: int) -> Ring | None:
+def _sweep(problem: Problem, best: RingSplit, width: int) -> RingSplit | None:
     """Look for a ring better than the best, keeping so many paths; None if none was found."""
     rules = rules_for(problem, best.cost_s * (1 - SAME))
     nodes = range(problem.n_nodes)

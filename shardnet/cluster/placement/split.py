@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from shardnet.cluster.placement.figures import Objective
-from shardnet.cluster.placement.room import Role, Room
+from shardnet.cluster.placement.room import Room, StageRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class RingSplit:
     """A choice: nodes in ring order, the layers of each, and what the objective makes of it."""
 
     nodes: tuple[int, ...]
@@ -67,17 +67,19 @@ def stages_of(problem: Problem, nodes: Sequence[int]) -> list[Stage]:
     head, tail = nodes[0], nodes[-1]
     if len(nodes) == 1:
         fixed_s = problem.embed_s[head] + problem.head_s[head]
-        return [Stage(problem.room[head][Role.ALONE], problem.layer_s[head], fixed_s)]
+        return [Stage(problem.room[head][StageRole.ALONE], problem.layer_s[head], fixed_s)]
     stages = [
         Stage(
-            problem.room[node][Role.MIDDLE], problem.layer_s[node], problem.hop_s[node][following]
+            problem.room[node][StageRole.MIDDLE],
+            problem.layer_s[node],
+            problem.hop_s[node][following],
         )
         for node, following in pairwise(nodes[1:])
     ]
     first_s = problem.embed_s[head] + problem.hop_s[head][nodes[1]]
     last_s = problem.head_s[tail] + problem.home_s[tail][head]
-    stages.insert(0, Stage(problem.room[head][Role.FIRST], problem.layer_s[head], first_s))
-    stages.append(Stage(problem.room[tail][Role.LAST], problem.layer_s[tail], last_s))
+    stages.insert(0, Stage(problem.room[head][StageRole.FIRST], problem.layer_s[head], first_s))
+    stages.append(Stage(problem.room[tail][StageRole.LAST], problem.layer_s[tail], last_s))
     return stages
 
 
@@ -95,7 +97,7 @@ def cost_of(problem: Problem, nodes: Sequence[int], limit_s: float = math.inf) -
     return cost_s if cost_s < limit_s else math.inf
 
 
-def best_split(problem: Problem, nodes: Sequence[int]) -> Ring | None:
+def best_split(problem: Problem, nodes: Sequence[int]) -> RingSplit | None:
     """Divide the layers as the objective likes best. None when they do not fit.
 
     Exact. For one sequence the fastest stages get all they have room for; stages of equal speed
@@ -109,7 +111,7 @@ def best_split(problem: Problem, nodes: Sequence[int]) -> Ring | None:
     return _ring(problem, nodes, stages, _fastest_first(stages, problem.n_layers))
 
 
-def even_split(problem: Problem, nodes: Sequence[int]) -> Ring | None:
+def even_split(problem: Problem, nodes: Sequence[int]) -> RingSplit | None:
     """Divide the layers so that the slowest stage is as fast as can be, whatever the objective.
 
     Exact; among equals the earlier stage gets the layer. None when the layers do not fit.
@@ -120,7 +122,7 @@ def even_split(problem: Problem, nodes: Sequence[int]) -> Ring | None:
     return _ring(problem, nodes, stages, _even(stages, problem.n_layers))
 
 
-def given_split(problem: Problem, nodes: Sequence[int], counts: Sequence[int]) -> Ring:
+def given_split(problem: Problem, nodes: Sequence[int], counts: Sequence[int]) -> RingSplit:
     """Say what a ring costs whose layers were divided by someone else."""
     return _ring(problem, nodes, stages_of(problem, nodes), counts)
 
@@ -201,7 +203,7 @@ def _slowest_s(stages: Sequence[Stage], counts: Sequence[int]) -> float:
 
 def _ring(
     problem: Problem, nodes: Sequence[int], stages: Sequence[Stage], counts: Sequence[int]
-) -> Ring:
+) -> RingSplit:
     times = [s.fixed_s + count * s.layer_s for s, count in zip(stages, counts, strict=True)]
     cost_s = sum(times) if problem.objective is Objective.LATENCY else max(times)
-    return Ring(nodes=tuple(nodes), counts=tuple(counts), cost_s=cost_s)
+    return RingSplit(nodes=tuple(nodes), counts=tuple(counts), cost_s=cost_s)

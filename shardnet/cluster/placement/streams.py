@@ -1,9 +1,8 @@
-"""Rings whose stages stream layers from disk: how many each, how the layers are divided, how long.
+"""Choose rings whose stages stream layers from disk: how many each, and how layers are divided.
 
-Knows bytes and times alone. Pure. Must not know words, nor when streaming is wanted.
-
-A stage reads its streamed layers while it computes: it takes as long as the longer of both. Layers
-go one by one to the stage on which the next one costs least, so memory is filled first.
+Knows bytes and times alone; times are placement/estimate.py's. Pure. Must not know words, nor when
+streaming is wanted. Layers are assigned one by one to the stage on which the next one costs least,
+so memory is filled first.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardnet.cluster.placement.estimate import ways_s
-from shardnet.cluster.placement.figures import Candidate, Links, ModelShape, Objective, StageSpeed
+from shardnet.cluster.placement.estimate import Pace, PlacedStage, paces_of, ways_s
+from shardnet.cluster.placement.figures import (
+    CandidateNode,
+    Links,
+    ModelShape,
+    Objective,
+)
 from shardnet.types import LayerRange
 from shardnet.wire.payloads.data import TOKEN_BYTES
-
-ASSUMED_DISK_BYTES_PER_S = 500e6
-"""What a disk is taken to give when none was measured."""
-ASSUMED_MEMORY_BYTES_PER_S = 10e9
-"""How fast a node is taken to read weights when none was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedStage:
     """A stage of such a ring. `stage_s` is its time for one row, its hop aside."""
 
-    candidate: Candidate
+    candidate: CandidateNode
     layers: LayerRange
     n_streamed: int
     stage_s: float
@@ -45,10 +44,22 @@ class StreamedRing:
     cost_s: float
     is_measured: bool
 
+    def placed(self) -> list[PlacedStage]:
+        """List the stages for a plan, with their times if everything in the ring is measured."""
+        return [
+            PlacedStage(
+                candidate=stage.candidate,
+                layers=stage.layers,
+                n_streamed=stage.n_streamed,
+                compute_s=stage.stage_s if self.is_measured else None,
+            )
+            for stage in self.stages
+        ]
+
 
 def streamed_ring(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     *,
@@ -62,19 +73,20 @@ def streamed_ring(
     """
     if len(ring) > shape.n_layers:
         return None
-    paces = _Paces.of(shape, ring)
+    paces = paces_of(shape, ring)
 
     def stage(rank: int, count: int) -> StreamedStage | None:
         start = 0 if rank == 0 else shape.n_layers - count if rank == len(ring) - 1 else 1
         layers = LayerRange(start, start + count)
-        return _stage(shape, ring[rank], paces, layers, n_streamed)
+        return _stage(shape, ring[rank], paces[rank], layers, n_streamed)
 
     counts = _divided(shape, ring, objective, stage) if counts is None else counts
     if counts is None:
         return None
     stages, start = [], 0
     for rank, count in enumerate(counts):
-        made = _stage(shape, ring[rank], paces, LayerRange(start, start + count), n_streamed)
+        layers = LayerRange(start, start + count)
+        made = _stage(shape, ring[rank], paces[rank], layers, n_streamed)
         if made is None:
             return None
         stages.append(made)
@@ -97,7 +109,7 @@ def streamed_ring(
 
 def best_streamed_ring(
     shape: ModelShape,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     *,
@@ -116,37 +128,17 @@ def best_streamed_ring(
     return min(found, key=lambda ring: ring.cost_s, default=None)
 
 
-def _rings(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def _rings(candidates: Sequence[CandidateNode]) -> Iterator[list[CandidateNode]]:
     asked, *others = candidates
     yield from ([candidate] for candidate in candidates)
     by_memory = [asked, *sorted(others, key=lambda c: (-c.memory_bytes, c.node))]
     yield from (by_memory[:length] for length in range(2, len(by_memory) + 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Paces:
-    """What is assumed of nodes without figures: as slow as the slowest that has some."""
-
-    speed: StageSpeed
-    disk_bytes_per_s: float
-
-    @classmethod
-    def of(cls, shape: ModelShape, ring: Sequence[Candidate]) -> _Paces:
-        speeds = [candidate.speed for candidate in ring if candidate.speed]
-        disks = [c.disk_bytes_per_s for c in ring if c.disk_bytes_per_s]
-        layer_s = (shape.layer_read_bytes or shape.layer_bytes) / ASSUMED_MEMORY_BYTES_PER_S
-        head_s = shape.head_bytes / ASSUMED_MEMORY_BYTES_PER_S
-        assumed = StageSpeed(layer_s=layer_s, layer_256_s=layer_s, embed_s=0.0, head_s=head_s)
-        return cls(
-            speed=max(speeds, key=lambda speed: speed.layer_s, default=assumed),
-            disk_bytes_per_s=min(disks, default=ASSUMED_DISK_BYTES_PER_S),
-        )
-
-
 def _stage(
     shape: ModelShape,
-    candidate: Candidate,
-    paces: _Paces,
+    candidate: CandidateNode,
+    pace: Pace,
     layers: LayerRange,
     n_asked: int | None,
 ) -> StreamedStage | None:
@@ -156,21 +148,17 @@ def _stage(
     n_streamed = next(fitting, None)
     if n_streamed is None:
         return None
-    speed = candidate.speed or paces.speed
-    disk = candidate.disk_bytes_per_s or paces.disk_bytes_per_s
-    layers_s = max(len(layers) * speed.layer_s, shape.read_bytes(n_streamed) / disk)
-    is_first, is_last = layers.start == 0, layers.end == shape.n_layers
     return StreamedStage(
         candidate=candidate,
         layers=layers,
         n_streamed=n_streamed,
-        stage_s=layers_s + is_first * speed.embed_s + is_last * speed.head_s,
+        stage_s=pace.stage_s(shape, layers, n_streamed),
     )
 
 
 def _divided(
     shape: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     objective: Objective,
     stage: Callable[[int, int], StreamedStage | None],
 ) -> list[int] | None:

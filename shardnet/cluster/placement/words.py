@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardnet.cluster.placement.estimate import unmeasured_hops, unmeasured_nodes
-from shardnet.cluster.placement.figures import NO_LINKS, Candidate, Links, ModelShape, Objective
+from shardnet.cluster.placement.figures import NO_LINKS, CandidateNode, Links, ModelShape, Objective
 from shardnet.cluster.placement.room import (
     Fits,
-    Role,
+    StageRole,
     context_that_fits,
     fits_in_order,
     fits_somehow,
@@ -26,7 +26,7 @@ from shardnet.cluster.placement.room import (
     rooms_of,
 )
 from shardnet.cluster.placement.search import best_of, best_pair, best_single, rings_with
-from shardnet.cluster.placement.split import Problem, Ring, stages_of
+from shardnet.cluster.placement.split import Problem, RingSplit, stages_of
 from shardnet.cluster.placement.streams import (
     StreamedRing,
     StreamedStage,
@@ -39,7 +39,7 @@ LISTED = 8
 """Of how many nodes a sentence names the figures."""
 
 
-def choice_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+def choice_words(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSplit) -> str:
     """Say why the best ring is this one, against the best that is not."""
     split = (
         f"{_names(candidates, ring)}: about {_number(ring)} ({_parts(candidates, problem, ring)})"
@@ -57,12 +57,12 @@ def choice_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) 
             f"alone on {name}: {_rate(alone)}; split {split}. "
             f"Split only because it does not fit on {name}."
         )
-    fits = problem.room[alone.nodes[0]][Role.ALONE] >= problem.n_layers
+    fits = problem.room[alone.nodes[0]][StageRole.ALONE] >= problem.n_layers
     where = name if fits else f"{name}, where it does not fit"
     return f"split {split}; alone on {where}: {_rate(alone)}"
 
 
-def named_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSplit) -> str:
     """Say what a ring that was asked for makes, and which node of it would be faster alone."""
     words = f"about {_rate(ring)} ({_parts(candidates, problem, ring)})"
     alone = best_single(problem)
@@ -71,7 +71,7 @@ def named_words(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -
     return words
 
 
-def assumption_words(ring: Sequence[Candidate], links: Links) -> str:
+def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
     """Say what of a ring was not measured, as an addition to other words; empty if all was."""
     words = ""
     if nodes := unmeasured_nodes(ring):
@@ -84,7 +84,11 @@ def assumption_words(ring: Sequence[Candidate], links: Links) -> str:
 
 
 def exclusion_words(
-    shape: ModelShape, candidates: Sequence[Candidate], problem: Problem, ring: Ring, node: int
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    problem: Problem,
+    ring: RingSplit,
+    node: int,
 ) -> str:
     """Say why the ring does without this node: what the best ring next to it with it would make."""
     with_it = best_of(problem, rings_with(node, ring.nodes))
@@ -100,14 +104,14 @@ def exclusion_words(
     return f"with it {_rate(with_it)}, without {_number(ring)}"
 
 
-def shortfall_words(shape: ModelShape, candidates: Sequence[Candidate]) -> str:
+def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> str:
     """Say that no ring of these nodes holds the model, what lacks where, and the ways out."""
     rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
     most = [max(room) for room in rooms]
     words = _needs_words(shape) + _have_words(candidates, most)
-    if not any(room[Role.FIRST] for room in rooms):
+    if not any(room[StageRole.FIRST] for room in rooms):
         words += f"; none has room for a layer beside the embedding ({size(shape.embedding_bytes)})"
-    elif not any(room[Role.LAST] for room in rooms):
+    elif not any(room[StageRole.LAST] for room in rooms):
         words += f"; none has room for a layer beside the LM head ({size(shape.head_bytes)})"
     elif len(rooms) > 1:
         held = most_room(rooms, shape.n_layers)
@@ -115,7 +119,7 @@ def shortfall_words(shape: ModelShape, candidates: Sequence[Candidate]) -> str:
     return words + _ways_out(shape, candidates, fits_somehow)
 
 
-def ring_shortfall_words(shape: ModelShape, ring: Sequence[Candidate]) -> str:
+def ring_shortfall_words(shape: ModelShape, ring: Sequence[CandidateNode]) -> str:
     """Say that exactly this ring does not hold the model, what lacks where, and the ways out."""
     rooms = rooms_of(shape, [candidate.memory_bytes for candidate in ring])
     held = [room[role_of(rank, len(ring))] for rank, room in enumerate(rooms)]
@@ -153,7 +157,7 @@ def _needs_words(shape: ModelShape) -> str:
     return f"the model needs {needed} with a context of {shape.context} and does not fit: "
 
 
-def _have_words(candidates: Sequence[Candidate], held: Sequence[int]) -> str:
+def _have_words(candidates: Sequence[CandidateNode], held: Sequence[int]) -> str:
     have = [
         f"{candidate.name} has {size(candidate.memory_bytes)}, room for {_layers(count)}"
         for candidate, count in zip(candidates, held, strict=True)
@@ -163,13 +167,13 @@ def _have_words(candidates: Sequence[Candidate], held: Sequence[int]) -> str:
     return "; ".join(have)
 
 
-def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) -> str:
+def _ways_out(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits) -> str:
     memory = [candidate.memory_bytes for candidate in candidates]
     roomiest = memory.index(max(memory))
     ways = []
     if context := context_that_fits(shape, memory, fits):
         ways.append(f"use --context {context}")
-    ways += _roundings(shape, memory, fits)
+    ways += _quantizations(shape, memory, fits)
     if streamed := _streamed_way(shape, candidates, fits):
         ways.append(streamed)
     if extra := node_that_helps(shape, memory, fits):
@@ -180,19 +184,19 @@ def _ways_out(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) ->
     return f". Ways out: {' or '.join(ways)}" if ways else ". Name fewer nodes, or larger ones"
 
 
-def _roundings(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
+def _quantizations(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
     """Name the flags that make the model fit; two at once only where no single one does."""
     ways: list[str] = []
-    for lighter in shape.lighter:
-        if len(lighter.flags) > 1 and ways:
+    for sizes in shape.quantized_sizes:
+        if len(sizes.flags) > 1 and ways:
             break
-        if fits(rounded := shape.rounded(lighter), memory):
-            needed = size(rounded.memory_bytes(rounded.whole))
-            ways.append(f"use {' '.join(lighter.flags)} (needs {needed})")
+        if fits(quantized := shape.quantized(sizes), memory):
+            needed = size(quantized.memory_bytes(quantized.whole))
+            ways.append(f"use {' '.join(sizes.flags)} (needs {needed})")
     return ways
 
 
-def _streamed_way(shape: ModelShape, candidates: Sequence[Candidate], fits: Fits) -> str | None:
+def _streamed_way(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits) -> str | None:
     """Name streaming with what it would be like; None where these nodes cannot."""
     if shape.streaming is None:
         return None
@@ -213,14 +217,14 @@ def size(size_bytes: int) -> str:
     return f"{math.ceil(size_bytes / 2**30 * 100) / 100:.2f} GiB"
 
 
-def _fastest_alone(problem: Problem) -> Ring:
+def _fastest_alone(problem: Problem) -> RingSplit:
     everything = (problem.n_layers,) * 4
     alone = best_single(replace(problem, room=[everything] * problem.n_nodes))
     assert alone is not None
     return alone
 
 
-def _parts(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str:
+def _parts(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSplit) -> str:
     """Write where a ring's time goes: `A 31 ms + wire 9 ms + B 24 ms`."""
     hops_s = _hops_s(problem, ring)
     stages = stages_of(problem, ring.nodes)
@@ -241,14 +245,14 @@ def _parts(candidates: Sequence[Candidate], problem: Problem, ring: Ring) -> str
     return " + ".join(parts)
 
 
-def _hops_s(problem: Problem, ring: Ring) -> list[float]:
+def _hops_s(problem: Problem, ring: RingSplit) -> list[float]:
     """Seconds of each stage's hop, 0 in a ring of one."""
     head, tail = ring.nodes[0], ring.nodes[-1]
     hops = [problem.hop_s[a][b] for a, b in pairwise(ring.nodes)]
     return [*hops, problem.home_s[tail][head] if hops else 0.0]
 
 
-def _names(candidates: Sequence[Candidate], ring: Ring) -> str:
+def _names(candidates: Sequence[CandidateNode], ring: RingSplit) -> str:
     names = [candidates[node].name for node in ring.nodes]
     if len(names) > LISTED:
         names[LISTED:] = [f"{len(names) - LISTED} more"]
@@ -259,12 +263,12 @@ def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
 
 
-def _number(ring: Ring) -> str:
+def _number(ring: RingSplit) -> str:
     tok_s = 1 / ring.cost_s
     return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 
-def _rate(ring: Ring) -> str:
+def _rate(ring: RingSplit) -> str:
     return f"{_number(ring)} tok/s"
 
 

@@ -1,7 +1,6 @@
-"""How this node opens links: what it says of itself, and how a link of each purpose behaves.
+"""Open links to other nodes: the hello that is sent, and the options for each purpose.
 
-Knows addresses as they were given. Must not know which node is where (peers.py), nor what a link is
-used for once it is up.
+Must not know which node has which address (peers.py), nor what a link is used for once it is up.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from shardnet import __version__
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S as PROBE_S
-from shardnet.cluster.ring.ring_membership import RingSeat
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity
@@ -33,10 +32,11 @@ both leave by one interface. Enough for 1 Gbit/s over 1 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialling:
-    """Opens links for one node. `progress` is what its heartbeats tell: epoch and step.
+class Dialer:
+    """Opens links for one node. `progress` returns what its heartbeats carry: (epoch, last step).
 
-    Everything that dials raises UsageError for what is no address, and what tcp.connect raises.
+    Every method that opens a link raises UsageError if the address is not `host:port`, and what
+    tcp.connect raises.
     """
 
     node: NodeId
@@ -46,7 +46,7 @@ class Dialling:
 
     @property
     def options(self) -> LinkOptions:
-        """How this node's links behave."""
+        """Options of every link of this node."""
         return LinkOptions(
             identity=self.identity,
             heartbeat_s=HEARTBEAT_S,
@@ -55,7 +55,7 @@ class Dialling:
         )
 
     def hello(self, purpose: Purpose) -> Hello:
-        """Say who this node is."""
+        """Return the hello of this node for a link of `purpose`."""
         return Hello(
             purpose=purpose, role=Role.NODE, node=self.node, name=self.name, version=__version__
         )
@@ -70,7 +70,7 @@ class Dialling:
         return await _connect(address, hello, self.options)
 
     async def probe(self, address: str) -> Link:
-        """Knock, without waiting long for a handshake."""
+        """Open a control link as a client, with a short limit on the handshake."""
         hello = replace(self.hello(Purpose.CONTROL), role=Role.CLIENT)
         return await _connect(address, hello, with_options(self.options, handshake_s=PROBE_S))
 
@@ -81,9 +81,14 @@ class Dialling:
         )
         return await _connect(address, self.hello(Purpose.BULK), options)
 
-    async def data(self, address: str, seat: RingSeat) -> Link:
-        """Open the data link from a seat to the next node of its ring."""
-        hello = replace(self.hello(Purpose.DATA), ring=seat.ring, epoch=seat.epoch, rank=seat.rank)
+    async def data(self, address: str, membership: RingMembership) -> Link:
+        """Open the data link from this node to the next one of a ring."""
+        hello = replace(
+            self.hello(Purpose.DATA),
+            ring=membership.ring,
+            epoch=membership.epoch,
+            rank=membership.rank,
+        )
         return await _connect(address, hello, self.options)
 
 

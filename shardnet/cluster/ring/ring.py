@@ -1,7 +1,7 @@
-"""A ring, as its head builds, keeps and ends it.
+"""A ring, as its head builds, watches and ends it.
 
 Knows the order of commands that turn a plan into a running engine, and that a ring breaks as a
-whole. Must not choose plans or know clients.
+whole. Must not choose plans nor know clients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_SLOTS = 64
 """Sequences that run at once; more wait."""
 
 WATCH_EVERY_S = 5.0
-"""How often the head looks for a stuck stage."""
+"""How often the head checks for a stage that is stuck."""
 
 WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
 """What a person can do when a ring has lost a node or a link."""
@@ -36,19 +36,19 @@ WAY_OUT = "ask again once every node runs, or name with --nodes those that do"
 OnStageProgress = Callable[[int, Phase, int, int], None]
 """Takes (rank, what is done, bytes done, bytes in all)."""
 OnBusy = Callable[[BusyError], Awaitable[None]]
-"""Waits until it may be worth to ask a node again that refused, or raises what it is given."""
+"""Waits before a node that was busy is asked again, or raises the error it is given."""
 
 
 async def give_up(error: BusyError) -> None:
-    """Wait for nobody."""
+    """Raise `error` at once: never wait for a busy node."""
     raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec:
-    """What makes two rings the same: a request whose spec equals the ring's needs no loading.
+    """What makes two rings equal: a request whose spec equals the ring's needs no loading.
 
-    `stamp` stands for the checkpoint's files, so that a changed checkpoint is loaded again.
+    `stamp` identifies the state of the checkpoint's files, so that a changed one is loaded again.
     """
 
     model: str
@@ -68,7 +68,7 @@ class RingSpec:
     window: int | None
     """The smallest sliding window of the model's layers."""
     routing: RoutingShape | None
-    """How many experts its rows visit."""
+    """How many experts route each token, None for a dense model."""
 
 
 class Ring:
@@ -83,8 +83,11 @@ class Ring:
         chunk_s: float | None = None,
         on_busy: OnBusy = give_up,
     ) -> None:
-        """Take what the ring is, its nodes, where they can fetch the weights they lack, how long a
-        whole prompt chunk is predicted to take, and what to do about nodes that are busy."""
+        """Take the spec and one port per rank.
+
+        `sources` are addresses from which nodes fetch weights they lack, `chunk_s` is the predicted
+        time of a whole prompt chunk in all stages, `on_busy` decides how to treat a busy node.
+        """
         self.spec = spec
         self._on_busy = on_busy
         self._chunk_s = chunk_s
@@ -100,18 +103,18 @@ class Ring:
 
     @property
     def engine(self) -> Engine:
-        """The engine of a ring that is built."""
+        """The engine. The ring must be built."""
         assert self._engine is not None
         return self._engine
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody uses it; a ring that broke is nobody's."""
+        """Whether requests use it; False once it is broken."""
         return self.broken is None and self._n_users > 0
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the ring from being unloaded for another one."""
+        """Keep the ring from being unloaded for another one within the context."""
         self._n_users += 1
         try:
             yield
@@ -121,8 +124,7 @@ class Ring:
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.
 
-        Raises what went wrong first, on whatever node; then, and when cancelled, no stage is left
-        loaded.
+        Raises the first error of any node; then, and when cancelled, no stage is left loaded.
         """
         started = time.perf_counter()
         try:
@@ -152,8 +154,7 @@ class Ring:
     async def unload(self, keep: Collection[str] = ()) -> None:
         """Free the stage on every node that still answers.
 
-        Those at the addresses `keep` hold on to their weights: their next order frees them, or
-        finds them there.
+        Nodes at the addresses `keep` keep their weights: their next order reuses or frees them.
         """
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -234,7 +235,7 @@ class Ring:
             raise first_error(group) from None
 
     def _check_not_broken(self) -> None:
-        """Raise what has ended the ring: a ready stage may be lost before the others are."""
+        """Raise what has broken the ring: a ready stage may be lost before the others are."""
         if self.broken is not None:
             raise self.broken
 

@@ -1,7 +1,7 @@
-"""A node's seat in one ring: its two data links and the stage worker between them.
+"""Membership of one node in one ring: its two data links and the stage worker between them.
 
-Knows how the ring closes: each seat dials the next, the tail dials the head, and every seat is
-dialled by the one before. Must not know who planned the ring or what the stage computes.
+Knows how the ring is closed: each node dials the next, and the tail dials the head. Must
+not know who planned the ring, nor what the stage computes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardnet.wire.messages.metas import Hello, error_frame
 log = logging.getLogger(__name__)
 
 NEIGHBOUR_S = 10.0
-"""How long a seat waits for its neighbours' data links."""
+"""How long a node waits for the data links of its neighbours in the ring."""
 SETTLE_S = 5.0
-"""How long a ring that stands may take to its first step before another one may have the place."""
+"""How long a built ring may take to its first step before another head may use its nodes."""
 
-DialData = Callable[[str, "RingSeat"], Awaitable[Link]]
-"""Opens a data link to an address, for a seat."""
+DialData = Callable[[str, "RingMembership"], Awaitable[Link]]
+"""Opens a data link to an address, for a ring membership."""
 
 
-class RingSeat:
-    """This node's place in one ring in one epoch.
+class RingMembership:
+    """This node's membership of one ring in one epoch.
 
-    `addresses` are the ring's nodes in order. `on_broken` is told once, with the cause, when the
-    ring breaks here before `leave`. `owner` is the head's node id, `owner_name` how to call it.
+    `addresses` are the ring's nodes in order. `on_broken` is called once, with the cause, when the
+    ring breaks here before `leave`. `owner` is the head's node id, `owner_name` its display name.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class RingSeat:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owner = owner
-        """Node id of the head, which alone may end a busy seat."""
+        """Node id of the head, the only node that may end it while sequences are open."""
         self.owner_name = owner_name
         self.is_loaded = False
-        """Whether the stage that belongs to it is there."""
+        """Whether its stage is loaded."""
         self.ring = ring
         self.epoch = epoch
         self.rank = rank
@@ -89,12 +89,12 @@ class RingSeat:
 
     @property
     def is_over(self) -> bool:
-        """Whether the ring broke here, or will never stand since its head is gone."""
+        """Whether the ring broke here, or will never be built since its head is lost."""
         return self._lost_owner if self._task is None else self._task.done()
 
     @property
     def is_forming(self) -> bool:
-        """Whether its ring is being built, or stands so newly that its first step is to come."""
+        """Whether its ring is being built, or was built just now and has run no step."""
         if self._left or self.is_over:
             return False
         if self._task is None:
@@ -102,9 +102,9 @@ class RingSeat:
         return not self.last_step and self._now_s() - self._joined_at_s < SETTLE_S
 
     def lose_owner(self) -> None:
-        """Take note that the head is gone: a ring that it was building will never stand.
+        """Note that the head is lost: a ring that it was building will never be built.
 
-        One that stands ends when its links do.
+        A ring that is built ends when its links do.
         """
         self._lost_owner = True
 
@@ -121,8 +121,8 @@ class RingSeat:
         expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
         if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
             raise UsageError(
-                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} wants to send here, "
-                f"expected was rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
+                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} opened a data link "
+                f"here, expected rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
             )
 
     async def join(
@@ -131,7 +131,7 @@ class RingSeat:
         """Open the links to both neighbours and start to work.
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
-        Raises LinkError when a neighbour does not answer, PeerFailedError when the seat is left
+        Raises LinkError when a neighbour does not answer, PeerFailedError if `leave` is called
         meanwhile.
         """
         source, sink, tail = await self._connect(pipeline)
@@ -146,11 +146,11 @@ class RingSeat:
             on_step_done=self._step_done,
         )
         self._task = asyncio.create_task(
-            self._run(self._worker, tail, pipeline), name=f"seat {self.rank} of ring {self.ring}"
+            self._run(self._worker, tail, pipeline), name=f"rank {self.rank} of ring {self.ring}"
         )
 
     def revoke(self, error: ShardnetError) -> None:
-        """Tell whoever seated us that the seat is taken away, unless the ring broke before."""
+        """Report through `on_broken` that this node leaves, unless the ring broke before."""
         if not self.is_over:
             self._on_broken(error)
 
@@ -177,7 +177,7 @@ class RingSeat:
             return pipeline, LocalSink(pipeline), None
         downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
         if self._left:
-            downstream.abort("the seat is taken away")
+            downstream.abort("this node has left the ring")
         self._check_not_left()
         self._links.append(downstream)
         upstream = await self._wait_for_upstream()
@@ -190,7 +190,8 @@ class RingSeat:
     def _check_not_left(self) -> None:
         if self._left:
             raise PeerFailedError(
-                f"the seat in ring {self.ring} was taken away while it was connected; ask again"
+                f"this node left ring {self.ring} while its links were being opened",
+                remedy="ask again",
             )
 
     async def _wait_for_upstream(self) -> Link:
@@ -200,8 +201,8 @@ class RingSeat:
             return self._upstream.result()
         before = self.addresses[self.rank - 1]
         raise PeerFailedError(
-            f"{before} did not open its data link to rank {self.rank} within {NEIGHBOUR_S:.0f} s: "
-            f"check that it can reach {self.addresses[self.rank]}"
+            f"{before} did not open its data link to rank {self.rank} within {NEIGHBOUR_S:.0f} s",
+            remedy=f"check that it can reach {self.addresses[self.rank]}",
         )
 
     async def _run(
@@ -220,7 +221,7 @@ class RingSeat:
             self._break(ShardnetError(f"internal error at rank {self.rank}: {cause!r}"))
 
     def _break(self, error: ShardnetError) -> None:
-        """Tell the neighbours and whoever seated us why this stage stops."""
+        """Report to both neighbours and through `on_broken` why this stage stops."""
         for link in (*self._links, *([self._upstream.result()] if self._upstream.done() else [])):
             if not link.closed:
                 link.send(error_frame(error))

@@ -1,7 +1,7 @@
-"""The stage of this node: loaded, given a seat in a ring, freed.
+"""The stage of this node: loaded, joined to a ring, freed.
 
-Knows the one stage and the one seat a node has at a time. Obedient: heads tell it what to do. Must
-not plan, nor know clients.
+Knows that a node has at most one stage and one ring membership at a time. Heads tell it what to do.
+Must not plan, nor know clients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.ring.ring_membership import DialData, RingSeat
+from shardnet.cluster.ring.ring_membership import DialData, RingMembership
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 
 class StageHost:
-    """Holds at most one loaded stage and one seat. `dial` opens data links for the seat.
+    """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
 
-    Rounded weights are kept below the folder `packs`.
+    Quantised weights are kept below the folder `packs`.
     """
 
     def __init__(self, *, dial: DialData, packs: Path | None = None) -> None:
@@ -48,16 +48,16 @@ class StageHost:
         self._loader = Executor("shardnet-load", niceness=10)
         self._changing = asyncio.Lock()
         self._work: ProgressReporter | None = None
-        """Of what is loaded or measured now."""
+        """Progress of what is loaded or measured now."""
         self._is_closing = False
         self.loaded: LoadedStage | None = None
-        self.seat: RingSeat | None = None
+        self.membership: RingMembership | None = None
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
         if self.loaded is None:
             return None
-        loaded, seat = self.loaded, self.seat
+        loaded, membership = self.loaded, self.membership
         state = StageState(
             model=loaded.order.model,
             layers=(loaded.order.layers.start, loaded.order.layers.end),
@@ -67,44 +67,45 @@ class StageHost:
             room_blocks=loaded.room_blocks,
             used_blocks=loaded.compute.used_blocks,
         )
-        if seat is None or seat.is_over:
+        if membership is None or membership.is_over:
             return state
         return replace(
             state,
-            n_open=seat.n_open,
-            rank=seat.rank,
-            n_stages=len(seat.addresses),
-            epoch=seat.epoch,
-            head=seat.owner,
+            n_open=membership.n_open,
+            rank=membership.rank,
+            n_stages=len(membership.addresses),
+            epoch=membership.epoch,
+            head=membership.owner,
         )
 
     @property
     def progress(self) -> tuple[int, int]:
         """(epoch, last completed step), for heartbeats."""
-        return (self.seat.epoch, self.seat.last_step) if self.seat else (0, 0)
+        return (self.membership.epoch, self.membership.last_step) if self.membership else (0, 0)
 
-    async def give_seat(
+    async def enter_ring(
         self,
         message: LoadStage,
         *,
         owner: str,
         owner_name: str,
         on_broken: Callable[[ShardnetError], None],
-    ) -> RingSeat:
-        """Give the place in a ring to `message`: no other head has it until that ring has stood.
+    ) -> RingMembership:
+        """Become a member of the ring of `message`, and leave the ring that this node was in.
 
-        The ring that was here is told. `owner` is the head's node id, `owner_name` its name for
-        people. Raises BusyError while sequences of another head are open, TakenError while another
-        one builds its ring, PeerFailedError when this node leaves.
+        No other head may use this node until that ring is built. The former ring is told. `owner`
+        is the head's node id, `owner_name` its display name. Raises BusyError while sequences of
+        another head are open, TakenError while another one builds its ring, PeerFailedError when
+        this node leaves.
         """
         self._refuse_others(owner)  # whose loading keeps the lock for long
         async with self._changing:
             self._check_not_closing()
             self._refuse_others(owner)
-            if self.seat is not None and self.seat.ring != message.ring:
-                self.seat.revoke(PeerFailedError(f"its place was given to ring {message.ring}"))
+            if self.membership is not None and self.membership.ring != message.ring:
+                self.membership.revoke(PeerFailedError(f"the node joined ring {message.ring}"))
             await self._leave()
-            self.seat = RingSeat(
+            self.membership = RingMembership(
                 ring=message.ring,
                 epoch=Epoch(message.epoch),
                 rank=message.rank,
@@ -115,22 +116,22 @@ class StageHost:
                 dial=self._dial,
                 on_broken=on_broken,
             )
-            return self.seat
+            return self.membership
 
     def head_lost(self, ring: str) -> None:
-        """Take note that the head of a ring is gone: one that it was building will never stand."""
-        if self.seat is not None and self.seat.ring == ring:
-            self.seat.lose_owner()
+        """Note that the head of `ring` is lost: a ring that it was building will never be built."""
+        if self.membership is not None and self.membership.ring == ring:
+            self.membership.lose_owner()
 
-    async def take_back(self, seat: RingSeat) -> None:
-        """Leave `seat`, unless another one has taken its place already."""
+    async def leave_ring(self, membership: RingMembership) -> None:
+        """End `membership`, unless another one has replaced it already."""
         async with self._changing:
-            if self.seat is seat:
+            if self.membership is membership:
                 await self._leave()
 
     async def load(
         self,
-        seat: RingSeat,
+        membership: RingMembership,
         order: StageOrder,
         *,
         wire_dtype: WireDType,
@@ -138,17 +139,19 @@ class StageHost:
         memory_bytes: int,
         on_progress: Callable[[int, int], None],
     ) -> tuple[LoadedStage, bool]:
-        """Have the stage of `order` loaded for `seat`.
+        """Have the stage of `order` loaded for `membership`.
 
         Returns the stage and whether it was there already. A stage of another order is freed first;
         for another wire dtype it need not be. Raises what loading raises, and PeerFailedError when
-        the seat was given to another ring meanwhile or this node leaves; then nothing is left
-        loaded of this order.
+        another ring has taken this node meanwhile or this node shuts down; then nothing of this
+        order is left loaded.
         """
         async with self._changing:
             self._check_not_closing()
-            if self.seat is not seat:
-                raise PeerFailedError(f"the place of ring {seat.ring} was given away; ask again")
+            if self.membership is not membership:
+                raise PeerFailedError(
+                    f"this node is no member of ring {membership.ring} any more", remedy="ask again"
+                )
             await self._compute.run(lambda: set_compute_threads(threads))
             reused = self.loaded is not None and self.loaded.fits(order)
             if self.loaded is None or not reused:
@@ -156,7 +159,7 @@ class StageHost:
                 self.loaded = await self._load(order, memory_bytes, on_progress)
             compute = self.loaded.compute
             await self._compute.run(lambda: compute.use_wire(wire_dtype))
-            seat.is_loaded = True
+            membership.is_loaded = True
             return self.loaded, reused
 
     async def measure(
@@ -167,8 +170,8 @@ class StageHost:
         """Run `job`, which computes, on the compute thread. It calls what it is given in between.
 
         Raises BusyError when sequences are open here, also when one is opened meanwhile, what `job`
-        raises, and PeerFailedError when this node leaves. When cancelled, waits until the thread
-        has given up.
+        raises, and PeerFailedError when this node shuts down. When cancelled, waits until the
+        thread has given up.
         """
         async with self._changing:
             self._check_not_closing()
@@ -185,9 +188,9 @@ class StageHost:
                 await self._loader.run(release_freed_memory)
 
     async def turn(self) -> None:
-        """Wait for a turn of the compute thread, as each step does.
+        """Wait until the compute thread is free, as each step does.
 
-        Raises BusyError if it is in use, PeerFailedError when this node leaves.
+        Raises BusyError if it is in use, PeerFailedError when this node shuts down.
         """
         self._check_not_closing()
         self.check_idle()
@@ -195,23 +198,23 @@ class StageHost:
 
     def check_idle(self) -> None:
         """Raise BusyError while sequences are open here."""
-        if self.seat is not None and self.seat.is_busy:
-            raise generating_with(self.seat.model)
+        if self.membership is not None and self.membership.is_busy:
+            raise generating_with(self.membership.model)
 
     async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
-        """Connect the seat to its neighbours and start to work; see RingSeat.join."""
-        seat = self._seat(ring, epoch)
-        if self.loaded is None or not seat.is_loaded:
-            raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
-        await seat.join(self.loaded.compute, self._compute, pipeline)
+        """Connect to both neighbours in `ring` and start to work; see RingMembership.join."""
+        membership = self._membership(ring, epoch)
+        if self.loaded is None or not membership.is_loaded:
+            raise UsageError(f"ring {ring} was told to connect before its stage was loaded")
+        await membership.join(self.loaded.compute, self._compute, pipeline)
 
     def check_hello(self, hello: Hello) -> None:
-        """Raise UsageError when a data link's hello is for no seat of this node."""
-        self._seat(hello.ring, hello.epoch).check_hello(hello)
+        """Raise UsageError if `hello` is not that of the stage before this one in its ring."""
+        self._membership(hello.ring, hello.epoch).check_hello(hello)
 
     def accept(self, link: Link) -> None:
-        """Take a data link. Raises UsageError when it is for no seat of this node."""
-        self._seat(link.peer.ring, link.peer.epoch).accept(link)
+        """Take a data link. Raises UsageError if it is not from the stage before this one."""
+        self._membership(link.peer.ring, link.peer.epoch).accept(link)
 
     async def unload(self, owner: str) -> None:
         """Leave the ring and free the weights.
@@ -271,32 +274,44 @@ class StageHost:
         if self._is_closing:
             raise _leaving()
 
-    def _seat(self, ring: str, epoch: int) -> RingSeat:
-        if self.seat is None or (self.seat.ring, self.seat.epoch) != (ring, epoch):
+    def _membership(self, ring: str, epoch: int) -> RingMembership:
+        if self.membership is None or (self.membership.ring, self.membership.epoch) != (
+            ring,
+            epoch,
+        ):
             raise UsageError(
-                f"this node has no seat in ring {ring} epoch {epoch}: another ring has taken it, "
-                "or it was never given; ask again"
+                f"this node is no member of ring {ring} epoch {epoch}: it has joined another "
+                "ring, or never joined this one",
+                remedy="ask again",
             )
-        return self.seat
+        return self.membership
 
     def _refuse_if_busy(self, owner: str) -> None:
         """Raise BusyError while sequences of another head than `owner` are open."""
-        if self.seat is not None and self.seat.is_busy and self.seat.owner != owner:
-            raise generating_with(self.seat.model)
+        if (
+            self.membership is not None
+            and self.membership.is_busy
+            and self.membership.owner != owner
+        ):
+            raise generating_with(self.membership.model)
 
     def _refuse_others(self, owner: str) -> None:
-        """The same, and TakenError while another head builds a ring with this node."""
+        """Raise as `_refuse_if_busy`, and TakenError while another head builds a ring here."""
         self._refuse_if_busy(owner)
-        if self.seat is not None and self.seat.is_forming and self.seat.owner != owner:
+        if (
+            self.membership is not None
+            and self.membership.is_forming
+            and self.membership.owner != owner
+        ):
             raise TakenError(
-                f"this node is loading {self.seat.model} for {self.seat.owner_name}: wait until "
-                "that ends, or stop the command that asked for it"
+                f"this node is loading {self.membership.model} for {self.membership.owner_name}",
+                remedy="wait until that ends, or stop the command that asked for it",
             )
 
     async def _leave(self) -> None:
-        if self.seat is not None:
-            await self.seat.leave()
-            self.seat = None
+        if self.membership is not None:
+            await self.membership.leave()
+            self.membership = None
 
     async def _free(self) -> None:
         if self.loaded is not None:
@@ -305,16 +320,18 @@ class StageHost:
 
 
 def generating_with(model: str) -> BusyError:
-    """Say that nothing else can be done now."""
-    return BusyError(f"this node is generating with {model}: wait until that ends, or stop it")
+    """Make the BusyError of a node that is generating with `model`."""
+    return BusyError(
+        f"this node is generating with {model}", remedy="wait until that ends, or stop it"
+    )
 
 
 def _leaving() -> PeerFailedError:
-    return PeerFailedError("this node is leaving; start it again, or ask without it")
+    return PeerFailedError("this node is leaving", remedy="start it again, or ask without it")
 
 
 async def _ended(running: asyncio.Future[T]) -> None:
-    """Wait for the end of what was told to give up: nobody else asks how it ended."""
+    """Wait for the end of a job that was told to give up, and discard its result."""
     await asyncio.wait([running])
     if not running.cancelled():
         running.exception()

@@ -1,7 +1,7 @@
-"""The orders of heads, this node's own among them, for the stage of this node.
+"""Carry out the orders of heads, this node's own among them, for the stage of this node.
 
-Knows how a LoadStage becomes a loaded stage within this node's memory, and who is told what. Must
-not plan, nor know clients.
+Knows how a LoadStage becomes a loaded stage within this node's memory, and what the head is told.
+Must not plan, nor know clients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.ring.ring_membership import RingSeat
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_port import Progress
 from shardnet.cluster.sharing.sharing import Sharing
@@ -24,17 +25,25 @@ from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.loop import finish
 from shardnet.types import DType, KvDType, LayerRange, WireDType
 from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.metas import explanation
-from shardnet.wire.messages.stages import LoadProgress, LoadStage, RingBroken, StageReady
+from shardnet.wire.messages.stages import (
+    ConnectRing,
+    LoadProgress,
+    LoadStage,
+    RingBroken,
+    StageReady,
+    UnloadStage,
+)
 
 Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]
-"""Has a function called when the node of a link is lost; gives what ends that."""
+"""Calls a function when the node of a link is lost; returns what ends the watch."""
 
 
 class StageOrders:
     """Carries orders out on `host`, with weights that `sharing` brings.
 
-    `asked_threads` 0 is a share of the machine's cores. `watch` tells when a head is lost.
+    `asked_threads` 0 means a share of the machine's cores. `watch` reports that a head is lost.
     """
 
     def __init__(
@@ -57,20 +66,33 @@ class StageOrders:
         self._stop_watching: Callable[[], None] = lambda: None
         self._log = log
 
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
+        handlers.register(ConnectRing, self._connect_for)
+        handlers.register(UnloadStage, self._unload_for)
+
+    async def _connect_for(self, control: ControlLink, message: ConnectRing) -> None:
+        await self._host.join(message.ring, message.epoch)
+        control.send(Done(request=message.request))
+
+    async def _unload_for(self, control: ControlLink, message: UnloadStage) -> None:
+        await self.unload(control.link.peer.node, message.ring)
+        control.send(Done(request=message.request))
+
     @property
     def device(self) -> Device:
-        """What computes here."""
+        """The device that computes here."""
         return self._budget.device
 
     @property
     def threads(self) -> int:
-        """Threads a stage computes with: as told, or the share among this machine's nodes."""
+        """Threads a stage computes with: as configured, or a share among this machine's nodes."""
         if self._asked_threads:
             return self._asked_threads
         return share_of_cores(available_cores(), len(self._local_nodes.list()))
 
     def memory_bytes(self) -> int:
-        """What a stage of this node may take, its loaded one included."""
+        """Return the bytes that a stage of this node may take, its loaded one included."""
         loaded = self._host.loaded
         return self._budget.total_bytes(
             used_bytes=loaded.weight_bytes if loaded else 0,
@@ -78,13 +100,13 @@ class StageOrders:
         )
 
     def free_bytes(self) -> int:
-        """What is left beside the loaded stage, and really there."""
+        """Return the bytes left beside the loaded stage, at most what the device has free."""
         loaded = self._host.loaded
         left = self.memory_bytes() - (loaded.weight_bytes if loaded else 0)
         return max(0, min(left, self._budget.available_bytes()))
 
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
-        """Carry out a peer's order, and tell it of progress, of the end, and when the ring breaks.
+        """Carry out a peer's order; send it progress, the reply, and RingBroken if the ring breaks.
 
         Raises what `load` raises.
         """
@@ -111,7 +133,7 @@ class StageOrders:
                     )
                 )
 
-        def seated() -> None:
+        def entered() -> None:
             self._stop_watching()
             self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
 
@@ -122,7 +144,7 @@ class StageOrders:
             owner_name=control.peer_name,
             progress=progress,
             broken=broken,
-            seated=seated,
+            entered=entered,
         )
         control.send(ready)
 
@@ -134,14 +156,14 @@ class StageOrders:
         owner_name: str,
         progress: Progress,
         broken: Callable[[ShardnetError], None],
-        seated: Callable[[], None] = lambda: None,
+        entered: Callable[[], None] = lambda: None,
     ) -> StageReady:
         """Have the stage of `message` loaded for the head `owner`, called `owner_name`.
 
-        The head has this node's place from then on, which `seated` and the first progress report
-        tell. Weights that this node lacks are fetched first. `broken` is called when the seat's
-        ring breaks later. Raises UsageError for a wire dtype that is none, and what
-        StageHost.give_seat, Sharing.folder and StageHost.load raise; then the place is free again.
+        This node is a member of the head's ring from then on: `entered` is called, and `progress`
+        for the first time. Weights that this node lacks are fetched first. `broken` is called if
+        the ring breaks later. Raises UsageError for an unknown wire dtype, and what
+        StageHost.enter_ring, Sharing.folder and StageHost.load raise; the membership is over then.
         """
         wire_dtype = WireDType.named(message.wire_dtype)
 
@@ -149,17 +171,17 @@ class StageOrders:
             self._log(f"left the ring of {message.model}: {error}")
             broken(error)
 
-        seat = await self._host.give_seat(
+        membership = await self._host.enter_ring(
             message, owner=owner, owner_name=owner_name, on_broken=left
         )
         async with AsyncExitStack() as unless_it_is_loaded:
-            unless_it_is_loaded.push_async_callback(self._take_back, seat)
-            seated()
+            unless_it_is_loaded.push_async_callback(self._leave_ring, membership)
+            entered()
             progress("loading", 0, 0)
             folder = await self._sharing.folder(message, partial(progress, "fetching"))
             threads = message.threads or self.threads
             loaded, reused = await self._host.load(
-                seat,
+                membership,
                 self._order(message, folder),
                 wire_dtype=wire_dtype,
                 threads=threads,
@@ -174,15 +196,15 @@ class StageOrders:
         return _ready(message, loaded, reused)
 
     async def unload(self, owner: str, ring: str) -> None:
-        """Free the stage of a ring. One that has another ring by now is left alone."""
-        if self._host.seat is not None and self._host.seat.ring != ring:
+        """Free the stage of `ring`, unless this node is a member of another ring by now."""
+        if self._host.membership is not None and self._host.membership.ring != ring:
             return
         await self._host.unload(owner)
         self._sharing.release()
         self._log("freed the stage")
 
-    async def _take_back(self, seat: RingSeat) -> None:
-        await finish(self._host.take_back(seat))
+    async def _leave_ring(self, membership: RingMembership) -> None:
+        await finish(self._host.leave_ring(membership))
 
     def _order(self, message: LoadStage, folder: Path) -> StageOrder:
         return StageOrder(

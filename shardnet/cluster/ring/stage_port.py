@@ -1,6 +1,6 @@
-"""One node of a ring, as its head commands it: the node itself or a peer over a control link.
+"""One node of a ring as its head controls it: the head itself, or a peer over a control link.
 
-Knows how each command is carried out here and there. Must not know why it is given.
+Knows how each command reaches a stage. Must not know why it is given.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class StagePort(Protocol):
 
     @property
     def name(self) -> str:
-        """How to call the node in messages."""
+        """The display name of the node."""
 
     @property
     def last_step(self) -> int:
-        """The last step it is known to have completed."""
+        """The last step that it is known to have completed."""
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
         """Have the stage loaded. The port numbers the request itself.
 
-        The first progress tells that the node has taken the order. Raises TakenError where another
-        head builds a ring with the node, and what loading raises.
+        The first call of `on_progress` means that the node has accepted the order. Raises
+        TakenError if another head is building a ring with it, and what loading raises.
         """
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
-        """Have the seat connect to its neighbours. `pipeline` is used by the head's own alone."""
+        """Have the node connect to its neighbours. Only the head's own port uses `pipeline`."""
 
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
@@ -74,28 +74,28 @@ class LocalPort:
 
     @property
     def last_step(self) -> int:
-        """As the stage itself counts."""
+        """The last step of this node's own stage."""
         return self._host.progress[1]
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
-        """Load."""
+        """Load the stage here."""
         return await self._load(message, on_progress)
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
-        """Connect, with the pipeline as source."""
+        """Connect to both neighbours, with `pipeline` as the source of steps."""
         await self._host.join(ring, epoch, pipeline)
 
     async def unload(self, ring: str) -> None:
-        """Free the stage."""
+        """Free the stage here."""
         await self._unload(ring)
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
-        """Never lost: this code runs there."""
+        """Watch nothing: a head does not lose itself."""
         return lambda: None
 
 
 class RemotePort:
-    """A peer."""
+    """A peer, over its control link."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RemotePort:
         watch: Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]],
         latest: Callable[[ControlLink], ControlLink],
     ) -> None:
-        """Take a link to the peer, and what gives the link that has taken its place, if one has."""
+        """Take a link to the peer; `latest` returns the link that has replaced it, if any."""
         self._first_control = control
         self._watch = watch
         self._latest = latest
@@ -114,7 +114,7 @@ class RemotePort:
 
     @property
     def node(self) -> NodeId:
-        """The id that the peer's hello told."""
+        """The node id in the peer's hello."""
         return NodeId(self._first_control.link.peer.node)
 
     @property
@@ -124,11 +124,11 @@ class RemotePort:
 
     @property
     def last_step(self) -> int:
-        """As the peer's last heartbeat told."""
+        """The step in the peer's last heartbeat."""
         return self._control.link.peer_progress[1]
 
     async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
-        """Tell the peer, and pass its progress on."""
+        """Ask the peer, and pass its progress on."""
         return await self._control.ask(
             replace(message, request=self._control.next_request()),
             StageReady,
@@ -138,12 +138,12 @@ class RemotePort:
         )
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
-        """Tell the peer."""
+        """Ask the peer."""
         message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
         await self._control.ask(message, Done)
 
     async def unload(self, ring: str) -> None:
-        """Tell the peer."""
+        """Ask the peer."""
         message = UnloadStage(request=self._control.next_request(), ring=ring)
         await self._control.ask(message, Done)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.head.busy_backoff import ASK_EVERY_S, OTHERS_S, Turn
+from shardnet.cluster.head.busy_backoff import ASK_EVERY_S, OTHERS_S, BusyBackoff
 from shardnet.errors import BusyError, TakenError
 
 TAKEN = TakenError("anna: this node is loading /m for bert")
@@ -23,11 +23,11 @@ class Clock:
         self.now_s += seconds
 
 
-def turn(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> Turn:
-    return Turn(is_vain, now_s=lambda: clock.now_s, sleep=clock.sleep)
+def turn(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> BusyBackoff:
+    return BusyBackoff(is_vain, now_s=lambda: clock.now_s, sleep=clock.sleep)
 
 
-async def for_ever(one: Turn, error: BusyError) -> None:
+async def for_ever(one: BusyBackoff, error: BusyError) -> None:
     while True:
         await one.wait(error)
 

@@ -10,43 +10,52 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.head import head as head_module
-from shardnet.cluster.head.head import Head, Neighbourhood
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import BusyError, CheckpointError, ShardnetError
+from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 MODEL = "/models/large"
 
 
-class Nobody:
-    """A neighbourhood of one node that has every model."""
+class Alone:
+    """All that is around the head of one node that has every model, and no other ring."""
 
-    def __init__(self) -> None:
+    membership = None
+
+    def __init__(self, ring: type[EndlessRing]) -> None:
         self.n_freed = 0
-        self.tokenizer: object = SimpleNamespace(eos_ids=(0,))
+        self.why_not: ShardnetError | None = None
+        self._ring = ring
 
-    def head_elsewhere(self) -> None:
-        """No node leads another ring."""
+    def head(self) -> Head:
+        """Make a head that plans for itself alone, and builds rings of the one kind."""
+        return Head(
+            node=NodeId("a"),
+            host=cast(StageHost, self),
+            planner=cast(Planner, self),
+            builder=cast(RingBuilder, self),
+        )
 
-    async def provide(self, *_: object) -> None:
-        """Nothing has to be pulled."""
-
-    async def free_stage(self) -> None:
+    async def unload(self, owner: str) -> None:
         """Count."""
         self.n_freed += 1
 
-    async def port(self, node: object) -> None:
-        """No port is asked for anything: the ring is not a real one."""
+    async def provide(self, *_: object) -> None:
+        """Nothing has to be downloaded."""
 
-    async def holders(self, *_: object) -> list[object]:
-        """Nobody else has the model."""
-        return []
+    async def plan(self, *_: object, **__: object) -> Any:
+        """Plan a ring without nodes."""
+        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=())
 
-    async def load_tokenizer(self, folder: object) -> object:
-        """Give the tokenizer, or raise why there is none."""
-        if isinstance(self.tokenizer, ShardnetError):
-            raise self.tokenizer
-        return self.tokenizer
+    async def prepare(self, plan: object) -> Any:
+        """Give the ring, or raise why there is none."""
+        if self.why_not is not None:
+            raise self.why_not
+        return SimpleNamespace(ring=self._ring, tokenizer=None, eos_ids=(0,))
 
 
 class EndlessRing:
@@ -77,17 +86,9 @@ class EndlessRing:
 
 
 @pytest.fixture
-def endless(monkeypatch: pytest.MonkeyPatch) -> type[EndlessRing]:
-    """Have every head plan for itself alone, and build a ring without an end."""
-    facts = SimpleNamespace(model_id="x", path="/x")
-    plan = SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts, chunk_s=None)
-
-    async def planned(*_: object, **__: object) -> Any:
-        return plan
-
-    monkeypatch.setattr(Head, "plan", planned)
-    monkeypatch.setattr(head_module, "Ring", EndlessRing)
-    monkeypatch.setattr(head_module, "_spec", lambda plan: None)
+def endless() -> type[EndlessRing]:
+    """A kind of ring that never stands."""
+    EndlessRing.begun, EndlessRing.causes = asyncio.Event(), []
     return EndlessRing
 
 
@@ -99,9 +100,8 @@ async def ask(head: Head) -> None:
 
 def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[EndlessRing]) -> None:
     async def main() -> None:
-        endless.begun, endless.causes = asyncio.Event(), []
-        nobody = Nobody()
-        head = Head(cast(Neighbourhood, nobody))
+        alone = Alone(endless)
+        head = alone.head()
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
         async with asyncio.timeout(60):
@@ -112,7 +112,7 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
         with pytest.raises(asyncio.CancelledError):
             await asking
         await head.unload()
-        assert nobody.n_freed == 1
+        assert alone.n_freed == 1
 
     asyncio.run(main())
 
@@ -121,8 +121,7 @@ def test_a_head_that_leaves_waits_until_what_it_was_building_is_freed(
     endless: type[EndlessRing],
 ) -> None:
     async def main() -> None:
-        endless.begun, endless.causes = asyncio.Event(), []
-        head = Head(cast(Neighbourhood, Nobody()))
+        head = Alone(endless).head()
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
         asking.cancel()  # the client is told, and hangs up
@@ -136,8 +135,7 @@ def test_a_head_that_leaves_waits_until_what_it_was_building_is_freed(
 
 def test_what_breaks_a_ring_that_is_being_built_is_heard(endless: type[EndlessRing]) -> None:
     async def main() -> None:
-        endless.begun, endless.causes = asyncio.Event(), []
-        head = Head(cast(Neighbourhood, Nobody()))
+        head = Alone(endless).head()
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
         head.ring_broken("another", CheckpointError("x"))
@@ -154,12 +152,11 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_anything_is_loaded(
     endless: type[EndlessRing],
 ) -> None:
     async def main() -> None:
-        endless.begun = asyncio.Event()
-        nobody = Nobody()
-        nobody.tokenizer = CheckpointError("/x/tokenizer.json is damaged")
+        alone = Alone(endless)
+        alone.why_not = CheckpointError("/x/tokenizer.json is damaged")
         with pytest.raises(CheckpointError, match="is damaged"):
             async with asyncio.timeout(60):
-                await ask(Head(cast(Neighbourhood, nobody)))
+                await ask(alone.head())
         assert not endless.begun.is_set()
 
     asyncio.run(main())

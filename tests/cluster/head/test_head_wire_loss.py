@@ -13,9 +13,11 @@ import pytest
 from support.models.checkpoints import make_llama
 
 from shardnet.cluster.head import wire_loss
-from shardnet.cluster.head.planning import Measured, Plan, make_plan
-from shardnet.cluster.head.wire_loss import WireErrors
+from shardnet.cluster.head.placing import make_plan
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.runtime.stage.loading import identify
 from shardnet.types import NodeId
@@ -72,7 +74,7 @@ def plan_of(
 
 
 class Measurer:
-    """WireErrors in a folder, and what it did."""
+    """WireLoss in a folder, and what it did."""
 
     def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cache = cache
@@ -91,7 +93,7 @@ class Measurer:
         """Ask for these one after the other, of one node."""
 
         async def main() -> list[NarrowWire]:
-            errors = WireErrors(cache=self.cache, threads=lambda: 1, log=self.log.append)
+            errors = WireLoss(cache=self.cache, threads=lambda: 1, log=self.log.append)
             try:
                 return [
                     await errors.narrow(plan, lambda *report: self.progress.append(report))
@@ -225,7 +227,7 @@ def test_a_client_that_goes_away_ends_the_measurement(
     monkeypatch.setattr(wire_loss, "measure_wire_loss", wait_and_report)
 
     async def main() -> None:
-        errors = WireErrors(cache=tmp_path, threads=lambda: 1, log=lambda line: None)
+        errors = WireLoss(cache=tmp_path, threads=lambda: 1, log=lambda line: None)
         plan = plan_of(folder)
         asking = asyncio.create_task(errors.narrow(plan, lambda done, total: None))
         await asyncio.to_thread(began.wait, DEADLINE_S)

@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from shardnet.cluster.head.planning import (
-    Rounding,
-    make_plan,
-    model_shape,
-    settle_dtype,
-    settle_wire_dtype,
-)
+from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.head.placing import make_plan
+from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
@@ -172,16 +168,18 @@ def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None)
     raw |= {"intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     raw |= {"n_routed_experts": 16, "moe_intermediate_size": 48, "first_k_dense_replace": 2}
     config = parse_config(raw, "config.json")
-    rounding = Rounding(weights=kind)
-    shape = model_shape(config, DType.BFLOAT16, 512, rounding=rounding)
+    rounding = QuantizationChoice(weights=kind)
+    shape = model_shape(config, DType.BFLOAT16, 512, quantization=rounding)
     for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
         layers = LayerRange(start, end)
         assert shape.weight_bytes(layers) == stage_weight_bytes(
             config, layers, WeightForm(dtype=DType.BFLOAT16, rounded=kind)
         )
-    for lighter, (_, more) in zip(shape.lighter, rounding.more(), strict=True):
-        rounded = model_shape(config, DType.BFLOAT16, 512, rounding=more)
-        assert shape.rounded(lighter).weight_bytes(shape.whole) == rounded.weight_bytes(shape.whole)
+    for lighter, (_, more) in zip(shape.quantized_sizes, rounding.more(), strict=True):
+        rounded = model_shape(config, DType.BFLOAT16, 512, quantization=more)
+        assert shape.quantized(lighter).weight_bytes(shape.whole) == rounded.weight_bytes(
+            shape.whole
+        )
 
 
 def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:
@@ -270,19 +268,20 @@ def test_what_a_wire_saves_is_unknown_where_a_link_is() -> None:
 def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
     """A row of 16 columns takes 18 bytes instead of 32."""
     config = facts().config
-    both = Rounding(weights=Quantization.INT4, kv_dtype=KvDType.INT8)
+    both = QuantizationChoice(weights=Quantization.INT4, kv_dtype=KvDType.INT8)
     plain, rounded = (
-        model_shape(config, DType.BFLOAT16, 512, None, rounding) for rounding in (Rounding(), both)
+        model_shape(config, DType.BFLOAT16, 512, None, rounding)
+        for rounding in (QuantizationChoice(), both)
     )
     assert (rounded.kv_block_bytes, plain.kv_block_bytes) == (256 * 4 * 18, 256 * 4 * 32)
-    assert [lighter.flags for lighter in plain.lighter] == [
+    assert [lighter.flags for lighter in plain.quantized_sizes] == [
         ("--quant int8",),
         ("--quant int4",),
         ("--kv-dtype int8",),
         ("--quant int8", "--kv-dtype int8"),
         ("--quant int4", "--kv-dtype int8"),
     ]
-    lightest = plain.rounded(plain.lighter[-1])
+    lightest = plain.quantized(plain.quantized_sizes[-1])
     assert (
         replace(lightest, layer_read_bytes=rounded.layer_read_bytes, streaming=rounded.streaming)
         == rounded
@@ -290,13 +289,13 @@ def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
     choice = ModelChoice(model="/m", kv_dtype="int8")
     reply = make_plan(choice, facts(), [node("a")]).reply(1)
     assert (reply.kv_dtype, reply.stages[0].kv_bytes) == ("int8", 6 * 2 * rounded.kv_block_bytes)
-    kv_alone = Rounding(kv_dtype=KvDType.INT8)
+    kv_alone = QuantizationChoice(kv_dtype=KvDType.INT8)
     needed = {
         rounding: shape.memory_bytes(shape.whole)
-        for rounding in (Rounding(), kv_alone, both)
+        for rounding in (QuantizationChoice(), kv_alone, both)
         for shape in [model_shape(config, DType.BFLOAT16, 512, None, rounding)]
     }
-    assert needed[both] < needed[kv_alone] < needed[Rounding()]
+    assert needed[both] < needed[kv_alone] < needed[QuantizationChoice()]
     for least, flags in ((kv_alone, "--kv-dtype int8"), (both, "--quant int4 --kv-dtype int8")):
         with pytest.raises(PlanError) as refused:
             make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=needed[least])])

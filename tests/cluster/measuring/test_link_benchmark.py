@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shardnet.cluster.measuring import link_benchmark
 from shardnet.cluster.measuring.link_benchmark import (
     FIRST_PAYLOAD_BYTES,
-    GLANCE_BYTES,
     GOOD_FOR_S,
     PAYLOADS_S,
-    LinkFigures,
+    QUICK_RATE_BYTES,
+    LinkBenchmark,
     best_rate,
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -42,7 +42,7 @@ class Ends:
         self.n_turns = 0
         self.now_s = 1000.0
         self.control: ControlLink | None = None
-        self.figures = LinkFigures(
+        self.figures = LinkBenchmark(
             link_of=lambda node: self.control if node == FAR else None,
             turn=self._turn,
             now_s=lambda: self.now_s,
@@ -94,7 +94,7 @@ async def linked() -> AsyncIterator[Ends]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a busy machine take its time for payloads of the real size."""
-    for name in ("PAYLOADS_S", "GIVE_UP_S", "GLANCE_S"):
+    for name in ("PAYLOADS_S", "GIVE_UP_S", "QUICK_RATE_S"):
         monkeypatch.setattr(link_benchmark, name, 100.0)
 
 
@@ -143,16 +143,16 @@ def test_a_step_waits_for_both_compute_threads_and_payloads_grow_to_the_real_siz
 def test_a_glance_tells_what_is_known_or_looks_and_keeps_nothing() -> None:
     async def main() -> None:
         async with linked() as ends:
-            glanced = await ends.figures.glance(FAR)
+            glanced = await ends.figures.quick_rate(FAR)
             assert glanced is not None
             assert glanced > 0
-            assert max(len(ping.payload) for ping in ends.pings) <= GLANCE_BYTES
+            assert max(len(ping.payload) for ping in ends.pings) <= QUICK_RATE_BYTES
             assert not any(ping.as_step for ping in ends.pings)
             [measured] = await ends.measure(FAR)
             n_pings = len(ends.pings)
-            assert await ends.figures.glance(FAR) == measured.bytes_per_s
+            assert await ends.figures.quick_rate(FAR) == measured.bytes_per_s
             assert len(ends.pings) == n_pings
-            assert await ends.figures.glance(NodeId("nobody")) is None
+            assert await ends.figures.quick_rate(NodeId("nobody")) is None
 
     asyncio.run(main())
 
@@ -161,7 +161,7 @@ def test_a_glance_at_a_node_that_generates_shows_nothing() -> None:
     async def main() -> None:
         async with linked() as ends:
             ends.far_is_busy = True
-            assert await ends.figures.glance(FAR) is None
+            assert await ends.figures.quick_rate(FAR) is None
 
     asyncio.run(main())
 

@@ -14,8 +14,8 @@ import pytest
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.measuring.figure_cache import FigureCache
-from shardnet.cluster.measuring.node_benchmark import OwnFigures
-from shardnet.cluster.ring.ring_membership import RingSeat
+from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
@@ -36,8 +36,8 @@ CONFIG = {
 
 
 @dataclass
-class Seat:
-    """What the host asks of its seat."""
+class Member:
+    """What the host asks of its membership."""
 
     is_busy: bool
     model: str = "/m"
@@ -53,10 +53,10 @@ def ask(**changes: Any) -> MeasureStage:
 
 def measuring(
     folder: Path,
-    main: Callable[[OwnFigures, StageHost], Awaitable[None]],
+    main: Callable[[NodeBenchmark, StageHost], Awaitable[None]],
     memory_bytes: int | None = None,
 ) -> None:
-    async def dial(address: str, seat: RingSeat) -> Link:
+    async def dial(address: str, membership: RingMembership) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
@@ -71,7 +71,7 @@ def measuring(
             watch=lambda control, on_lost: lambda: None,
             log=print,
         )
-        figures = OwnFigures(
+        figures = NodeBenchmark(
             host=host, orders=orders, reader=reader, cache=FigureCache(folder, print)
         )
         try:
@@ -83,16 +83,16 @@ def measuring(
     asyncio.run(run())
 
 
-async def measure(figures: OwnFigures, message: MeasureStage) -> StageMeasured:
+async def measure(figures: NodeBenchmark, message: MeasureStage) -> StageMeasured:
     return await figures.measure(message, "anna", lambda done, total: None)
 
 
 def generate(host: StageHost) -> None:
-    host.seat = cast(RingSeat, Seat(is_busy=True))
+    host.membership = cast(RingMembership, Member(is_busy=True))
 
 
 def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> None:
-    async def first(figures: OwnFigures, host: StageHost) -> None:
+    async def first(figures: NodeBenchmark, host: StageHost) -> None:
         with pytest.raises(UsageError, match="not measured yet"):
             figures.known(ask())
         answer = await measure(figures, ask())
@@ -106,7 +106,7 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
             with pytest.raises(BusyError, match="generating with /m"):
                 await measure(figures, other)
 
-    async def later(figures: OwnFigures, host: StageHost) -> None:
+    async def later(figures: NodeBenchmark, host: StageHost) -> None:
         generate(host)
         assert (await measure(figures, ask())).seconds.layer_s > 0
 
@@ -115,7 +115,7 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
-    async def main(figures: OwnFigures, host: StageHost) -> None:
+    async def main(figures: NodeBenchmark, host: StageHost) -> None:
         with pytest.raises(CheckpointError, match=r"config\.json that anna sent"):
             await measure(figures, ask(config="{"))
         with pytest.raises(UsageError, match="dtype int3"):
@@ -131,7 +131,7 @@ def test_the_disk_is_told_where_there_is_a_checkpoint(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(bytes(2**20))
 
-    async def main(figures: OwnFigures, host: StageHost) -> None:
+    async def main(figures: NodeBenchmark, host: StageHost) -> None:
         answer = await measure(figures, ask(model=str(folder)))
         assert answer.disk_bytes_per_s is not None
         assert answer.disk_bytes_per_s > 0

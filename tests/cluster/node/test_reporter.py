@@ -19,8 +19,9 @@ from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node import reporter
-from shardnet.cluster.node.node import Node, NodeSettings, listening
+from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.node.reporter import clock_ahead_s, free_bytes
+from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.ring import dialer
@@ -207,7 +208,7 @@ def test_only_members_and_this_machine_are_told(
     cluster: str | None, address: str, is_told: bool
 ) -> None:
     """With a key every link is a member's: TLS has seen to that."""
-    told = reporter.Reporter.__new__(reporter.Reporter)
+    told = reporter.NodeReporter.__new__(reporter.NodeReporter)
     told._cluster = cluster
     control: Any = SimpleNamespace(link=SimpleNamespace(peer_address=address))
     with contextlib.nullcontext() if is_told else pytest.raises(AuthenticationError, match="key"):

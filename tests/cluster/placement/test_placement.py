@@ -21,7 +21,7 @@ from support.rings.clusters import (
 )
 
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
     LinkSpeed,
     ModelShape,
     Objective,
@@ -35,7 +35,7 @@ from shardnet.types import LayerRange
 both = pytest.mark.parametrize("objective", list(Objective))
 
 
-def unmeasured(*memory_mib: int) -> list[Candidate]:
+def unmeasured(*memory_mib: int) -> list[CandidateNode]:
     return [candidate(f"n{i}", mib) for i, mib in enumerate(memory_mib)]
 
 
@@ -48,7 +48,7 @@ def counts(placement: Placement) -> list[int]:
 
 
 def assert_partition(
-    model: ModelShape, candidates: Sequence[Candidate], placement: Placement
+    model: ModelShape, candidates: Sequence[CandidateNode], placement: Placement
 ) -> None:
     layers = [layer for stage in placement.stages for layer in stage.layers]
     assert layers == list(range(model.n_layers))

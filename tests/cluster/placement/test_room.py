@@ -13,7 +13,7 @@ from support.rings.clusters import MIB, candidate, fits, shape, splits
 from shardnet.cluster.placement.figures import ModelShape
 from shardnet.cluster.placement.room import (
     Fits,
-    Role,
+    StageRole,
     context_that_fits,
     fits_in_order,
     fits_somehow,
@@ -77,10 +77,10 @@ def test_layers_that_weigh_less_make_room_that_is_there(
 def test_room_is_what_fits_and_one_layer_more_does_not(model: ModelShape, memory_mib: int) -> None:
     room, n = room_of(model, memory_mib * MIB), model.n_layers
     ranges = {
-        Role.MIDDLE: [LayerRange(1, 1 + k) for k in range(1, n - 1)],
-        Role.FIRST: [LayerRange(0, k) for k in range(1, n)],
-        Role.LAST: [LayerRange(n - k, n) for k in range(1, n)],
-        Role.ALONE: [LayerRange(0, n)],
+        StageRole.MIDDLE: [LayerRange(1, 1 + k) for k in range(1, n - 1)],
+        StageRole.FIRST: [LayerRange(0, k) for k in range(1, n)],
+        StageRole.LAST: [LayerRange(n - k, n) for k in range(1, n)],
+        StageRole.ALONE: [LayerRange(0, n)],
     }
     for role, candidates in ranges.items():
         fitting = [len(r) for r in candidates if model.memory_bytes(r) <= memory_mib * MIB]
@@ -88,8 +88,12 @@ def test_room_is_what_fits_and_one_layer_more_does_not(model: ModelShape, memory
 
 
 def test_roles() -> None:
-    assert [role_of(rank, 3) for rank in range(3)] == [Role.FIRST, Role.MIDDLE, Role.LAST]
-    assert role_of(0, 1) is Role.ALONE
+    assert [role_of(rank, 3) for rank in range(3)] == [
+        StageRole.FIRST,
+        StageRole.MIDDLE,
+        StageRole.LAST,
+    ]
+    assert role_of(0, 1) is StageRole.ALONE
 
 
 @given(model=shapes, memory=memories)

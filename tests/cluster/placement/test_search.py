@@ -15,7 +15,7 @@ from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_c
 from shardnet.cluster.placement import rules as ring_rules
 from shardnet.cluster.placement.estimate import measured_problem
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
     LinkSpeed,
     ModelShape,
     Objective,
@@ -53,7 +53,7 @@ link_speeds = st.builds(
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[ModelShape, list[Candidate], Links]:
+def clusters(draw: st.DrawFn) -> tuple[ModelShape, list[CandidateNode], Links]:
     model = draw(
         st.builds(
             shape,
@@ -73,7 +73,7 @@ def clusters(draw: st.DrawFn) -> tuple[ModelShape, list[Candidate], Links]:
 
 def find_s(
     model: ModelShape,
-    nodes: Sequence[Candidate],
+    nodes: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     width: int | None = None,
@@ -87,7 +87,7 @@ def find_s(
 @settings(max_examples=80)
 @given(cluster=clusters())
 def test_up_to_six_nodes_no_ring_is_better(
-    cluster: tuple[ModelShape, list[Candidate], Links], objective: Objective
+    cluster: tuple[ModelShape, list[CandidateNode], Links], objective: Objective
 ) -> None:
     best_s = naive_best_s(*cluster, objective)
     assert find_s(*cluster, objective) == pytest.approx(best_s, rel=1e-6)

@@ -11,7 +11,7 @@ from support.rings.clusters import MIB, candidate, equal_links, shape, speed
 
 from shardnet.cluster.placement.figures import (
     NO_LINKS,
-    Candidate,
+    CandidateNode,
     ModelShape,
     Objective,
     Placement,
@@ -27,12 +27,12 @@ def streamable(n_layers: int = 20, read_mib: int = 9) -> ModelShape:
     return replace(shape(n_layers=n_layers), streaming=streaming)
 
 
-def node(name: str, memory_mib: int, disk_mib_s: float | None = 100.0) -> Candidate:
+def node(name: str, memory_mib: int, disk_mib_s: float | None = 100.0) -> CandidateNode:
     disk = disk_mib_s * MIB if disk_mib_s else None
     return replace(candidate(name, memory_mib, speed(5.0, 2.0)), disk_bytes_per_s=disk)
 
 
-def streamed(model: ModelShape, *nodes: Candidate, n: int | None = None) -> Placement | None:
+def streamed(model: ModelShape, *nodes: CandidateNode, n: int | None = None) -> Placement | None:
     return place_streaming(model, nodes, exactly=False, n_streamed=n)
 
 

@@ -7,13 +7,13 @@ import re
 import pytest
 from support.rings.clusters import MIB, candidate, equal_links, shape, speed
 
-from shardnet.cluster.placement.figures import Candidate, Links, Objective
+from shardnet.cluster.placement.figures import CandidateNode, Links, Objective
 from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.words import size
 from shardnet.errors import PlanError
 
 
-def lan(*nodes: Candidate) -> Links:
+def lan(*nodes: CandidateNode) -> Links:
     """Each hop takes 4 ms, and a little for its bytes."""
     return equal_links(nodes, round_trip_ms=8)
 

@@ -1,4 +1,4 @@
-"""A seat in a ring of one: work, and what happens when the compute itself is broken."""
+"""A member of a ring of one: work, and what happens when the compute itself is broken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingSeat
+from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingMembership
 from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import Activations, Samples, SlotOperation
@@ -43,18 +43,18 @@ class BrokenCompute:
         raise ZeroDivisionError("a bug of ours")
 
 
-async def no_dial(address: str, seat: RingSeat) -> Link:
+async def no_dial(address: str, membership: RingMembership) -> Link:
     raise AssertionError("a ring of one dials nobody")
 
 
-def seat(
+def membership(
     on_broken: Callable[[ShardnetError], None],
     n_stages: int = 1,
     rank: int = 0,
     dial: DialData = no_dial,
     now_s: Callable[[], float] = time.monotonic,
-) -> RingSeat:
-    return RingSeat(
+) -> RingMembership:
+    return RingMembership(
         ring="r",
         epoch=Epoch(1),
         rank=rank,
@@ -89,7 +89,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
 
         executor = Executor("test")
         pipeline = idle_pipeline()
-        one = seat(note)
+        one = membership(note)
         await one.join(BrokenCompute(), executor, pipeline)
         group = RowGroup(
             sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
@@ -112,17 +112,17 @@ def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
         near, far = await memory_pair(node, node)
         dialled, answer = asyncio.Event(), asyncio.Event()
 
-        async def dial(address: str, seat: RingSeat) -> Link:
+        async def dial(address: str, membership: RingMembership) -> Link:
             dialled.set()
             await answer.wait()
             return near
 
-        one = seat(print, n_stages=2, dial=dial)
+        one = membership(print, n_stages=2, dial=dial)
         joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
         await dialled.wait()
         await one.leave()
         answer.set()
-        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+        with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
             await joining
         with pytest.raises(LinkClosedError):
             await far.receive()
@@ -139,16 +139,16 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
         near, far = await memory_pair(node, node)
         dialled = asyncio.Event()
 
-        async def dial(address: str, seat: RingSeat) -> Link:
+        async def dial(address: str, membership: RingMembership) -> Link:
             dialled.set()
             return near
 
-        one = seat(print, n_stages=2, dial=dial)
+        one = membership(print, n_stages=2, dial=dial)
         joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
         await dialled.wait()
         await asyncio.sleep(0)  # it has the link now, and waits for the other one
         leaving = asyncio.create_task(one.leave())
-        with pytest.raises(PeerFailedError, match="the seat in ring r was taken away while"):
+        with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
             await joining
         await asyncio.gather(leaving, far.close())
 
@@ -158,7 +158,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
 def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_seconds() -> None:
     async def main() -> None:
         now_s, executor = 100.0, Executor("test")
-        one = seat(print, now_s=lambda: now_s)
+        one = membership(print, now_s=lambda: now_s)
         now_s += 1000  # loading may take long
         assert one.is_forming
         await one.join(BrokenCompute(), executor, idle_pipeline())
@@ -177,11 +177,11 @@ def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_secon
 
 def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
     async def main() -> None:
-        one, executor = seat(print), Executor("test")
+        one, executor = membership(print), Executor("test")
         one.lose_owner()
         assert one.is_over
         assert not one.is_forming
-        standing = seat(print)
+        standing = membership(print)
         await standing.join(BrokenCompute(), executor, idle_pipeline())
         standing.lose_owner()  # its links tell
         assert not standing.is_over
@@ -207,6 +207,6 @@ def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -
             rank=rank,
         )
         with pytest.raises(UsageError, match="expected was rank 2 of ring r epoch 1"):
-            seat(print, n_stages=3, rank=0).check_hello(hello)
+            membership(print, n_stages=3, rank=0).check_hello(hello)
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from shardnet.cluster.ring import stage_host as stage_host_module
-from shardnet.cluster.ring.ring_membership import RingSeat
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import BusyError, PeerFailedError, TakenError, UsageError
 from shardnet.runtime.stage.loading import StageOrder
@@ -24,8 +24,8 @@ from shardnet.wire.messages.stages import LoadStage
 
 
 @dataclass
-class Seat:
-    """What the host asks of its seat."""
+class Member:
+    """What the host asks of its membership."""
 
     is_busy: bool = False
     model: str = "/m"
@@ -35,7 +35,7 @@ class Seat:
 
 
 def hosted(main: Callable[[StageHost], Any]) -> None:
-    async def dial(address: str, seat: RingSeat) -> Link:
+    async def dial(address: str, membership: RingMembership) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
@@ -48,10 +48,10 @@ def hosted(main: Callable[[StageHost], Any]) -> None:
     asyncio.run(run())
 
 
-def take_seat(host: StageHost, *, is_busy: bool) -> Seat:
-    seat = Seat(is_busy=is_busy)
-    host.seat = cast(RingSeat, seat)
-    return seat
+def take_part(host: StageHost, *, is_busy: bool) -> Member:
+    membership = Member(is_busy=is_busy)
+    host.membership = cast(RingMembership, membership)
+    return membership
 
 
 def test_a_measurement_runs_on_the_compute_thread_and_reports_that_it_lives() -> None:
@@ -62,7 +62,7 @@ def test_a_measurement_runs_on_the_compute_thread_and_reports_that_it_lives() ->
             tick()
             return threading.current_thread().name
 
-        take_seat(host, is_busy=False)
+        take_part(host, is_busy=False)
         name = await host.measure(job, lambda done, total: reports.append((done, total)))
         assert name.startswith("shardnet-compute")
         assert reports == [(0, 1)]
@@ -73,7 +73,7 @@ def test_a_measurement_runs_on_the_compute_thread_and_reports_that_it_lives() ->
 
 def test_open_sequences_are_not_disturbed() -> None:
     async def main(host: StageHost) -> None:
-        take_seat(host, is_busy=True)
+        take_part(host, is_busy=True)
         with pytest.raises(BusyError, match="generating with /m"):
             await host.measure(lambda tick: 1, lambda done, total: None)
         with pytest.raises(BusyError, match="generating with /m"):
@@ -84,11 +84,11 @@ def test_open_sequences_are_not_disturbed() -> None:
 
 def test_a_sequence_that_opens_meanwhile_ends_the_measurement() -> None:
     async def main(host: StageHost) -> None:
-        seat = take_seat(host, is_busy=False)
+        membership = take_part(host, is_busy=False)
 
         def job(tick: Callable[[], None]) -> None:
             tick()
-            seat.is_busy = True
+            membership.is_busy = True
             tick()
             raise AssertionError("it went on")
 
@@ -145,8 +145,8 @@ ORDER = LoadStage(
 )
 
 
-async def give_seat(host: StageHost, owner: str = "head", ring: str = "r") -> RingSeat:
-    return await host.give_seat(
+async def enter_ring(host: StageHost, owner: str = "head", ring: str = "r") -> RingMembership:
+    return await host.enter_ring(
         replace(ORDER, ring=ring),
         owner=owner,
         owner_name=f"{owner} (10.0.0.1:7)",
@@ -156,7 +156,7 @@ async def give_seat(host: StageHost, owner: str = "head", ring: str = "r") -> Ri
 
 async def load(host: StageHost) -> None:
     await host.load(
-        await give_seat(host),
+        await enter_ring(host),
         cast(StageOrder, None),
         wire_dtype=WireDType.FLOAT32,
         threads=1,
@@ -220,7 +220,7 @@ def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
         await began.wait()
         async with asyncio.timeout(60):
             with pytest.raises(TakenError, match=r"loading /m for head \(10\.0\.0\.1:7\): wait"):
-                await give_seat(host, owner="other")
+                await enter_ring(host, owner="other")
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
@@ -230,17 +230,17 @@ def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
 
 def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
     async def main(host: StageHost) -> None:
-        first = await give_seat(host)
-        await host.take_back(first)
-        second = await give_seat(host, owner="other")
-        await host.take_back(first)  # it comes late
-        assert host.seat is second
+        first = await enter_ring(host)
+        await host.leave_ring(first)
+        second = await enter_ring(host, owner="other")
+        await host.leave_ring(first)  # it comes late
+        assert host.membership is second
         host.head_lost("another")
         with pytest.raises(TakenError):
-            await give_seat(host)
+            await enter_ring(host)
         host.head_lost(second.ring)
-        third = await give_seat(host)
-        assert host.seat is third
+        third = await enter_ring(host)
+        assert host.membership is third
 
     hosted(main)
 
@@ -249,9 +249,9 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
     """And what still is on the way for its former ring comes to nothing."""
 
     async def main(host: StageHost) -> None:
-        former = await give_seat(host)
-        await give_seat(host, ring="s")
-        with pytest.raises(PeerFailedError, match="the place of ring r was given away"):
+        former = await enter_ring(host)
+        await enter_ring(host, ring="s")
+        with pytest.raises(PeerFailedError, match="no member of ring r any more"):
             await host.load(
                 former,
                 cast(StageOrder, None),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 
 from shardnet.cluster.placement.figures import (
-    Candidate,
+    CandidateNode,
     LinkSpeed,
     ModelShape,
     Objective,
@@ -51,13 +51,13 @@ def speed(layer_ms: float, head_ms: float = 0.0, embed_ms: float = 0.0) -> Stage
     )
 
 
-def candidate(name: str, memory_mib: int, measured: StageSpeed | None = None) -> Candidate:
-    return Candidate(
+def candidate(name: str, memory_mib: int, measured: StageSpeed | None = None) -> CandidateNode:
+    return CandidateNode(
         node=NodeId(f"id-{name}"), name=name, memory_bytes=memory_mib * MIB, speed=measured
     )
 
 
-def equal_links(candidates: Sequence[Candidate], round_trip_ms: float = 2.0) -> Links:
+def equal_links(candidates: Sequence[CandidateNode], round_trip_ms: float = 2.0) -> Links:
     """Links of 1 Gbit/s between all nodes."""
     link = LinkSpeed(round_trip_s=round_trip_ms / 1e3, bytes_per_s=125e6)
     return {(a.node, b.node): link for a, b in permutations(candidates, 2)}
@@ -65,7 +65,7 @@ def equal_links(candidates: Sequence[Candidate], round_trip_ms: float = 2.0) -> 
 
 def random_cluster(
     seed: int, n_nodes: int, n_layers: int
-) -> tuple[ModelShape, list[Candidate], Links]:
+) -> tuple[ModelShape, list[CandidateNode], Links]:
     """A home lab: nodes within a factor of 30 in speed, links from Wi-Fi to 10 Gbit/s.
 
     Together the nodes have room for the model 0.9 to 8 times.
@@ -90,7 +90,7 @@ def random_cluster(
 
 
 def naive_best_s(
-    model: ModelShape, nodes: Sequence[Candidate], links: Links, objective: Objective
+    model: ModelShape, nodes: Sequence[CandidateNode], links: Links, objective: Objective
 ) -> float:
     """Weigh every split over every ring; infinity when the model fits none."""
     best = math.inf
@@ -108,7 +108,7 @@ def splits(model: ModelShape, n_stages: int) -> Iterator[list[LayerRange]]:
         yield [LayerRange(a, b) for a, b in pairwise([0, *cuts, model.n_layers])]
 
 
-def fits(model: ModelShape, ring: Sequence[Candidate], split: Sequence[LayerRange]) -> bool:
+def fits(model: ModelShape, ring: Sequence[CandidateNode], split: Sequence[LayerRange]) -> bool:
     return all(
         model.memory_bytes(layers) <= node.memory_bytes
         for node, layers in zip(ring, split, strict=True)
@@ -117,7 +117,7 @@ def fits(model: ModelShape, ring: Sequence[Candidate], split: Sequence[LayerRang
 
 def naive_cost_s(
     model: ModelShape,
-    ring: Sequence[Candidate],
+    ring: Sequence[CandidateNode],
     split: Sequence[LayerRange],
     links: Links,
     objective: Objective,

@@ -1,0 +1,225 @@
+"""From candidates, model and figures to a plan: the step of planning that decides. Pure.
+
+Knows how a choice becomes a call of the planner (cluster/placement). Must not gather anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.head.plan import Plan, silent_words
+from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_stored_dtype, settle_wire_dtype
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.placement.figures import (
+    CandidateNode,
+    Links,
+    ModelShape,
+    Objective,
+    Placement,
+)
+from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
+from shardnet.cluster.placement.words import LISTED
+from shardnet.errors import PlanError, UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.stage.estimate.memory_estimate import (
+    graph_bytes,
+)
+from shardnet.stage.estimate.stored_dtype import check_in_place
+from shardnet.types import (
+    DType,
+    KvDType,
+    LayerRange,
+    NodeId,
+    WireDType,
+)
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import LeftOut, ModelChoice
+
+
+def make_plan(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured = NOTHING_MEASURED,
+    silent: Sequence[LeftOut] = (),
+) -> Plan:
+    """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
+
+    The first node is the one that was asked. What was not measured is assumed as
+    placement/estimate.py says. The `silent` nodes would be candidates if they had answered: the
+    plan, or the error, names them.
+
+    Raises PlanError if the model does not fit, UsageError for a context that the model does not
+    have and for an unknown dtype.
+    """
+    objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
+    context = _context(choice, facts.config)
+    dtype = settle_dtype(choice.dtype, facts.config, nodes)
+    wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
+    quantization = QuantizationChoice(
+        weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
+    )
+    stored = settle_stored_dtype(facts, dtype, nodes, measured)
+    shape = model_shape(facts.config, dtype, context, wire_dtype, quantization, stored)
+    if quantization.weights is None and facts.dtype_in_place is not stored:
+        shape = replace(shape, streaming=None)
+    disks = {told.node: told.disk_bytes_per_s for told in measured.told}
+    candidates = _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
+    try:
+        placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
+    except PlanError as error:
+        if silent:
+            raise PlanError(f"{error}; {silent_words(silent)}") from None
+        raise
+    by_node = {node.node: node for node in nodes}
+    saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
+    return Plan(
+        choice=choice,
+        facts=facts,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        wire_saved_s=_sending_s(placement, measured.links, saved_bytes),
+        context=context,
+        nodes=tuple(by_node[stage.node] for stage in placement.stages),
+        placement=placement,
+        left_out_names={NodeId(node.node): node.name for node in nodes},
+        measured=measured,
+        objective=objective,
+        chunk_s=_chunk_s(placement, shape, measured, disks),
+        silent=tuple(silent),
+    )
+
+
+def _candidates(
+    facts: ModelFacts,
+    dtype: DType,
+    quantization: Quantization | None,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    disks: Mapping[str, float | None],
+) -> list[CandidateNode]:
+    """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
+    graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, quantization)}
+    return [
+        CandidateNode(
+            node=NodeId(node.node),
+            name=node.name,
+            memory_bytes=max(0, node.memory_bytes - graphs_bytes.get(node.device, 0)),
+            speed=measured.speeds.get(NodeId(node.node)),
+            disk_bytes_per_s=disks.get(node.node),
+        )
+        for node in nodes
+    ]
+
+
+def _placed(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    shape: ModelShape,
+    stored: DType,
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    objective: Objective,
+) -> Placement:
+    """Place the model with as little streaming as `choice` allows. Raises as make_plan."""
+    layers = [LayerRange(start, end) for start, end in choice.layers] or None
+    exactly = bool(choice.nodes or layers)
+    if layers is not None and not choice.nodes:
+        if len(layers) > len(candidates):
+            raise PlanError(_too_few_nodes(len(layers), candidates))
+        candidates = candidates[: len(layers)]
+
+    def resident() -> Placement:
+        if exactly:
+            return place_exactly(shape, candidates, layers, links, objective)
+        return place(shape, candidates, links, objective)
+
+    def streaming(n_streamed: int | None) -> Placement | None:
+        if shape.streaming is None:
+            check_in_place(facts.path, facts.dtype_in_place, stored)
+        return place_streaming(
+            shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
+        )
+
+    if not choice.stream_layers:
+        return resident()
+    if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
+        raise UsageError(
+            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers; "
+            f"give {shape.n_layers} or fewer, or auto for as few as must be"
+        )
+    if choice.stream_layers == "auto":
+        try:
+            return resident()
+        except PlanError:
+            placement = streaming(None)
+            if placement is None:
+                raise
+            return placement
+    placement = streaming(choice.stream_layers)
+    if placement is None:
+        raise PlanError(
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes; "
+            "use --stream-layers auto"
+        )
+    return placement
+
+
+def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> str:
+    known = "only one node is known"
+    if len(candidates) > 1:
+        names = ", ".join(candidate.name for candidate in candidates[:LISTED])
+        known = f"only {len(candidates)} nodes are known ({names})"
+    return (
+        f"--layers has {n_ranges} ranges, one for each node, and {known}: name "
+        f"{n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give fewer ranges"
+    )
+
+
+def _context(choice: ModelChoice, config: ModelConfig) -> int:
+    if choice.context > config.max_positions:
+        raise UsageError(
+            f"--context {choice.context}: the model has {config.max_positions} positions at most"
+        )
+    return choice.context or config.default_context
+
+
+def _chunk_s(
+    placement: Placement,
+    shape: ModelShape,
+    measured: Measured,
+    disks: Mapping[str, float | None],
+) -> float | None:
+    """Seconds that a chunk computes in all stages and waits for their disks.
+
+    None where a stage, or the disk that it streams from, was not measured.
+    """
+    total_s = 0.0
+    for stage in placement.stages:
+        speed, read_bytes = measured.speeds.get(stage.node), shape.read_bytes(stage.n_streamed)
+        bytes_per_s = disks.get(stage.node)
+        if speed is None or (read_bytes and not bytes_per_s):
+            return None
+        total_s += len(stage.layers) * speed.layer_256_s + speed.embed_s + speed.head_s
+        if bytes_per_s:
+            total_s += read_bytes / bytes_per_s
+    return total_s
+
+
+def _sending_s(placement: Placement, links: Links, size_bytes: int) -> float | None:
+    """Seconds that so many bytes take over all links that carry activations, one after another.
+
+    None where one of them was not measured.
+    """
+    total_s = 0.0
+    for sender, receiver in pairwise(stage.node for stage in placement.stages):
+        link = links.get((sender, receiver)) or links.get((receiver, sender))
+        if link is None:
+            return None
+        total_s += link.send_s(size_bytes)
+    return total_s

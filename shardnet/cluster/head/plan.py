@@ -1,0 +1,115 @@
+"""A plan with everything a ring needs to be built from it, and the message that tells it.
+
+Must not know how a plan is made (head/placing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.placement.figures import (
+    Objective,
+    Placement,
+)
+from shardnet.cluster.placement.words import LISTED
+from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.types import (
+    DType,
+    NodeId,
+    WireDType,
+)
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.narrow import NarrowWire
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, PlannedStage, PlanReply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan with everything a ring needs to be built from it.
+
+    `wire_saved_s`: seconds per token that the wire dtype saves on all links together, against
+    sending in the ring's dtype; None where a link was not measured. `chunk_s`: predicted seconds of
+    a whole prompt chunk in all stages together, without the links; None where a stage was not
+    measured. `silent` nodes did not report their state in time.
+    """
+
+    choice: ModelChoice
+    facts: ModelFacts
+    dtype: DType
+    wire_dtype: WireDType
+    wire_saved_s: float | None
+    context: int
+    nodes: tuple[NodeInfo, ...]
+    placement: Placement
+    left_out_names: dict[NodeId, str]
+    measured: Measured = NOTHING_MEASURED
+    objective: Objective = Objective.LATENCY
+    chunk_s: float | None = None
+    silent: tuple[LeftOut, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Why this plan was chosen, and which nodes could not be asked."""
+        words = self.placement.why
+        return f"{words}; {silent_words(self.silent)}" if self.silent else words
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """First layers of all stages but the first: activations cross a wire before them."""
+        return tuple(stage.layers.start for stage in self.placement.stages[1:])
+
+    def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
+        """Make the message for a client. `wire` says what a narrower wire saves and costs."""
+        return PlanReply(
+            request=request,
+            model=self.choice.model,
+            model_id=self.facts.model_id,
+            dtype=self.dtype.value,
+            wire_dtype=self.wire_dtype.value,
+            context=self.context,
+            stages=[
+                PlannedStage(
+                    rank=rank,
+                    node=node.node,
+                    name=node.name,
+                    address=node.address,
+                    layers=(stage.layers.start, stage.layers.end),
+                    weight_bytes=stage.weight_bytes,
+                    kv_bytes=stage.kv_bytes,
+                    compute_ms=_ms(stage.compute_s),
+                    hop_ms=_ms(stage.hop_s),
+                    streamed_layers=stage.n_streamed,
+                )
+                for rank, (node, stage) in enumerate(
+                    zip(self.nodes, self.placement.stages, strict=True)
+                )
+            ],
+            left_out=[
+                LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
+                for out in self.placement.left_out
+            ]
+            + list(self.silent),
+            predicted_tok_s=self.placement.predicted_tok_s,
+            why=explanation(self.why),
+            optimise=self.objective.value,
+            nodes=list(self.measured.told),
+            links=self.measured.ways,
+            wire=wire,
+            quant=self.choice.quant,
+            kv_dtype=self.choice.kv_dtype,
+        )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def silent_words(silent: Sequence[LeftOut]) -> str:
+    """Name the nodes that did not report their state in time, at most LISTED of them."""
+    told = [out.name for out in silent[:LISTED]]
+    if len(silent) > LISTED:
+        told.append(f"and {len(silent) - LISTED} more nodes")
+    return f"left out since they did not say how they are: {', '.join(told)}"

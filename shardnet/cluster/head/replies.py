@@ -1,0 +1,137 @@
+"""Events of the engine as the messages that a client gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardnet.cluster.head.head import Lead
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
+from shardnet.runtime.engine.requests import (
+    GenerationFinished,
+    RequestTiming,
+    TokenGenerated,
+)
+from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.types import OutputKind, TokenLogprobs
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.generation import (
+    Finished,
+    Generate,
+    RowsPiece,
+    StageShare,
+    TextPiece,
+    Timing,
+    TokenDetail,
+    TopToken,
+)
+from shardnet.wire.messages.plans import NodeProgress
+
+_PIECE_BYTES = 1 << 20
+_PIECE_LOGPROBS = 64
+"""The most that one message carries of rows, and of prompt logprobs with their texts."""
+
+
+def report_progress(
+    control: ControlLink, request: int, rank: int, phase: Phase, done_bytes: int, total_bytes: int
+) -> None:
+    """Send a client the progress of a node in bytes, unless the client has gone."""
+    if not control.link.closed:
+        control.send(
+            NodeProgress(
+                request=request,
+                rank=rank,
+                done_bytes=done_bytes,
+                total_bytes=total_bytes,
+                phase=phase,
+            )
+        )
+
+
+def token_piece(message: Generate, event: TokenGenerated, tokenizer: Tokenizer | None) -> TextPiece:
+    """Make the message of one generated token."""
+    detail = None if event.logprobs is None else [_detail(event.logprobs, tokenizer)]
+    return TextPiece(
+        request=message.request,
+        token_ids=[event.token_id],
+        tokens=[_token_text(event.token_id, tokenizer)],
+        text=event.text,
+        logprobs=detail,
+    )
+
+
+def output_pieces(
+    message: Generate, event: PromptLogprobsReady | RowsReady, lead: Lead
+) -> Iterator[TextPiece | RowsPiece]:
+    """Cut prompt logprobs or rows into messages of at most _PIECE_LOGPROBS or _PIECE_BYTES."""
+    if isinstance(event, PromptLogprobsReady):
+        for start in range(0, len(event.logprobs), _PIECE_LOGPROBS):
+            part = event.logprobs[start : start + _PIECE_LOGPROBS]
+            details = [_detail(logprobs, lead.tokenizer) for logprobs in part]
+            yield TextPiece(
+                request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
+            )
+        return
+    shape = lead.ring.spec.routing
+    top_k = shape.top_k if shape and event.block.kind is OutputKind.ROUTING else 0
+    for block in event.block.parts(_PIECE_BYTES):
+        yield RowsPiece(
+            request=message.request,
+            kind=block.kind.value,
+            position=block.position,
+            width=block.width,
+            top_k=top_k,
+            data=bytes(block.payload),
+        )
+
+
+def _detail(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenDetail:
+    raw = tokenizer.token_bytes(logprobs.token_id) if tokenizer else b""
+    return TokenDetail(
+        token_id=logprobs.token_id,
+        token=_token_text(logprobs.token_id, tokenizer),
+        bytes=list(raw),
+        logprob=logprobs.logprob,
+        top=[
+            TopToken(token_id=token_id, token=_token_text(token_id, tokenizer), logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    return tokenizer.token_text(token_id) if tokenizer else ""
+
+
+def finished(
+    message: Generate, event: GenerationFinished, prompt: Sequence[int], load_s: float
+) -> Finished:
+    """Make the last message of a request. `load_s` is what loading took for it, in seconds."""
+    return Finished(
+        request=message.request,
+        finish_reason=event.reason.value,
+        prompt_token_ids=list(prompt),
+        text=event.text,
+        timing=timing_reply(event.timing, load_s),
+    )
+
+
+def timing_reply(timing: RequestTiming, load_s: float) -> Timing:
+    """Make the timing of a request whose ring took `load_s` seconds to load."""
+    return Timing(
+        load_s=load_s,
+        ttft_s=timing.ttft_s,
+        decode_tok_s=timing.decode_tok_s,
+        total_s=load_s + timing.total_s,
+        per_stage=[
+            StageShare(
+                rank=stage.rank,
+                compute_ms=stage.compute_ms,
+                queue_ms=stage.queue_ms,
+                wire_ms=stage.wire_ms,
+            )
+            for stage in timing.per_stage
+        ],
+        n_drafted=timing.n_drafted,
+        n_accepted=timing.n_accepted,
+    )

@@ -1,0 +1,106 @@
+"""A client's request, checked against the model and made ready for the engine.
+
+Must not send anything, nor know links.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from shardnet.cluster.head.head import Lead
+from shardnet.errors import UsageError
+from shardnet.runtime.engine.outputs import output_bytes
+from shardnet.runtime.engine.requests import (
+    GenerationRequest,
+)
+from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
+from shardnet.tokenizers.chat.chat_template import ChatTemplate
+from shardnet.tokenizers.detokenizer import TextStream
+from shardnet.tokenizers.tokenizer import check_token_ids
+from shardnet.types import OutputKind
+from shardnet.wire.messages.generation import (
+    MAX_ROWS_BYTES,
+    Generate,
+)
+
+
+def prompt_ids(message: Generate, lead: Lead) -> list[int]:
+    """Return the prompt's token ids, checked against the vocabulary.
+
+    Raises UsageError for an id the model does not have, an empty prompt, or text where the
+    checkpoint has no tokenizer; for messages what ChatTemplate.find and render raise.
+    """
+    vocab_size = lead.ring.spec.vocab_size
+    if message.token_ids is not None:
+        token_ids = list(message.token_ids)
+    elif lead.tokenizer is None:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: give the prompt as --token-ids")
+    elif message.messages is not None:
+        template = ChatTemplate.find(Path(lead.plan.facts.path), lead.tokenizer.template)
+        text = template.render([msgspec.to_builtins(said) for said in message.messages])
+        token_ids = lead.tokenizer.encode(
+            text, bos="off"
+        )  # the template writes it where it belongs
+    elif not message.prompt:
+        raise UsageError("the prompt is empty: give some text, or ids with --token-ids")
+    else:
+        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
+    check_token_ids(token_ids, vocab_size, lead.tokenizer)
+    for token_id, _ in message.sampling.logit_bias:
+        if token_id >= vocab_size:
+            raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
+    return token_ids
+
+
+def text_stream(message: Generate, lead: Lead) -> TextStream:
+    """Make the stream that turns token ids into text.
+
+    Raises UsageError for stop texts if the checkpoint has no tokenizer.
+    """
+    if lead.tokenizer is None and message.stop:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: --stop needs one")
+    return TextStream(
+        lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
+    )
+
+
+def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
+    """Return the most bytes that the rows a request asks for may take.
+
+    Raises UsageError for rows that are wider than any message, and for routing of a dense model.
+    """
+    request.outputs.check()
+    spec, width = lead.ring.spec, lead.plan.facts.config.hidden_size
+    if request.outputs.logit_rows is not None and 4 * spec.vocab_size > MAX_ROWS_BYTES:
+        raise UsageError(
+            f"logits of {spec.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
+            "one message carries: this model's cannot be asked for"
+        )
+    if request.outputs.routing:
+        _check_routing(lead)
+    n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
+    return output_bytes(
+        request.outputs,
+        n_positions,
+        vocab_size=spec.vocab_size,
+        width=width,
+        routing=spec.routing.width if spec.routing else 0,
+    )
+
+
+def _check_routing(lead: Lead) -> None:
+    """Raise UsageError if the model has no routing, or more of it than one message carries."""
+    config, shape = lead.plan.facts.config, lead.ring.spec.routing
+    if shape is None:
+        raise UsageError(
+            f"{lead.plan.facts.path} is a {config.family} model without experts: "
+            "there is no routing to record; ask without it"
+        )
+    row_bytes = shape.width * OutputKind.ROUTING.element_bytes
+    if row_bytes > MAX_ROUTING_BYTES:
+        raise UsageError(
+            f"{shape.top_k} experts in each of {shape.n_layers} layers take {row_bytes} bytes for "
+            f"each token and {MAX_ROUTING_BYTES} travel: this model's routing cannot be recorded"
+        )

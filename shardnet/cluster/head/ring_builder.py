@@ -1,0 +1,127 @@
+"""From a plan to a ring that can be built: its ports, sources of weights, and its tokenizer.
+
+Knows how this node reaches each stage, itself included. Must not plan, nor know clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.cluster.ring.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.errors import ShardnetError
+from shardnet.runtime.stage.executor import Executor
+from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
+from shardnet.types import Epoch, NodeId
+from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.stages import LoadStage, StageReady
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRing:
+    """All that building a ring needs. `sources` are addresses that have the model's weights."""
+
+    plan: Plan
+    ports: tuple[StagePort, ...]
+    sources: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+
+    def ring(self, epoch: Epoch, on_busy: OnBusy) -> Ring:
+        """Make the ring, not built yet. `on_busy` decides how to treat a busy node."""
+        plan = self.plan
+        return Ring(ring_spec(plan), self.ports, epoch, self.sources, plan.chunk_s, on_busy)
+
+
+class RingBuilder:
+    """Prepares rings that node `node` leads.
+
+    `on_broken` takes the name of a ring that this node's own stage has left, and why.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        name: str,
+        host: StageHost,
+        orders: StageOrders,
+        sharing: Sharing,
+        peers: Peers,
+        reader: Executor,
+        on_broken: Callable[[str, ShardnetError], None],
+    ) -> None:
+        self._node = node
+        self._name = name
+        self._host = host
+        self._orders = orders
+        self._sharing = sharing
+        self._peers = peers
+        self._reader = reader
+        self._on_broken = on_broken
+
+    async def prepare(self, plan: Plan) -> PreparedRing:
+        """Check that all nodes of the plan hold the same model, and read its tokenizer.
+
+        Raises PlanError if they do not, CheckpointError for a damaged tokenizer, LinkError for a
+        node that cannot be reached.
+        """
+        ports = [await self._port(node) for node in plan.nodes]
+        holders = await self._sharing.holders(plan.facts, plan.choice.model, plan.nodes)
+        check_same_model(holders[: len(plan.nodes)])
+        sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
+        folder = plan.facts.path
+        tokenizer = await self._reader.run(lambda: Tokenizer.load_optional(folder))
+        return PreparedRing(
+            plan=plan,
+            ports=tuple(ports),
+            sources=tuple(sources),
+            tokenizer=tokenizer,
+            eos_ids=tokenizer.eos_ids if tokenizer else read_eos_ids(folder),
+        )
+
+    async def _port(self, node: NodeInfo) -> StagePort:
+        if node.node == self._node:
+            unload = partial(self._orders.unload, self._node)
+            return LocalPort(self._host, self._node, self._name, self._load_own, unload)
+        control, lines = await self._sharing.control(node), self._peers.lines
+        return RemotePort(control, lines.watch, lines.latest)
+
+    async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
+        return await self._orders.load(
+            message,
+            owner=self._node,
+            owner_name="itself",
+            progress=progress,
+            broken=partial(self._on_broken, message.ring),
+        )
+
+
+def ring_spec(plan: Plan) -> RingSpec:
+    """Return the spec of the ring that `plan` asks for."""
+    return RingSpec(
+        model=plan.choice.model,
+        model_id=plan.facts.model_id,
+        stamp=plan.facts.stamp,
+        addresses=tuple(node.address for node in plan.nodes),
+        layers=tuple(stage.layers for stage in plan.placement.stages),
+        dtype=plan.dtype,
+        quant=plan.choice.quant,
+        kv_dtype=plan.choice.kv_dtype,
+        streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
+        wire_dtype=plan.wire_dtype,
+        context=plan.context,
+        threads=plan.choice.threads,
+        vocab_size=plan.facts.config.vocab_size,
+        window=plan.facts.config.smallest_window,
+        routing=plan.facts.config.routing,
+    )

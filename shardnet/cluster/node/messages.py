@@ -1,0 +1,81 @@
+"""Messages that no single room answers: status, pings, peers, and loads, which a head may refuse.
+
+Knows which part of the node has the answer. Must not know how it is found.
+"""
+
+from __future__ import annotations
+
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.errors import RemoteProtocolError
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, Status, StatusReply
+from shardnet.wire.messages.metas import Role
+from shardnet.wire.messages.stages import LoadStage
+
+
+class NodeMessages:
+    """Answers for one node."""
+
+    def __init__(
+        self,
+        *,
+        own: OwnState,
+        host: StageHost,
+        orders: StageOrders,
+        sharing: Sharing,
+        peers: Peers,
+        directory: Neighbours,
+        head: Head,
+    ) -> None:
+        self._own = own
+        self._host = host
+        self._orders = orders
+        self._sharing = sharing
+        self._peers = peers
+        self._directory = directory
+        self._head = head
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the messages that are answered here."""
+        handlers.register(Status, self._status)
+        handlers.register(Ping, self._ping)
+        handlers.register(PeersKnown, self._peers_known)
+        handlers.register(IdentifyModel, self._identify)
+        handlers.register(LoadStage, self._load_stage)
+
+    async def _status(self, control: ControlLink, message: Status) -> None:
+        peers = await self._directory.listed() if message.with_peers else []
+        load, node = self._head.load, self._own.info()
+        control.send(StatusReply(request=message.request, node=node, peers=peers, load=load))
+
+    async def _ping(self, control: ControlLink, message: Ping) -> None:
+        """Answer a ping. Raises BusyError for one that would disturb sequences here."""
+        if message.payload or message.as_step:
+            self._host.check_idle()
+        if message.as_step:
+            await self._host.turn()
+        control.send(Done(request=message.request))
+
+    async def _peers_known(self, control: ControlLink, message: PeersKnown) -> None:
+        """Take the peers of a node. Raises RemoteProtocolError if a client sends them."""
+        if control.link.peer.role is not Role.NODE:
+            raise RemoteProtocolError(
+                f"{control.peer_name} is a client and sent PeersKnown, which only nodes send"
+            )
+        self._peers.heard(control, message)
+
+    async def _identify(self, control: ControlLink, message: IdentifyModel) -> None:
+        control.send(await self._sharing.answer(message))
+
+    async def _load_stage(self, control: ControlLink, message: LoadStage) -> None:
+        """Load for another head. Raises BusyError while requests run on this node's own ring."""
+        self._head.check_idle()
+        await self._orders.load_for(control, message)

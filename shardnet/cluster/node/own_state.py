@@ -1,0 +1,63 @@
+"""What this node is and does now, as others are told.
+
+Knows where each fact is found. Must not send anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardnet import __version__
+from shardnet.cluster.machine.profile import available_cores, make_host_id
+from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.wire.messages.membership import NodeInfo, StageInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnState:
+    """Describes this node at any time."""
+
+    settings: NodeSettings
+    presence: Presence
+    host: StageHost
+    orders: StageOrders
+
+    def info(self) -> NodeInfo:
+        """Describe this node: who it is, its memory in bytes, and the stage it has loaded."""
+        loaded, membership = self.host.loaded, self.host.membership
+        device = self.settings.budget.device
+        total_bytes = self.orders.memory_bytes()
+        used_bytes = loaded.weight_bytes if loaded else 0
+        stage = None
+        if loaded is not None:
+            layers = loaded.order.layers
+            stage = StageInfo(
+                model=loaded.order.model,
+                layers=(layers.start, layers.end),
+                rank=membership.rank if membership else 0,
+            )
+        return NodeInfo(
+            node=self.settings.node,
+            name=self.settings.name,
+            address=self.presence.address,
+            version=__version__,
+            device=device.description,
+            memory_bytes=total_bytes,
+            memory_free_bytes=max(0, total_bytes - used_bytes),
+            cores=available_cores(),
+            threads=self.orders.threads,
+            dtypes=[dtype.value for dtype in device.dtypes],
+            host_id=make_host_id(),
+            stage=stage,
+        )
+
+    def memory_free_bytes(self) -> int:
+        """Return the bytes that a stage may take and that are not loaded."""
+        return self.info().memory_free_bytes
+
+    def threads(self) -> int:
+        """Return the threads that a stage computes with."""
+        return self.orders.threads

@@ -1,0 +1,234 @@
+"""The parts of a node, built in three functions from leaves up: links, stage, services.
+
+Knows which part needs which. Each function takes what the one before it has built; what a part
+reports to one that is built later goes through NodeEvents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.head.wire_loss import WireLoss
+from shardnet.cluster.machine.cache_dir import PACKS_FOLDER
+from shardnet.cluster.measuring.figure_cache import FigureCache
+from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
+from shardnet.cluster.node.dispatcher import Dispatcher
+from shardnet.cluster.node.events import NodeEvents
+from shardnet.cluster.node.messages import NodeMessages
+from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.node.reporter import NodeReporter
+from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.ring_membership import RingMembership
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.runtime.stage.executor import Executor
+from shardnet.transport.link import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkParts:
+    """What opens, keeps and counts links to other nodes."""
+
+    dialer: Dialer
+    presence: Presence
+    peers: Peers
+    refusals: Refusals
+
+    async def dial_bulk(self, address: str) -> Link:
+        """Open a link for weights, by whichever address of the node answers."""
+        return await self.peers.dial_by(address, self.dialer.bulk)
+
+    async def dial_data(self, address: str, membership: RingMembership) -> Link:
+        """Open a data link of a ring, by whichever address of the node answers."""
+
+        async def dial(at: str) -> Link:
+            return await self.dialer.data(at, membership)
+
+        return await self.peers.dial_by(address, dial)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What holds and measures this node's stage. `reader` is the thread that reads files."""
+
+    reader: Executor
+    host: StageHost
+    sharing: Sharing
+    orders: StageOrders
+    own: OwnState
+    directory: Neighbours
+    links: LinkBenchmark
+    measuring: MeasurementService
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceParts:
+    """What serves clients and peers."""
+
+    head: Head
+    drafts: Drafts
+    wire_loss: WireLoss
+    handlers: MessageHandlers
+    dispatcher: Dispatcher
+
+
+def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskGroup) -> LinkParts:
+    """Build what needs nothing else of the node, and the peers on top of it."""
+    dialer = Dialer(
+        node=settings.node,
+        name=settings.name,
+        identity=settings.identity,
+        progress=events.heartbeat_progress,
+    )
+    presence = Presence(node=settings.node, name=settings.name, on_changed=events.addresses_changed)
+    peers = Peers(
+        node=settings.node,
+        name=settings.name,
+        dial=dialer.control,
+        knock=dialer.knock,
+        handler=events.message_received,
+        tasks=tasks,
+        own_hosts=lambda: presence.local,
+        own_addresses=lambda: presence.addresses,
+        log=settings.log,
+    )
+    return LinkParts(dialer=dialer, presence=presence, peers=peers, refusals=Refusals())
+
+
+def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
+    """Build what loads a stage, and what measures this node, over its links."""
+    peers = links.peers
+    reader = Executor("shardnet-read", niceness=10)
+    host = StageHost(dial=links.dial_data, packs=settings.cache / PACKS_FOLDER)
+    sharing = Sharing(
+        node=settings.node,
+        name=settings.name,
+        cache=settings.models,
+        peers=peers,
+        dial=links.dial_bulk,
+        rate=SendRate(settings.share_rate),
+        log=settings.log,
+    )
+    orders = StageOrders(
+        host=host,
+        sharing=sharing,
+        budget=settings.budget,
+        asked_threads=settings.threads,
+        local_nodes=settings.local_nodes,
+        watch=peers.lines.watch,
+        log=settings.log,
+    )
+    own = OwnState(settings=settings, presence=links.presence, host=host, orders=orders)
+    cache = FigureCache(settings.cache, settings.log)
+    link_benchmark = LinkBenchmark(link_of=peers.lines.link_of, turn=host.turn)
+    measuring = MeasurementService(
+        node=settings.node,
+        own=NodeBenchmark(host=host, orders=orders, reader=reader, cache=cache),
+        links=link_benchmark,
+        reader=reader,
+        control_to=sharing.control,
+    )
+    return StageParts(
+        reader=reader,
+        host=host,
+        sharing=sharing,
+        orders=orders,
+        own=own,
+        directory=Neighbours(own_info=own.info, peers=peers, presence=links.presence),
+        links=link_benchmark,
+        measuring=measuring,
+    )
+
+
+def build_services(
+    settings: NodeSettings,
+    events: NodeEvents,
+    links: LinkParts,
+    stage: StageParts,
+    tasks: asyncio.TaskGroup,
+) -> ServiceParts:
+    """Build what plans, leads rings and answers, and fill the table of message handlers."""
+    planner = Planner(
+        node=settings.node,
+        directory=stage.directory,
+        sharing=stage.sharing,
+        measuring=stage.measuring,
+        log=settings.log,
+    )
+    builder = RingBuilder(
+        node=settings.node,
+        name=settings.name,
+        host=stage.host,
+        orders=stage.orders,
+        sharing=stage.sharing,
+        peers=links.peers,
+        reader=stage.reader,
+        on_broken=events.ring_broken,
+    )
+    head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
+    drafts = Drafts(
+        reader=stage.reader,
+        device=settings.budget.device.kind,
+        spare_bytes=stage.own.memory_free_bytes,
+        threads=stage.own.threads,
+    )
+    wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=settings.log)
+    clients = Clients(head, planner, stage.reader, drafts, wire_loss, settings.cache, settings.log)
+    reporter = NodeReporter(
+        own_info=stage.own.info,
+        stage_state=stage.host.state,
+        n_requests=lambda: head.n_requests,
+        cluster=settings.cluster,
+        presence=links.presence,
+        peers=links.peers,
+        discovery=settings.discovery,
+        refusals=links.refusals,
+        knock=links.dialer.probe,
+        reader=stage.reader,
+        disk=settings.cache,
+        bandwidth=stage.links.quick_rate,
+    )
+    messages = NodeMessages(
+        own=stage.own,
+        host=stage.host,
+        orders=stage.orders,
+        sharing=stage.sharing,
+        peers=links.peers,
+        directory=stage.directory,
+        head=head,
+    )
+    handlers = MessageHandlers()
+    for room in (messages, stage.orders, stage.measuring, head, clients, reporter):
+        room.register(handlers)
+    dispatcher = Dispatcher(
+        own_hello=links.dialer.hello,
+        handle=handlers.handle,
+        host=stage.host,
+        sharing=stage.sharing,
+        peers=links.peers,
+        tasks=tasks,
+        log=settings.log,
+    )
+    return ServiceParts(
+        head=head,
+        drafts=drafts,
+        wire_loss=wire_loss,
+        handlers=handlers,
+        dispatcher=dispatcher,
+    )

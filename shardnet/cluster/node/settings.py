@@ -1,0 +1,44 @@
+"""What a node is given at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardnet.cluster.discovery.discovery import Discovery
+from shardnet.cluster.machine.local_nodes import LocalNodes
+from shardnet.cluster.machine.profile import MemoryBudget
+from shardnet.cluster.store.model_cache import ModelCache
+from shardnet.transport.identity import Identity
+from shardnet.types import NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Settings of one node.
+
+    `threads` 0 means a share of the machine's cores. `models` keeps weights that come from other
+    nodes; `share_rate` limits the bytes per second that this node sends of its weights, None does
+    not. Without `identity` links are neither encrypted nor authenticated. `discovery` finds other
+    nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
+    the folder for figures, the last run and other things that can be made again.
+    """
+
+    node: NodeId
+    name: str
+    budget: MemoryBudget
+    threads: int
+    peers: tuple[str, ...]
+    local_nodes: LocalNodes
+    cache: Path
+    models: ModelCache
+    log: Callable[[str], None]
+    share_rate: float | None = None
+    identity: Identity | None = None
+    discovery: Discovery | None = None
+
+    @property
+    def cluster(self) -> str | None:
+        """The fingerprint of the cluster key, None without one."""
+        return self.identity.fingerprint if self.identity else None
