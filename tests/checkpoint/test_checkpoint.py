@@ -186,9 +186,12 @@ INDEX_DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "a file outside the folder": (
         lambda f: edit_index(f, ghost="../model.safetensors"),
-        "no file name",
+        "expected a file name without a folder",
     ),
-    "a file that is no name": (lambda f: edit_index(f, ghost=7), "no file name"),
+    "a file that is no name": (
+        lambda f: edit_index(f, ghost=7),
+        "expected a file name without a folder",
+    ),
     "no weight map": (
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
         "weight_map is missing",

@@ -218,8 +218,8 @@ def _find_expert(family: Family, name: str) -> _Expert | None:
         return None
     layer, number, linear, kind = match.groups()
     parts = {"gate": names.gate, "up": names.up, "down": names.down}
-    stacks = (f"blk.{layer}.ffn_{part}_exps.{kind}" for part in parts if parts[part] == linear)
-    return _Expert(number=int(number), stacks=tuple(stacks))
+    stacks = [f"blk.{layer}.ffn_{part}_exps.{kind}" for part in parts if parts[part] == linear]
+    return _Expert(number=int(number), stacks=tuple(stacks)) if stacks else None
 
 
 def _expert_tensor(
