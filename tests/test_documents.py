@@ -65,7 +65,7 @@ def file_names() -> frozenset[str]:
 
 
 @cache
-def test_names() -> frozenset[str]:
+def names_of_tests() -> frozenset[str]:
     sources = (ROOT / path for path in tracked() if path.startswith("tests/") and ".py" in path)
     found = (re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8")) for path in sources)
     return frozenset(name for names in found for name in names)
@@ -104,13 +104,13 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     for code in inline_code(page):
         path, _, test = code.partition("::")
         if re.fullmatch(r"test_\w+(\[.*\])?", code):
-            missing += [code] if code.partition("[")[0] not in test_names() else []
+            missing += [code] if code.partition("[")[0] not in names_of_tests() else []
             continue
         path = path.partition("[")[0]
         if FILE.fullmatch(path) and not re.search(r"[A-Z]{3}", path):
             missing += [code] if not is_here(path, page) else []
         if test.startswith("test_"):
-            missing += [code] if test.partition("[")[0] not in test_names() else []
+            missing += [code] if test.partition("[")[0] not in names_of_tests() else []
     assert not missing
 
 
