@@ -32,7 +32,7 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 
 class MachineLink(asyncio.BufferedProtocol):

@@ -15,7 +15,7 @@ from shardnet.transport.asyncio_link import MachineLink
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import KIB, Buffer
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 _DEFAULT_BUFFER_BYTES: Final = 64 * KIB
 

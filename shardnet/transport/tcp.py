@@ -30,7 +30,7 @@ from shardnet.transport.deadline import patience
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import Listener, connect, listen
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import PREAMBLE, Frame, Limits, pack_frame
-from shardnet.wire.messages.metas import Hello, Purpose, Role, hello_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, Role, hello_frame
 
 uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
 

@@ -29,7 +29,7 @@ from support.system.strangers import (
 )
 
 from shardnet import __version__
-from shardnet.wire.messages.metas import Role
+from shardnet.wire.messages.handshake import Role
 
 Answer = TypeVar("Answer")
 

@@ -20,7 +20,7 @@ from test_discovery_namespaces import Site, address, meet, open_site
 
 from shardnet.errors import UsageError
 from shardnet.transport import tcp
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 
 MODEL = "/proc/self/cwd/model"
 OWN_HOST = "127.0.0.9"

@@ -14,6 +14,7 @@ from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OpenSequence,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -34,23 +35,17 @@ from shardnet.wire.messages.bulk import (
     read_bulk,
 )
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.extras import (
     Extras,
-    OpenSequence,
-    Purpose,
     RowLogprobs,
-    Sampling,
     StageTiming,
     TopLogprob,
-    error_frame,
     extras_frame,
-    hello_frame,
-    read_error,
     read_extras,
-    read_sequence,
-    sequence_frame,
 )
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
+from shardnet.wire.messages.sequences import read_sequence, sequence_frame
 from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
 
 ROUNDS = 5000
@@ -110,7 +105,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         for i in range(3)
     )
     batch = MicroBatch(epoch=Epoch(1), step=StepId(9), groups=groups, token_ids=tuple(range(6)))
-    sampling = Sampling.of(SamplingParams(temperature=0.5))
+    sampling = SamplingParams(temperature=0.5)
     logprobs = [RowLogprobs(0, 5, -0.5, [TopLogprob(5, -0.5), TopLogprob(6, -1.5)])]
     return {
         Purpose.CONTROL: [
@@ -123,7 +118,9 @@ def good_frames() -> dict[Purpose, list[Frame]]:
             data_frame(
                 Step(batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
             ),
-            sequence_frame(OpenSequence(sequence_id=1, slot=2, sampling=sampling), epoch=1),
+            sequence_frame(
+                OpenSequence(sequence_id=SequenceId(1), slot=SlotId(2), sampling=sampling), epoch=1
+            ),
             extras_frame(
                 Extras(timings=[StageTiming(0, 1, 2)], logprobs=logprobs), epoch=1, step=9
             ),

@@ -31,15 +31,16 @@ from shardnet.wire.messages import (
     bulk,
     control,
     diagnostics,
+    extras,
     generation,
+    handshake,
     measurements,
     membership,
-    metas,
-    narrow,
     plans,
+    sequences,
     stages,
 )
-from shardnet.wire.messages.metas import Purpose
+from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -55,12 +56,11 @@ CONTROL_MESSAGES = (
     diagnostics,
     stages,
     plans,
-    narrow,
     generation,
 )
 STRUCTS = {
     name: kind
-    for module in (metas, *CONTROL_MESSAGES, bulk)
+    for module in (handshake, sequences, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }

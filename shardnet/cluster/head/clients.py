@@ -26,7 +26,6 @@ from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
     RequestMoved,
-    RequestTiming,
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
@@ -44,7 +43,6 @@ from shardnet.wire.messages.generation import (
     LastRun,
     LastRunRequest,
     RowsPiece,
-    StageShare,
     StateChanged,
     TextPiece,
     Timing,
@@ -199,7 +197,7 @@ class Clients:
         run = self._last_run = LastRun(
             request=0,
             plan=lead.plan.reply(0),
-            timing=_timing(event.timing, lead.load_s),
+            timing=_with_load(event.timing, lead.load_s),
             n_tokens=n_tokens,
             ended_at_s=time.time(),
         )
@@ -365,25 +363,10 @@ def _finished(
         finish_reason=event.reason.value,
         prompt_token_ids=list(prompt),
         text=event.text,
-        timing=_timing(event.timing, load_s),
+        timing=_with_load(event.timing, load_s),
     )
 
 
-def _timing(timing: RequestTiming, load_s: float) -> Timing:
-    return Timing(
-        load_s=load_s,
-        ttft_s=timing.ttft_s,
-        decode_tok_s=timing.decode_tok_s,
-        total_s=load_s + timing.total_s,
-        per_stage=[
-            StageShare(
-                rank=stage.rank,
-                compute_ms=stage.compute_ms,
-                queue_ms=stage.queue_ms,
-                wire_ms=stage.wire_ms,
-            )
-            for stage in timing.per_stage
-        ],
-        n_drafted=timing.n_drafted,
-        n_accepted=timing.n_accepted,
-    )
+def _with_load(timing: Timing, load_s: float) -> Timing:
+    """Count the loading before a request, which the engine does not know of."""
+    return replace(timing, load_s=load_s, total_s=load_s + timing.total_s)

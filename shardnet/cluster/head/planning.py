@@ -50,10 +50,9 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.metas import explanation
-from shardnet.wire.messages.narrow import NarrowWire
-from shardnet.wire.messages.plans import LeftOut, ModelChoice, PlannedStage, PlanReply
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
 
 NARROW_WIRES = ("bfloat16", "float16", "int8")
 """What may be asked for with --wire-dtype."""

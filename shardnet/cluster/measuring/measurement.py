@@ -14,6 +14,7 @@ from typing import Protocol
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
     MeasureLinks,
@@ -23,7 +24,6 @@ from shardnet.wire.messages.measurements import (
     WayMeasured,
 )
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.metas import explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

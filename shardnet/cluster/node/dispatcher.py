@@ -30,6 +30,7 @@ from shardnet.errors import (
 from shardnet.transport.link import Link
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Generate, LastRunRequest, Unload
+from shardnet.wire.messages.handshake import Hello, Purpose, Role, error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
 from shardnet.wire.messages.membership import (
     IdentifyModel,
@@ -40,7 +41,6 @@ from shardnet.wire.messages.membership import (
     Status,
     StatusReply,
 )
-from shardnet.wire.messages.metas import Hello, Purpose, Role, error_frame
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import ConnectRing, LoadStage, RingBroken, UnloadStage
 

@@ -52,11 +52,11 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import Purpose, Role
 from shardnet.wire.messages.membership import (
     NodeInfo,
     StageInfo,
 )
-from shardnet.wire.messages.metas import Purpose, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

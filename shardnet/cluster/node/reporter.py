@@ -44,8 +44,8 @@ from shardnet.wire.messages.diagnostics import (
     RecordSeen,
     StageState,
 )
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportRequest
-from shardnet.wire.messages.metas import explanation
 
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""

@@ -21,7 +21,7 @@ from shardnet.errors import (
 from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explanation
 
 HANDSHAKE_S: Final = 2.0
 """How long a node may take to answer a probe."""

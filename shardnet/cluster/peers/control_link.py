@@ -31,9 +31,9 @@ from shardnet.wire.messages.control import (
     reported_error,
 )
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.handshake import error_frame, explanation
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
-from shardnet.wire.messages.metas import error_frame, explanation
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,

@@ -16,8 +16,8 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import ShardnetError, UsageError, first_error
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
-from shardnet.wire.messages.metas import explanation
 from shardnet.wire.messages.plans import LeftOut
 
 PEER_STATUS_S = 10.0

@@ -11,7 +11,7 @@ from typing import Final
 
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.diagnostics import MAX_REASON, MAX_VIEWS, RefusedHost
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explanation
 
 
 @dataclass(slots=True, kw_only=True)

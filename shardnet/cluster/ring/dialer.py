@@ -20,7 +20,7 @@ from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import NodeId
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0

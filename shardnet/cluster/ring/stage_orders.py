@@ -24,7 +24,7 @@ from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.loop import finish
 from shardnet.types import DType, KvDType, LayerRange, WireDType
 from shardnet.wire.framing.schema import Phase
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.stages import LoadProgress, LoadStage, RingBroken, StageReady
 
 Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]

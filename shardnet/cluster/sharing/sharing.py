@@ -37,8 +37,8 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
+from shardnet.wire.messages.handshake import Hello, Role
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
-from shardnet.wire.messages.metas import Hello, Role
 from shardnet.wire.messages.stages import LoadStage
 
 PEER_ANSWER_S = 3.0

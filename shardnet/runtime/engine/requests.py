@@ -21,6 +21,7 @@ from shardnet.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from shardnet.wire.messages.generation import Timing
 
 
 class TextAssembler(Protocol):
@@ -75,28 +76,6 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMean:
-    """Mean of one stage's time over decode steps, in milliseconds."""
-
-    rank: int
-    compute_ms: float
-    queue_ms: float
-    wire_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTiming:
-    """How long a request took, by the head's clock, and how many guessed tokens were right."""
-
-    ttft_s: float
-    decode_tok_s: float
-    total_s: float
-    per_stage: tuple[StageMean, ...]
-    n_drafted: int = 0
-    n_accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMoved:
     """A request waits behind `ahead` others, or runs, or is paused for want of room.
 
@@ -119,11 +98,14 @@ class TokenGenerated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinished:
-    """The end of a request. `text` is what was held back until now."""
+    """The end of a request. `text` is what was held back until now.
+
+    `timing.load_s` is 0: loading came before the engine.
+    """
 
     reason: FinishReason
     text: str
-    timing: RequestTiming
+    timing: Timing
 
 
 GenerationEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished

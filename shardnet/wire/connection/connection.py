@@ -41,7 +41,7 @@ from shardnet.wire.framing.frames import (
     pack_frame,
     unpack_header,
 )
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.handshake import (
     Hello,
     Purpose,
     error_frame,

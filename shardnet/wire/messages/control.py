@@ -31,6 +31,7 @@ from shardnet.wire.messages.generation import (
     TextPiece,
     Unload,
 )
+from shardnet.wire.messages.handshake import ErrorReport
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
     MeasureLinks,
@@ -47,7 +48,6 @@ from shardnet.wire.messages.membership import (
     Status,
     StatusReply,
 )
-from shardnet.wire.messages.metas import ErrorReport
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,

@@ -25,9 +25,9 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.measurements import LinkMeasured, MeasureLinks
 from shardnet.wire.messages.membership import Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 FAR = NodeId("far")
 

@@ -29,8 +29,8 @@ from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.membership import NodeInfo, Ping, ReportRequest, Status, StatusReply
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 CPU = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
 

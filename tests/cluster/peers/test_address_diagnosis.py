@@ -22,8 +22,8 @@ from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PREAMBLE
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import AddressView
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.membership import Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 KNOCK = partial(dial, handshake_s=30.0)
 IMPATIENT = partial(dial, handshake_s=0.3)

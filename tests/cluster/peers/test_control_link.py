@@ -21,8 +21,8 @@ from shardnet.errors import (
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 from shardnet.wire.messages.stages import LoadProgress, RingBroken
 
 

@@ -25,8 +25,8 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.membership import PeersKnown, Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 PATIENT = LinkOptions(close_s=20)

@@ -11,7 +11,7 @@ import pytest
 from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingSeat
 from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.runtime.stage.compute import Activations, Samples, SlotOperation
+from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -21,10 +21,11 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
+    SlotOperation,
     StepId,
     WireDType,
 )
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 
 
 class BrokenCompute:

@@ -18,10 +18,10 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.control import ControlMessage, Redirect
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 
-NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=[])
+NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 
 
 class ScriptedNode:

@@ -9,6 +9,7 @@ from shardnet.errors import BusyError
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OpenSequence,
     OutputKind,
     RowGroup,
     SamplingParams,
@@ -27,23 +28,17 @@ from shardnet.wire.messages.bulk import (
     bulk_frame,
 )
 from shardnet.wire.messages.control import control_frame
-from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.extras import (
     Extras,
-    Hello,
-    OpenSequence,
-    Purpose,
-    Role,
     RowLogprobs,
-    Sampling,
     StageExperts,
     StageTiming,
     TopLogprob,
-    error_frame,
     extras_frame,
-    hello_frame,
-    sequence_frame,
 )
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.handshake import Hello, Purpose, Role, error_frame, hello_frame
+from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
@@ -93,7 +88,7 @@ INT8_ROWS = (
 """What INT8_STEP carries, before it was rounded."""
 WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()
 
-SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
+SAMPLING = SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42)
 
 ROWS = RowBlock(
     sequence_id=SequenceId(9),
@@ -113,7 +108,9 @@ EXAMPLES: dict[str, Frame] = {
     "data-int8": data_frame(INT8_STEP),
     "tokens": tokens_frame([411, 31999], epoch=3, step=7),
     "tokens-none": tokens_frame([], epoch=3, step=8),
-    "sequence": sequence_frame(OpenSequence(sequence_id=9, slot=4, sampling=SAMPLING), epoch=3),
+    "sequence": sequence_frame(
+        OpenSequence(sequence_id=SequenceId(9), slot=SlotId(4), sampling=SAMPLING), epoch=3
+    ),
     "extras": extras_frame(
         Extras(
             timings=[StageTiming(0, 1500, 20), StageTiming(1, 1600, 35)],

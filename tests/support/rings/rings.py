@@ -19,7 +19,7 @@ from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import Epoch, RoutingShape
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
 
 SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
 

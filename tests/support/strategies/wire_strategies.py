@@ -16,6 +16,7 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
+    SlotOperation,
     StepId,
     WireDType,
 )
@@ -23,15 +24,9 @@ from shardnet.wire.connection.connection import Event, HelloAnswer, LinkMachine
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
-from shardnet.wire.messages.metas import (
-    Extras,
-    Hello,
-    Purpose,
-    Role,
-    SlotOperation,
-    extras_frame,
-    sequence_frame,
-)
+from shardnet.wire.messages.extras import Extras, extras_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
 from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
@@ -93,6 +88,10 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
     )
 
 
+def slot_operations() -> st.SearchStrategy[SlotOperation]:
+    return values(SequenceMessage).map(lambda message: message.operation())
+
+
 def control_frames() -> st.SearchStrategy[Frame]:
     return values(ControlMessage).map(control_frame)
 
@@ -108,7 +107,7 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
     return st.one_of(
         steps().map(data_frame),
         st.builds(tokens_frame, st.lists(U32, max_size=5), epoch=U32, step=U64),
-        st.builds(sequence_frame, values(SlotOperation), epoch=U32),
+        st.builds(sequence_frame, slot_operations(), epoch=U32),
         st.builds(extras_frame, values(Extras), epoch=U32, step=U64),
         st.builds(lambda block, **where: rows_frames(block, **where)[0], row_blocks(), **_WHERE),
         st.builds(Frame, kind=st.just(FrameKind.HEARTBEAT), epoch=U32, step=U64),

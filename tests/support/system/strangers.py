@@ -12,7 +12,7 @@ from typing import Any
 from support.system.nodes import NodeProcess
 
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
-from shardnet.wire.messages.metas import Hello, Purpose, Role, hello_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, Role, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
 

@@ -46,7 +46,7 @@ from shardnet.wire.connection.receive_buffer import ALIGNMENT, SCRATCH_BYTES
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.control import control_frame
 from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import Hello, Purpose, error_frame, hello_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, error_frame, hello_frame
 from shardnet.wire.payloads.data import Step, data_frame
 
 

@@ -23,19 +23,19 @@ from shardnet.wire.messages.control import (
     read_control,
     reported_error,
 )
+from shardnet.wire.messages.extras import Extras, extras_frame, read_extras
 from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.handshake import (
     ErrorReport,
-    Extras,
     Hello,
-    Sampling,
-    SlotOperation,
     error_frame,
-    extras_frame,
     hello_frame,
     read_error,
-    read_extras,
     read_hello,
+)
+from shardnet.wire.messages.sequences import (
+    Sampling,
+    SequenceMessage,
     read_sequence,
     sequence_frame,
 )
@@ -72,8 +72,9 @@ def test_hello_round_trip(hello: Hello) -> None:
     assert read_hello(hello_frame(hello)) == hello
 
 
-@given(values(SlotOperation))
-def test_sequence_round_trip(operation: Any) -> None:
+@given(values(SequenceMessage))
+def test_sequence_round_trip(message: Any) -> None:
+    operation = message.operation()
     assert read_sequence(sequence_frame(operation, epoch=1)) == operation
 
 
