@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import KIB, Buffer
@@ -29,8 +29,8 @@ async def memory_pair(
     hellos do not agree.
     """
     options = options or LinkOptions()
-    a = MachineLink(hello_a, initiator=True, options=options)
-    b = MachineLink(hello_b, initiator=False, options=options)
+    a = AsyncioLink(hello_a, initiator=True, options=options)
+    b = AsyncioLink(hello_b, initiator=False, options=options)
     join(a, b, buffer_bytes=options.socket_buffer_bytes)
     await a.wait_up()
     await b.wait_up()

@@ -25,7 +25,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import Admission
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.deadline import patience
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tls import TlsTransport
@@ -237,7 +237,7 @@ class Listener:
             self._on_failure(error)
 
 
-class _TcpLink(MachineLink):
+class _TcpLink(AsyncioLink):
     """A link whose transport is a TCP socket."""
 
     def __init__(

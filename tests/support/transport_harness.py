@@ -10,7 +10,7 @@ from typing import Any, cast
 import uvloop
 
 from shardnet.errors import ShardnetError
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import join, memory_pair
@@ -159,7 +159,7 @@ class Harness:
             listener = await self.listen(on_link, up.set_exception, options)
             return await self.raw_connect(listener), up
         peer = RawPeer()
-        link = MachineLink(hello("b"), initiator=False, options=options)
+        link = AsyncioLink(hello("b"), initiator=False, options=options)
         join(peer, link, buffer_bytes=options.socket_buffer_bytes)
 
         async def wait_up() -> Link:

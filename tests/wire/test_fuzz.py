@@ -23,7 +23,7 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire.connection import connection as machine_module
-from shardnet.wire.connection.connection import FrameReceived, LinkFailed, LinkMachine, LinkState
+from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
 from shardnet.wire.connection.receive_buffer import Part
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import (
@@ -155,7 +155,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
-def drive(machine: LinkMachine, data: bytes, rng: random.Random) -> bool:
+def drive(machine: LinkConnection, data: bytes, rng: random.Random) -> bool:
     """Feed a stream, read what comes. Gives whether anything was refused."""
     events = feed(machine, data, [rng.randrange(1 << 20) for _ in range(3)])
     events += machine.eof()
@@ -196,7 +196,7 @@ def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
     stream = PREAMBLE + joined(pack_frame(hello_frame(hello("b")), SMALL))
     n_refused = 0
     for _ in range(ROUNDS):
-        machine = LinkMachine(hello(), initiator=initiator, limits=SMALL)
+        machine = LinkConnection(hello(), initiator=initiator, limits=SMALL)
         n_refused += drive(machine, mutated(stream, rng), rng)
     assert n_refused > ROUNDS // 4
     assert taken

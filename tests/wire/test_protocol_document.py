@@ -20,8 +20,8 @@ from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire.connection.connection import (
     FrameReceived,
     HelloReceived,
+    LinkConnection,
     LinkFailed,
-    LinkMachine,
     PeerLeft,
     ProgressReported,
 )
@@ -105,7 +105,7 @@ def test_an_example_is_what_the_code_receives(name: str) -> None:
 
 
 def test_the_hello_example_makes_a_link() -> None:
-    machine = LinkMachine(hello("other", Purpose.DATA, ring="r"), initiator=False)
+    machine = LinkConnection(hello("other", Purpose.DATA, ring="r"), initiator=False)
     assert feed(machine, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
 
 

@@ -366,17 +366,17 @@ class Peers:
             await self._news.wait()
             await asyncio.sleep(self._times.gather_s)
             self._news.clear()
-            for line in self.lines.in_use().values():
-                self._tell(line)
+            for peer_link in self.lines.in_use().values():
+                self._tell(peer_link)
 
-    def _tell(self, line: Line) -> None:
-        reader_at = line.control.link.peer_address
+    def _tell(self, peer_link: Line) -> None:
+        reader_at = peer_link.control.link.peer_address
         told = [told_of(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
         for node in self.lines.in_use():
             known = self._book.get(node)
-            if known is not None and node != line.control.link.peer.node:
+            if known is not None and node != peer_link.control.link.peer.node:
                 told.append(told_of(node, known.name, known.announced, reader_at=reader_at))
         message = PeersKnown(peers=told)
-        if message != line.told and not line.control.link.closed:
-            line.told = message
-            line.control.send(message)
+        if message != peer_link.told and not peer_link.control.link.closed:
+            peer_link.told = message
+            peer_link.control.send(message)

@@ -116,7 +116,7 @@ _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
 """What may travel on a link that is up, both ways."""
 
 
-class LinkMachine:
+class LinkConnection:
     """One side of one link.
 
     The initiator gives its own hello. The acceptor gives a hello too, whose purpose, ring and

@@ -20,7 +20,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.connection.connection import Event, HelloAnswer, LinkMachine
+from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnection
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
@@ -114,7 +114,7 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
     )
 
 
-def feed(machine: LinkMachine, data: bytes, cuts: list[int] | None = None) -> list[Event]:
+def feed(machine: LinkConnection, data: bytes, cuts: list[int] | None = None) -> list[Event]:
     """Let `machine` receive `data`, in pieces that end at `cuts` and wherever its buffers end."""
     events: list[Event] = []
     borders = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts or [])})
@@ -136,8 +136,8 @@ class Pair:
     """An initiator and an acceptor, and what each has seen."""
 
     def __init__(self, a: Hello, b: Hello | HelloAnswer, limits_b: Limits | None = None) -> None:
-        self.a = LinkMachine(a, initiator=True)
-        self.b = LinkMachine(b, initiator=False, limits=limits_b)
+        self.a = LinkConnection(a, initiator=True)
+        self.b = LinkConnection(b, initiator=False, limits=limits_b)
         self.seen_a: list[Event] = []
         self.seen_b: list[Event] = []
         self.move(to_b=joined(self.a.start()), to_a=joined(self.b.start()))

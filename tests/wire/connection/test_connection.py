@@ -36,8 +36,8 @@ from shardnet.wire.connection.connection import (
     Event,
     FrameReceived,
     HelloReceived,
+    LinkConnection,
     LinkFailed,
-    LinkMachine,
     LinkState,
     PeerLeft,
     ProgressReported,
@@ -100,7 +100,7 @@ def test_an_acceptor_may_refuse_by_name() -> None:
 
 def test_an_initiator_cannot_answer() -> None:
     with pytest.raises(LocalProtocolError, match="no hello to answer"):
-        LinkMachine(lambda peer: peer, initiator=True)
+        LinkConnection(lambda peer: peer, initiator=True)
 
 
 def test_a_hello_for_another_ring_is_refused_on_both_sides() -> None:
@@ -118,13 +118,13 @@ def test_a_data_link_to_no_ring_is_refused() -> None:
 @pytest.mark.parametrize("version", [0, 2, 65535])
 def test_a_version_mismatch_is_named_on_both_sides(version: int) -> None:
     other = PREAMBLE[:6] + struct.pack("<H", version)
-    acceptor = LinkMachine(hello(), initiator=False)
+    acceptor = LinkConnection(hello(), initiator=False)
     error = failure(feed(acceptor, other))
     assert isinstance(error, VersionMismatchError)
     assert f"version {version}, we speak 1" in str(error)
     assert joined(acceptor.take_outgoing()) == PREAMBLE  # so the other side can say it too
 
-    initiator = LinkMachine(hello(), initiator=True)
+    initiator = LinkConnection(hello(), initiator=True)
     assert isinstance(failure(feed(initiator, other)), VersionMismatchError)
     assert initiator.take_outgoing() == []
 
@@ -132,7 +132,7 @@ def test_a_version_mismatch_is_named_on_both_sides(version: int) -> None:
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\0", b"shardnet", b"SSH-2.0"])
 @pytest.mark.parametrize("initiator", [True, False])
 def test_another_protocol_is_refused_and_shown(data: bytes, initiator: bool) -> None:
-    machine = LinkMachine(hello(), initiator=initiator)
+    machine = LinkConnection(hello(), initiator=initiator)
     error = failure(feed(machine, data))
     assert isinstance(error, RemoteProtocolError)
     assert repr(data[:16]) in str(error)
@@ -142,7 +142,7 @@ def test_another_protocol_is_refused_and_shown(data: bytes, initiator: bool) -> 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01", b"\x15\x03\x03\0\x02\x02\x74"])
 @pytest.mark.parametrize("initiator", [True, False])
 def test_tls_is_taken_for_a_peer_with_a_key(data: bytes, initiator: bool) -> None:
-    machine = LinkMachine(hello(), initiator=initiator)
+    machine = LinkConnection(hello(), initiator=initiator)
     error = failure(feed(machine, data))
     assert isinstance(error, AuthenticationError)
     assert "`shardnet key join`" in str(error)
@@ -150,14 +150,14 @@ def test_tls_is_taken_for_a_peer_with_a_key(data: bytes, initiator: bool) -> Non
 
 
 def test_another_protocol_is_refused_at_its_first_wrong_byte() -> None:
-    machine = LinkMachine(hello(), initiator=False)
+    machine = LinkConnection(hello(), initiator=False)
     assert feed(machine, b"shrd") == []
     assert isinstance(failure(feed(machine, b"!")), RemoteProtocolError)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind is not FrameKind.HELLO])
 def test_the_first_frame_must_be_a_hello(kind: FrameKind) -> None:
-    machine = LinkMachine(hello(), initiator=False)
+    machine = LinkConnection(hello(), initiator=False)
     frame = error_frame(PlanError("no")) if kind is FrameKind.ERROR else Frame(kind=kind)
     error = failure(feed(machine, PREAMBLE + raw(frame)))
     if kind is FrameKind.ERROR:
@@ -167,7 +167,7 @@ def test_the_first_frame_must_be_a_hello(kind: FrameKind) -> None:
 
 
 def test_any_error_instead_of_a_hello_ends_the_link() -> None:
-    machine = LinkMachine(hello(), initiator=True)
+    machine = LinkConnection(hello(), initiator=True)
     refusal = error_frame(PlanError("no"), step=3, sequence=4)
     assert isinstance(failure(feed(machine, PREAMBLE + raw(refusal))), PlanError)
 
@@ -180,7 +180,7 @@ def test_a_second_hello_is_refused() -> None:
 
 
 def test_before_the_hello_nothing_above_4_kib_is_taken() -> None:
-    machine = LinkMachine(hello(), initiator=False)
+    machine = LinkConnection(hello(), initiator=False)
     events = feed(machine, PREAMBLE + header(FrameKind.HELLO, meta=4097))
     assert "claims 4097 bytes of meta; at most 4096" in str(failure(events))
 
@@ -247,7 +247,7 @@ def _comparable(events: list[Event]) -> list[object]:
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_any_chunking_of_the_handshake_gives_the_same_events(cuts: list[int]) -> None:
     stream = PREAMBLE + raw(hello_frame(hello("b"))) + raw(Frame(kind=FrameKind.BYE))
-    machine = LinkMachine(hello(), initiator=True)
+    machine = LinkConnection(hello(), initiator=True)
     assert feed(machine, stream, cuts) == [HelloReceived(hello=hello("b")), PeerLeft()]
 
 
@@ -394,7 +394,7 @@ def test_eof_without_bye_is_an_event_of_its_own(data: bytes, when: str) -> None:
 
 def test_eof_during_the_handshake() -> None:
     for data in (b"", PREAMBLE):
-        machine = LinkMachine(hello(), initiator=False)
+        machine = LinkConnection(hello(), initiator=False)
         assert feed(machine, data) == []
         assert "during the handshake" in str(failure(machine.eof()))
 
@@ -434,7 +434,7 @@ def test_events_before_a_fault_in_the_same_bytes_are_kept() -> None:
 
 
 def test_nothing_is_sent_before_the_link_is_up() -> None:
-    machine = LinkMachine(hello(), initiator=True)
+    machine = LinkConnection(hello(), initiator=True)
     machine.start()
     with pytest.raises(LocalProtocolError, match="before the preamble"):
         machine.send(Frame(kind=FrameKind.HEARTBEAT))
