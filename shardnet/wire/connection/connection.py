@@ -25,7 +25,7 @@ from shardnet.errors import (
     VersionMismatchError,
     error_for_code,
 )
-from shardnet.wire.connection.receive_buffer import Inbox, Part
+from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer
 from shardnet.wire.framing.frames import (
     HEADER,
     KIB,
@@ -135,8 +135,8 @@ class LinkConnection:
         self._allowed = _HANDSHAKE_KINDS
         self._said_last_word = False
         self._outgoing: list[Buffer] = []
-        self._inbox = Inbox()
-        self._target: Inbox | Part = self._inbox
+        self._received = ReceiveBuffer()
+        self._target: ReceiveBuffer | FramePart = self._received
         self._header: Header | None = None
         self._meta = self._payload = _NOTHING
 
@@ -177,7 +177,7 @@ class LinkConnection:
     def get_buffer(self) -> memoryview:
         """Give the place where the next received bytes belong; it is never empty."""
         part = self._meta if self._meta.missing else self._payload
-        self._target = part if part.missing >= DIRECT_BYTES else self._inbox
+        self._target = part if part.missing >= DIRECT_BYTES else self._received
         return self._target.room()
 
     def received(self, n: int) -> list[Event]:
@@ -190,7 +190,7 @@ class LinkConnection:
         except ShardnetError as error:
             self._fail(error, events)
         if self._state is LinkState.ENDED:
-            self._inbox.clear()
+            self._received.clear()
         return events
 
     def eof(self) -> list[Event]:
@@ -198,7 +198,7 @@ class LinkConnection:
         match self._state:
             case LinkState.ENDED:
                 return []
-            case LinkState.UP if self._header or self._inbox:
+            case LinkState.UP if self._header or self._received:
                 when = "in the middle of a frame"
             case LinkState.UP:
                 when = "without saying goodbye"
@@ -214,7 +214,7 @@ class LinkConnection:
             return self._take_preamble()
         if self._header is None and not self._take_header():
             return False
-        if not (self._meta.fill_from(self._inbox) and self._payload.fill_from(self._inbox)):
+        if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
         assert self._header is not None
         frame = Frame(
@@ -229,7 +229,7 @@ class LinkConnection:
         return True
 
     def _take_preamble(self) -> bool:
-        data = self._inbox.peek(len(PREAMBLE))
+        data = self._received.peek(len(PREAMBLE))
         if bytes(data[:1]) in TLS_RECORDS:
             raise AuthenticationError(
                 "the peer speaks TLS, as holders of a cluster key do, and this side holds none; "
@@ -238,12 +238,12 @@ class LinkConnection:
         if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
             raise RemoteProtocolError(
                 "the peer does not speak the protocol of shardnet; it began with "
-                f"{bytes(self._inbox.peek(16))!r}"
+                f"{bytes(self._received.peek(16))!r}"
             )
         if len(data) < len(PREAMBLE):
             return False
         version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
-        self._inbox.take(len(PREAMBLE))
+        self._received.take(len(PREAMBLE))
         if self._greeting is None:
             self._outgoing.append(PREAMBLE)
         if version != PROTOCOL_VERSION:
@@ -257,18 +257,18 @@ class LinkConnection:
         return True
 
     def _take_header(self) -> bool:
-        if len(self._inbox) < HEADER.size:
+        if len(self._received) < HEADER.size:
             return False
         header = unpack_header(
-            self._inbox.take(HEADER.size),
+            self._received.take(HEADER.size),
             allowed=self._allowed,
             limits=self._limits,
             state=self._state,
         )
         self._header = header
-        self._meta = Part(header.meta_length) if header.meta_length else _NOTHING
+        self._meta = FramePart(header.meta_length) if header.meta_length else _NOTHING
         self._payload = (
-            Part(header.payload_length, aligned=True) if header.payload_length else _NOTHING
+            FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
         return True
 
@@ -315,7 +315,7 @@ class LinkConnection:
         events.append(LinkFailed(error=error))
 
 
-_NOTHING: Final = Part(0)
+_NOTHING: Final = FramePart(0)
 """The meta or payload of a frame that has none."""
 
 

@@ -15,7 +15,7 @@ ALIGNMENT: Final = 64
 """Payloads start at a multiple of this address, as vector instructions like it."""
 
 
-class Inbox:
+class ReceiveBuffer:
     """Received bytes that are not taken yet. At most SCRATCH_BYTES."""
 
     __slots__ = ("_end", "_start", "_view")
@@ -55,7 +55,7 @@ class Inbox:
         self._start = self._end = 0
 
 
-class Part:
+class FramePart:
     """The meta or the payload of a frame while it is filled. Takes the memory for it."""
 
     __slots__ = ("missing", "view")
@@ -73,10 +73,10 @@ class Part:
         """Take note that `n` bytes were put at the start of `room`."""
         self.missing -= n
 
-    def fill_from(self, inbox: Inbox) -> bool:
+    def fill_from(self, received: ReceiveBuffer) -> bool:
         """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
         if self.missing:
-            data = inbox.take(self.missing)
+            data = received.take(self.missing)
             start = len(self.view) - self.missing
             self.view[start : start + len(data)] = data
             self.missing -= len(data)
