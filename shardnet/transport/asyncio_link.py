@@ -19,7 +19,7 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.address import format_address
-from shardnet.transport.idle_timeout import Silence
+from shardnet.transport.idle_timeout import IdleTimeout
 from shardnet.transport.link import LinkOptions
 from shardnet.wire.connection.connection import (
     Event,
@@ -63,7 +63,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._silence = Silence(options.silence_s, self._loop.time())
+        self._silence = IdleTimeout(options.silence_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
 

@@ -6,7 +6,7 @@ Pure: knows times and byte counts that it is told, and no clock, loop or transpo
 from __future__ import annotations
 
 
-class Silence:
+class IdleTimeout:
     """How long a peer has been silent, without blaming it for our own pauses.
 
     While we read, silence is bytes that do not come. While we have paused reading, it is bytes that
