@@ -107,7 +107,7 @@ class Surroundings:
                 lambda ring: self._orders.unload(self._node, ring),
             )
         return RemotePort(
-            await self._sharing.control(node), self._peers.lines.watch, self._peers.lines.latest
+            await self._sharing.control(node), self._peers.links.watch, self._peers.links.latest
         )
 
     def head_elsewhere(self) -> Elsewhere | None:

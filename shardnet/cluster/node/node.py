@@ -133,10 +133,10 @@ class Node:
             budget=settings.budget,
             asked_threads=settings.threads,
             local_nodes=settings.local_nodes,
-            watch=self._peers.lines.watch,
+            watch=self._peers.links.watch,
             log=settings.log,
         )
-        links = LinkFigures(link_of=self._peers.lines.link_of, turn=self._host.turn)
+        links = LinkFigures(link_of=self._peers.links.link_of, turn=self._host.turn)
         self._survey = Survey(
             node=settings.node,
             own=OwnFigures(

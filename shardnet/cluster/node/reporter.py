@@ -111,7 +111,7 @@ class Reporter:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
-                    for peer in self._peers.lines.linked():
+                    for peer in self._peers.links.linked():
                         tasks.create_task(self._relay(control, message, peer))
                 control.send(await self._own(message, received_at))
         except* ShardnetError as group:
@@ -222,7 +222,7 @@ class Reporter:
                 bytes_per_s = await self._bandwidth(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
-        link, record = self._peers.lines.link_of(known.node), None
+        link, record = self._peers.links.link_of(known.node), None
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""

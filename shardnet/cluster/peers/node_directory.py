@@ -83,7 +83,7 @@ class Neighbours:
         """
         infos, _ = await self._ask_all(LISTED_S)
         answers = {info.node: info for info in infos}
-        linked = [control.link.peer.node for control in self._peers.lines.linked()]
+        linked = [control.link.peer.node for control in self._peers.links.linked()]
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
@@ -99,7 +99,7 @@ class Neighbours:
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 
-        answers = await asyncio.gather(*(ask(control) for control in self._peers.lines.linked()))
+        answers = await asyncio.gather(*(ask(control) for control in self._peers.links.linked()))
         infos = [
             replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
             for info in answers

@@ -26,7 +26,7 @@ MAX_PEERS: Final = 32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Line:
+class PeerLink:
     """A control link to a peer, and whether the smaller of both node ids has opened it."""
 
     control: ControlLink
@@ -41,16 +41,16 @@ class Line:
 class _Peer:
     """A node that is linked to: its links, and who wants to know when the last one has ended."""
 
-    links: list[Line] = field(default_factory=list)
+    links: list[PeerLink] = field(default_factory=list)
     watchers: list[Callable[[ShardnetError], None]] = field(default_factory=list)
 
     @property
-    def peer_link(self) -> Line:
+    def peer_link(self) -> PeerLink:
         """The one that requests use: opened by the smaller id, the oldest of these."""
         return min(self.links, key=lambda peer_link: not peer_link.by_smaller)
 
 
-class PeerLines:
+class PeerLinks:
     """The links of every peer. Runs their readers in `tasks`, a group that outlives them.
 
     `retire_s`: how long a link that is not needed stays open at least. `ping_s`: between
@@ -86,7 +86,7 @@ class PeerLines:
         """Whether there are as many peers as there may be."""
         return len(self._peers) >= MAX_PEERS
 
-    def in_use(self) -> dict[NodeId, Line]:
+    def in_use(self) -> dict[NodeId, PeerLink]:
         """Return the peer_link of each peer that requests use, by id."""
         return {node: self._peers[node].peer_link for node in sorted(self._peers)}
 
@@ -126,7 +126,7 @@ class PeerLines:
                 f"{link.peer.name} ({link.peer_address}): refused, this node has {MAX_PEERS} peers"
             )
         smaller = self._node < node
-        peer_link = Line(
+        peer_link = PeerLink(
             control=ControlLink(link, self._handler), by_smaller=bool(dialled_at) == smaller
         )
         if peer is None:
@@ -169,7 +169,7 @@ class PeerLines:
                 peer_link.is_retired = True
                 self._tasks.create_task(self._retire(peer, peer_link))
 
-    async def _retire(self, peer: _Peer, peer_link: Line) -> None:
+    async def _retire(self, peer: _Peer, peer_link: PeerLink) -> None:
         """Close a link that another one has replaced, when both sides have stopped using it.
 
         Where that other one has ended meanwhile, this one is needed again.
@@ -184,7 +184,7 @@ class PeerLines:
             if peer_link.control.is_idle:
                 await peer_link.control.link.close()
 
-    async def _serve(self, node: NodeId, peer_link: Line) -> None:
+    async def _serve(self, node: NodeId, peer_link: PeerLink) -> None:
         measuring = self._tasks.create_task(self._measure(peer_link))
         try:
             await peer_link.control.serve()
@@ -196,7 +196,7 @@ class PeerLines:
             peer_link.control.link.close()
         )  # the peer is gone; its connection may take a moment more
 
-    def _ended(self, node: NodeId, peer_link: Line, error: ShardnetError) -> None:
+    def _ended(self, node: NodeId, peer_link: PeerLink, error: ShardnetError) -> None:
         peer = self._peers[node]
         peer.links.remove(peer_link)
         peer_link.ended.set()
@@ -209,7 +209,7 @@ class PeerLines:
             on_lost(error)
         self._on_gone(node)
 
-    async def _measure(self, peer_link: Line) -> None:
+    async def _measure(self, peer_link: PeerLink) -> None:
         """Measure the round trip of a peer_link while it lives."""
         with contextlib.suppress(ShardnetError):
             for _ in range(N_PINGS):

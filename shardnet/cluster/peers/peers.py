@@ -16,7 +16,7 @@ from typing import Final
 
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
-from shardnet.cluster.peers.peer_links import Line, PeerLines
+from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
 from shardnet.cluster.peers.peer_news import believed, told_of
 from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerBook
 from shardnet.cluster.peers.rtt_probe import Knock, Sounding, compare
@@ -103,7 +103,7 @@ class Peers:
         self._log = log
         self._times = times or PeerTimes()
         self._book = PeerBook(node)
-        self.lines = PeerLines(
+        self.links = PeerLinks(
             node=node,
             handler=handler,
             tasks=tasks,
@@ -130,7 +130,7 @@ class Peers:
         known = self._book.get(node)
         if known is None or known.address:
             return known.address if known is not None else ""
-        order, control = self._order(known.announced), self.lines.link_of(node)
+        order, control = self._order(known.announced), self.links.link_of(node)
         seen = host_of(control.link.peer_address) if control is not None else ""
         return next((a for a in order if host_of(a) == seen), order[0] if order else "")
 
@@ -157,7 +157,7 @@ class Peers:
                 name=known.name,
                 is_linked=known.is_linked,
                 address=known.address,
-                rtt_s=self.lines.rtt_s(known.node) or known.rtt_s,
+                rtt_s=self.links.rtt_s(known.node) or known.rtt_s,
                 addresses=self._order(known.addresses),
                 told_by=tuple(known.told) if known.lonely_since is None else (),
                 failures=dict(known.failures),
@@ -175,7 +175,7 @@ class Peers:
         """
         async with self._dialling.setdefault(address, asyncio.Lock()):
             node = self._node_at.get(address)
-            linked = self.lines.link_of(node) if node is not None else None
+            linked = self.links.link_of(node) if node is not None else None
             if linked is not None:
                 return linked
             link = await self._dial(address)
@@ -267,7 +267,7 @@ class Peers:
 
     async def close(self) -> None:
         """Say goodbye on every link."""
-        await self.lines.close()
+        await self.links.close()
 
     async def _visit_all(self, tasks: asyncio.TaskGroup) -> None:
         """Try whoever is due, for ever."""
@@ -275,7 +275,7 @@ class Peers:
             self._changed.clear()
             now = time.monotonic()
             for known in self._book.due(now):
-                room = not self.lines.is_full or known.is_linked
+                room = not self.links.is_full or known.is_linked
                 if known.node in self._visiting or len(self._visiting) >= MAX_VISITS or not room:
                     continue
                 self._visiting.add(known.node)
@@ -294,7 +294,7 @@ class Peers:
                 self._book.failed(known.node, failures, time.monotonic())
             else:
                 self._book.answered(known.node, best.address, best.rtt_s, failures)
-                if known.node not in self.lines:
+                if known.node not in self.links:
                     await self._open(known, best.address)
         finally:
             self._visiting.discard(known.node)
@@ -339,12 +339,12 @@ class Peers:
     async def _lost(self, control: ControlLink) -> None:
         """Wait until the node of `control` is lost."""
         lost = asyncio.Event()
-        self.lines.watch(control, lambda _: lost.set())
+        self.links.watch(control, lambda _: lost.set())
         await lost.wait()
 
     def _link_up(self, link: Link, *, dialled_at: str) -> ControlLink:
-        """Begin to serve a link; return the one to use for the peer. Raises as PeerLines.up."""
-        control = self.lines.up(link, dialled_at=dialled_at)
+        """Begin to serve a link; return the one to use for the peer. Raises as PeerLinks.up."""
+        control = self.links.up(link, dialled_at=dialled_at)
         self._book.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
         )
@@ -366,13 +366,13 @@ class Peers:
             await self._news.wait()
             await asyncio.sleep(self._times.gather_s)
             self._news.clear()
-            for peer_link in self.lines.in_use().values():
+            for peer_link in self.links.in_use().values():
                 self._tell(peer_link)
 
-    def _tell(self, peer_link: Line) -> None:
+    def _tell(self, peer_link: PeerLink) -> None:
         reader_at = peer_link.control.link.peer_address
         told = [told_of(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
-        for node in self.lines.in_use():
+        for node in self.links.in_use():
             known = self._book.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
                 told.append(told_of(node, known.name, known.announced, reader_at=reader_at))

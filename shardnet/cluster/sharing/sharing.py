@@ -141,7 +141,7 @@ class Sharing:
         own = await self._disk.run(partial(self._holdings.at, model))
         if own is not None and own.is_complete:
             return own
-        answers = await self._ask_peers(self._peers.lines.linked(), model, "")
+        answers = await self._ask_peers(self._peers.links.linked(), model, "")
         holders = agreed([answer for answer in answers.values() if isinstance(answer, Holder)])
         if not holders:
             if own is None:
@@ -170,13 +170,13 @@ class Sharing:
         if all(holder.is_complete for holder in found):
             return found
         known = {holder.node for holder in found}
-        rest = [c for c in self._peers.lines.linked() if c.link.peer.node not in known]
+        rest = [c for c in self._peers.links.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, Holder)]
 
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node."""
-        control = self._peers.lines.link_of(NodeId(node.node))
+        control = self._peers.links.link_of(NodeId(node.node))
         return control if control is not None else await self._peers.link_to(node.address)
 
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
