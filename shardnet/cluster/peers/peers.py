@@ -18,7 +18,7 @@ from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
 from shardnet.cluster.peers.peer_news import believed, told_of
-from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerBook
+from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerTable
 from shardnet.cluster.peers.rtt_probe import Knock, Sounding, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of
@@ -102,7 +102,7 @@ class Peers:
         self._own_addresses = own_addresses
         self._log = log
         self._times = times or PeerTimes()
-        self._book = PeerBook(node)
+        self._table = PeerTable(node)
         self.links = PeerLinks(
             node=node,
             handler=handler,
@@ -127,7 +127,7 @@ class Peers:
         """Return the address of a node: one that has answered, else the one it has dialled from,
         else the best it is said to have; "" where none is known.
         """
-        known = self._book.get(node)
+        known = self._table.get(node)
         if known is None or known.address:
             return known.address if known is not None else ""
         order, control = self._order(known.announced), self.links.link_of(node)
@@ -140,12 +140,12 @@ class Peers:
         That is where it has answered this node, if that is known; else, and where that fails, at
         `address` itself. Raises what `dial` raises there.
         """
-        known = self._book.owner_of(address)
+        known = self._table.owner_of(address)
         if known is not None and known.address not in ("", address):
             try:
                 return await dial(known.address)
             except ShardnetError:
-                self._book.doubt(known.node, time.monotonic())
+                self._table.doubt(known.node, time.monotonic())
                 self._changed.set()
         return await dial(address)
 
@@ -163,7 +163,7 @@ class Peers:
                 failures=dict(known.failures),
                 refusal=known.refusal,
             )
-            for known in self._book.known()
+            for known in self._table.known()
         ]
 
     # --- links by address
@@ -226,15 +226,15 @@ class Peers:
         """Take a candidate that discovery has found, with why it must not be linked to, if so."""
         now = time.monotonic()
         if refusal:
-            if self._book.refuse(node, name, addresses, refusal, source=MDNS, now=now):
+            if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
                 self._log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
         else:
-            self._book.tell(node, name, addresses, source=MDNS, now=now)
+            self._table.tell(node, name, addresses, source=MDNS, now=now)
         self._changed.set()
 
     def withdraw(self, node: NodeId) -> None:
         """Take note that discovery tells of a node no more. A link that lives is left alone."""
-        self._book.retract(node, source=MDNS, now=time.monotonic())
+        self._table.retract(node, source=MDNS, now=time.monotonic())
 
     def heard(self, control: ControlLink, message: PeersKnown) -> None:
         """Take in what a peer tells of itself and its peers. Raises RemoteProtocolError if it lies
@@ -245,9 +245,9 @@ class Peers:
             addresses = believed(
                 peer, teller=control.peer_name, teller_at=control.link.peer_address
             )
-            self._book.tell(NodeId(peer.node), peer.name, addresses, source=teller, now=now)
+            self._table.tell(NodeId(peer.node), peer.name, addresses, source=teller, now=now)
         told = [NodeId(peer.node) for peer in message.peers]
-        self._book.keep_only(told, source=teller, now=now)
+        self._table.keep_only(told, source=teller, now=now)
         self._changed.set()
         self._news.set()
 
@@ -274,13 +274,13 @@ class Peers:
         while True:
             self._changed.clear()
             now = time.monotonic()
-            for known in self._book.due(now):
+            for known in self._table.due(now):
                 room = not self.links.is_full or known.is_linked
                 if known.node in self._visiting or len(self._visiting) >= MAX_VISITS or not room:
                     continue
                 self._visiting.add(known.node)
                 tasks.create_task(self._visit(known))
-            next_due = self._book.next_due()
+            next_due = self._table.next_due()
             wait_s = max(0.05, next_due - now) if next_due is not None else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -291,9 +291,9 @@ class Peers:
         try:
             best, failures = await self._best_address(known)
             if best is None:
-                self._book.failed(known.node, failures, time.monotonic())
+                self._table.failed(known.node, failures, time.monotonic())
             else:
-                self._book.answered(known.node, best.address, best.rtt_s, failures)
+                self._table.answered(known.node, best.address, best.rtt_s, failures)
                 if known.node not in self.links:
                     await self._open(known, best.address)
         finally:
@@ -324,7 +324,7 @@ class Peers:
         try:
             link = await self._dial(address)
         except ShardnetError as error:
-            self._book.failed(known.node, {address: str(error)}, time.monotonic())
+            self._table.failed(known.node, {address: str(error)}, time.monotonic())
             return
         with contextlib.suppress(LinkError):  # too many peers by now
             self._link_up(link, dialled_at=address)
@@ -345,7 +345,7 @@ class Peers:
     def _link_up(self, link: Link, *, dialled_at: str) -> ControlLink:
         """Begin to serve a link; return the one to use for the peer. Raises as PeerLinks.up."""
         control = self.links.up(link, dialled_at=dialled_at)
-        self._book.linked(
+        self._table.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
         )
         self._news.set()
@@ -354,7 +354,7 @@ class Peers:
 
     def _gone(self, node: NodeId) -> None:
         """Take note that no link to a node is left."""
-        self._book.lost(node, time.monotonic())
+        self._table.lost(node, time.monotonic())
         self._news.set()
         self._changed.set()
 
@@ -373,7 +373,7 @@ class Peers:
         reader_at = peer_link.control.link.peer_address
         told = [told_of(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
         for node in self.links.in_use():
-            known = self._book.get(node)
+            known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
                 told.append(told_of(node, known.name, known.announced, reader_at=reader_at))
         message = PeersKnown(peers=told)

@@ -230,7 +230,7 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
             asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
             await begun.wait()
             a.peers._node_at.clear()
-            await a.peers._open(a.peers._book.known()[0], b.address)  # as if it had not known b's
+            await a.peers._open(a.peers._table.known()[0], b.address)  # as if it had not known b's
             new = a.peers.links.link_of(b.node)
             assert new is not None
             for _ in range(3):
@@ -453,7 +453,7 @@ def test_a_named_address_is_used_only_where_the_nodes_own_do_not_answer() -> Non
             await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
             assert a.town.dialled.count(("a", named)) == 1, "it is not asked who answers there"
             del a.town.owners[real]
-            a.peers._book.doubt(b.node, 0.0)
+            a.peers._table.doubt(b.node, 0.0)
             a.peers._changed.set()
             await a.until(lambda: a.report("b").address == named)
             assert "nothing listens" in a.report("b").failures[real]
