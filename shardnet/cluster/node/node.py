@@ -34,7 +34,7 @@ from shardnet.cluster.node.reporter import Holding, Reporter
 from shardnet.cluster.peers.advertisement import Presence
 from shardnet.cluster.peers.node_directory import Neighbours
 from shardnet.cluster.peers.peers import Peers
-from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialling
 from shardnet.cluster.ring.ring_membership import RingSeat
 from shardnet.cluster.ring.stage_host import StageHost
@@ -149,7 +149,7 @@ class Node:
             reader=self._reader,
             control_to=self._sharing.control,
         )
-        self._refusals = Refusals()
+        self._refusals = RejectedHandshakes()
         self.head = Head(
             Surroundings(
                 node=settings.node,

@@ -21,7 +21,7 @@ from shardnet.cluster.peers.address_diagnosis import judge, probe
 from shardnet.cluster.peers.advertisement import Presence
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import PeerReport, Peers
-from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.peers.rtt_probe import Knock
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.stage.executor import Executor
@@ -81,7 +81,7 @@ class Reporter:
         presence: Presence,
         peers: Peers,
         discovery: Discovery | None,
-        refusals: Refusals,
+        refusals: RejectedHandshakes,
         knock: Knock,
         reader: Executor,
         disk: Path,

@@ -21,7 +21,7 @@ class _Refused:
     last: float
 
 
-class Refusals:
+class RejectedHandshakes:
     """The most recent refused handshakes; the longest unheard of make room for others."""
 
     def __init__(self, *, most: int = MAX_VIEWS) -> None:
