@@ -12,7 +12,7 @@ from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.head import Elsewhere
 from shardnet.cluster.measuring.measurement_service import Survey
-from shardnet.cluster.peers.node_directory import Candidates, Neighbours
+from shardnet.cluster.peers.node_directory import Candidates, NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -40,7 +40,7 @@ class Surroundings:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
-        neighbours: Neighbours,
+        neighbours: NodeDirectory,
         survey: Survey,
         reader: Executor,
         on_broken: Callable[[str, ShardnetError], None],

@@ -16,7 +16,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.measuring.measurement_service import Survey
 from shardnet.cluster.node.reporter import Reporter
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -60,7 +60,7 @@ class Reception:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
-        neighbours: Neighbours,
+        neighbours: NodeDirectory,
         survey: Survey,
         reporter: Reporter,
         head: Head,

@@ -32,7 +32,7 @@ from shardnet.cluster.measuring.node_benchmark import OwnFigures
 from shardnet.cluster.node.dispatcher import Reception
 from shardnet.cluster.node.reporter import Holding, Reporter
 from shardnet.cluster.peers.advertisement import Presence
-from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialling
@@ -115,7 +115,7 @@ class Node:
             own_addresses=lambda: self._presence.addresses,
             log=settings.log,
         )
-        self._neighbours = Neighbours(
+        self._neighbours = NodeDirectory(
             own_info=self.info, peers=self._peers, presence=self._presence
         )
         self._sharing = Sharing(

@@ -36,7 +36,7 @@ class Candidates:
     silent: tuple[LeftOut, ...] = ()
 
 
-class Neighbours:
+class NodeDirectory:
     """This node and those it knows, as they are now. `own_info` describes this one.
 
     `status_s` is how long a peer may take to say how it is when it is wanted for a plan.

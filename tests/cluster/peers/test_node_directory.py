@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import info
 
 from shardnet.cluster.peers.advertisement import Presence
-from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, Neighbours
+from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import LinkClosedError
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
@@ -49,7 +49,7 @@ async def gone(node: NodeInfo) -> NodeInfo:
 
 async def asked(*peers: Peer, status_s: float) -> Candidates:
     lines = SimpleNamespace(linked=lambda: peers)
-    neighbours = Neighbours(
+    neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna"),
         peers=cast(Peers, SimpleNamespace(lines=lines, address_of=lambda node: f"{node}:1")),
         presence=cast(Presence, None),
