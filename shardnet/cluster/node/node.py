@@ -31,7 +31,7 @@ from shardnet.cluster.measuring.measurement_service import Survey
 from shardnet.cluster.measuring.node_benchmark import OwnFigures
 from shardnet.cluster.node.dispatcher import Reception
 from shardnet.cluster.node.reporter import Holding, Reporter
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
@@ -99,7 +99,7 @@ class Node:
             identity=settings.identity,
             progress=lambda: self._host.progress,
         )
-        self._presence = Presence(
+        self._advertisement = Advertisement(
             node=settings.node,
             name=settings.name,
             on_changed=lambda: self._peers.addresses_changed(),
@@ -111,12 +111,12 @@ class Node:
             knock=self._dialling.knock,
             handler=lambda control, message: self._reception.handle(control, message),
             tasks=tasks,
-            own_hosts=lambda: self._presence.local,
-            own_addresses=lambda: self._presence.addresses,
+            own_hosts=lambda: self._advertisement.local,
+            own_addresses=lambda: self._advertisement.addresses,
             log=settings.log,
         )
         self._neighbours = NodeDirectory(
-            own_info=self.info, peers=self._peers, presence=self._presence
+            own_info=self.info, peers=self._peers, advertisement=self._advertisement
         )
         self._sharing = Sharing(
             node=settings.node,
@@ -176,7 +176,7 @@ class Node:
             own_info=self.info,
             holding=self._holding,
             cluster=self.cluster,
-            presence=self._presence,
+            advertisement=self._advertisement,
             peers=self._peers,
             discovery=settings.discovery,
             refusals=self._refusals,
@@ -219,7 +219,7 @@ class Node:
     @property
     def address(self) -> str:
         """Where others reach this node best, "" where it does not listen."""
-        return self._presence.address
+        return self._advertisement.address
 
     @property
     def cluster(self) -> str | None:
@@ -246,7 +246,7 @@ class Node:
             on_refused=self._refused,
             options=self._dialling.options,
         )
-        self._presence.listening_at(listener.address)
+        self._advertisement.listening_at(listener.address)
         return listener
 
     def _refused(self, host: str, error: ShardnetError) -> None:
@@ -260,7 +260,7 @@ class Node:
     async def discover(self) -> None:
         """Be found and find others, until cancelled."""
         if self._settings.discovery is not None:
-            await self._presence.discover(self._settings.discovery, self._peers)
+            await self._advertisement.discover(self._settings.discovery, self._peers)
 
     async def close(self) -> None:
         """Unload what this node leads, leave what it follows, end the threads.

@@ -18,7 +18,7 @@ from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.peers.address_diagnosis import judge, probe
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import PeerReport, Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
@@ -78,7 +78,7 @@ class Reporter:
         own_info: Callable[[], NodeInfo],
         holding: Callable[[], Holding],
         cluster: str | None,
-        presence: Presence,
+        advertisement: Advertisement,
         peers: Peers,
         discovery: Discovery | None,
         refusals: RejectedHandshakes,
@@ -90,7 +90,7 @@ class Reporter:
         self._own_info = own_info
         self._holding = holding
         self._cluster = cluster
-        self._presence = presence
+        self._advertisement = advertisement
         self._peers = peers
         self._discovery = discovery
         self._refusals = refusals
@@ -240,7 +240,7 @@ class Reporter:
         )
 
     def _interfaces(self) -> list[InterfaceAddress]:
-        told = {split_address(address)[0] for address in self._presence.addresses}
+        told = {split_address(address)[0] for address in self._advertisement.addresses}
         return [
             InterfaceAddress(
                 interface=address.interface,
@@ -251,7 +251,7 @@ class Reporter:
                 speed_mbit=address.speed_mbit,
                 is_told=address.host in told,
             )
-            for address in self._presence.local[:MAX_VIEWS]
+            for address in self._advertisement.local[:MAX_VIEWS]
         ]
 
     def _multicast(self, now: float) -> MulticastState:

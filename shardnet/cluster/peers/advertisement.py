@@ -27,7 +27,7 @@ from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 
 
-class Presence:
+class Advertisement:
     """Where one node is. `on_changed` is called when its addresses are others than before."""
 
     def __init__(self, *, node: NodeId, name: str, on_changed: Callable[[], None]) -> None:

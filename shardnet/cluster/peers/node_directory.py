@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import ShardnetError, UsageError, first_error
@@ -47,12 +47,12 @@ class NodeDirectory:
         *,
         own_info: Callable[[], NodeInfo],
         peers: Peers,
-        presence: Presence,
+        advertisement: Advertisement,
         status_s: float = PEER_STATUS_S,
     ) -> None:
         self._own_info = own_info
         self._peers = peers
-        self._presence = presence
+        self._advertisement = advertisement
         self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
@@ -114,7 +114,7 @@ class NodeDirectory:
         control = None if address == own.address else await self._peers.find(address)
         if control is not None:
             return replace(await _ask(control), address=address)
-        return replace(own, address=self._presence.seen_as(address))
+        return replace(own, address=self._advertisement.seen_as(address))
 
 
 def _silent(control: ControlLink, why: str) -> LeftOut:

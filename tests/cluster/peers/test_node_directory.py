@@ -10,7 +10,7 @@ from typing import cast
 from msgspec.structs import replace
 from support.cluster.checkup_facts import info
 
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import LinkClosedError
@@ -52,7 +52,7 @@ async def asked(*peers: Peer, status_s: float) -> Candidates:
     neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna"),
         peers=cast(Peers, SimpleNamespace(lines=lines, address_of=lambda node: f"{node}:1")),
-        presence=cast(Presence, None),
+        advertisement=cast(Advertisement, None),
         status_s=status_s,
     )
     return await neighbours.candidates([])
