@@ -260,15 +260,15 @@ class Reporter:
             return MulticastState(state="off")
         heard = [
             MulticastHeard(node=h.node, interface=h.interface, age_s=max(0.0, now - h.at))
-            for h in discovery.ear.heard()
+            for h in discovery.listener.heard()
             if h.node != self._own_info().node
         ]
         return MulticastState(
             state="on" if discovery.hosts else "failed",
             failure=explanation(discovery.failure),
             hosts=list(discovery.hosts)[:MAX_VIEWS],
-            listening=list(discovery.ear.interfaces)[:MAX_VIEWS],
-            listening_s=now - discovery.ear.since,
+            listening=list(discovery.listener.interfaces)[:MAX_VIEWS],
+            listening_s=now - discovery.listener.since,
             heard=heard[: 4 * MAX_VIEWS],
             records=[
                 RecordSeen(
