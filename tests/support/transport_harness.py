@@ -17,7 +17,7 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import Listener, connect, listen
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import PREAMBLE, Frame, Limits, pack_frame
-from shardnet.wire.messages.handshake import Hello, Purpose, Role, hello_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
 
 uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
 
@@ -29,7 +29,7 @@ SMALL_BUFFERS = replace(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
 
 def hello(node: str = "a", purpose: Purpose = Purpose.DATA) -> Hello:
     ring = {"ring": "r1", "epoch": 3} if purpose is Purpose.DATA else {}
-    return Hello(purpose=purpose, role=Role.NODE, node=node, name=node, version="0", **ring)
+    return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **ring)
 
 
 def raw(frame: Frame) -> bytes:

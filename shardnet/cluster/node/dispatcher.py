@@ -30,7 +30,7 @@ from shardnet.errors import (
 from shardnet.transport.link import Link
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Generate, LastRunRequest, Unload
-from shardnet.wire.messages.handshake import Hello, Purpose, Role, error_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
 from shardnet.wire.messages.membership import (
     IdentifyModel,
@@ -99,7 +99,7 @@ class Reception:
             self._host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
             self._tasks.create_task(self._sharing.serve(link))
-        elif link.peer.role is Role.NODE:
+        elif link.peer.role is PeerRole.NODE:
             self._peers.adopt(link)
         else:
             self._tasks.create_task(self._serve_client(link))
@@ -146,7 +146,7 @@ class Reception:
             case ReportRequest():
                 await self._reporter.answer(control, message)
             case PeersKnown():
-                if control.link.peer.role is not Role.NODE:
+                if control.link.peer.role is not PeerRole.NODE:
                     raise RemoteProtocolError(f"{control.peer_name} is a client and told of peers")
                 self._peers.heard(control, message)
             case IdentifyModel():

@@ -52,7 +52,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import Purpose, Role
+from shardnet.wire.messages.handshake import PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     NodeInfo,
     StageInfo,
@@ -230,7 +230,7 @@ class Node:
         """Open a control link to this node from its own process."""
         ours = self._dialling.hello(Purpose.CONTROL)
         near, far = await memory_pair(
-            replace(ours, role=Role.CLIENT), ours, options=self._dialling.options
+            replace(ours, role=PeerRole.CLIENT), ours, options=self._dialling.options
         )
         await self._reception.accept(far)
         return near

@@ -37,7 +37,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
-from shardnet.wire.messages.handshake import Hello, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
 from shardnet.wire.messages.stages import LoadStage
 
@@ -101,7 +101,7 @@ class Sharing:
 
     def check_hello(self, hello: Hello) -> None:
         """Raise UsageError or BusyError for a bulk link that this node does not serve."""
-        if hello.role is not Role.NODE:
+        if hello.role is not PeerRole.NODE:
             raise UsageError("weights go from node to node; a client has no use for them")
         if len(self._links) >= MAX_BULK_LINKS:
             raise BusyError(f"this node gives weights over {MAX_BULK_LINKS} links already")

@@ -35,7 +35,7 @@ class Purpose(enum.Enum):
     BULK = "bulk"
 
 
-class Role(enum.Enum):
+class PeerRole(enum.Enum):
     """Who is at an end of a link."""
 
     NODE = "node"
@@ -49,7 +49,7 @@ class Hello(Strict, frozen=True, kw_only=True):
     """
 
     purpose: Purpose
-    role: Role
+    role: PeerRole
     node: Name
     name: Name
     version: Annotated[str, Meta(max_length=64)]

@@ -29,7 +29,7 @@ from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo, Ping, ReportRequest, Status, StatusReply
 
 CPU = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
@@ -67,7 +67,7 @@ class Lab:
         """Link to the node at `address` as one of another making."""
         host, port = address.split(":")
         hello = Hello(
-            purpose=Purpose.CONTROL, role=Role.NODE, node="fake", name="fake", version=version
+            purpose=Purpose.CONTROL, role=PeerRole.NODE, node="fake", name="fake", version=version
         )
         link = await tcp.connect(host, int(port), hello)
         serving = asyncio.create_task(_serve(ControlLink(link, handler)))

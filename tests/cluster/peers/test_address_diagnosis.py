@@ -22,13 +22,15 @@ from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PREAMBLE
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import AddressView
-from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import Ping
 
 KNOCK = partial(dial, handshake_s=30.0)
 IMPATIENT = partial(dial, handshake_s=0.3)
 """For where nobody answers."""
-BERT = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="bert-id", name="bert", version="0.1.0")
+BERT = Hello(
+    purpose=Purpose.CONTROL, role=PeerRole.NODE, node="bert-id", name="bert", version="0.1.0"
+)
 
 
 @pytest.fixture

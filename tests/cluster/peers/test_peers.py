@@ -25,7 +25,7 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import PeersKnown, Ping
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
@@ -49,8 +49,8 @@ class Member:
         self.peers = Peers(
             node=self.node,
             name=name,
-            dial=lambda address: town.dial(self, address, Role.NODE),
-            knock=lambda address: town.dial(self, address, Role.CLIENT),
+            dial=lambda address: town.dial(self, address, PeerRole.NODE),
+            knock=lambda address: town.dial(self, address, PeerRole.CLIENT),
             handler=self._handle,
             tasks=tasks,
             own_hosts=lambda: HERE,
@@ -80,7 +80,7 @@ class Member:
         await self.peers.close()
 
     async def accept(self, link: Link) -> None:
-        if link.peer.role is Role.NODE:
+        if link.peer.role is PeerRole.NODE:
             self.peers.adopt(link)
         else:
             self.tasks.create_task(serve(ControlLink(link, self._handle)))
@@ -128,15 +128,15 @@ class Town:
         self.dialled: list[tuple[str, str]] = []
         self.closed: Callable[[Member, Member], bool] = lambda a, b: False
 
-    async def dial(self, who: Member, address: str, role: Role) -> Link:
+    async def dial(self, who: Member, address: str, role: PeerRole) -> Link:
         self.dialled.append((who.name, address))
         owner = self.owners.get(address)
         if owner is None or self.closed(who, owner):
             raise PeerUnreachableError(f"{address}: nothing listens there")
         await asyncio.sleep(self.slow_s.get(address, 0.0))
-        near, far = await memory_pair(hello(who, role), hello(owner, Role.NODE))
+        near, far = await memory_pair(hello(who, role), hello(owner, PeerRole.NODE))
         await owner.accept(far)
-        if role is Role.NODE:
+        if role is PeerRole.NODE:
             self.links.append((who, owner, near))
         return near
 
@@ -152,7 +152,7 @@ class Town:
         return [link for x, y, link in self.links if {x, y} == {a, b} and not link.closed]
 
 
-def hello(member: Member, role: Role) -> Hello:
+def hello(member: Member, role: PeerRole) -> Hello:
     return Hello(
         purpose=Purpose.CONTROL, role=role, node=member.node, name=member.name, version="0"
     )
@@ -314,7 +314,7 @@ def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> Non
         async with town("a", "b", "c", "d") as (a, *others):
             for member in others[:2]:
                 await member.peers.link_to(a.address)
-            near = await a.town.dial(others[2], a.address, Role.CLIENT)  # clients are no peers
+            near = await a.town.dial(others[2], a.address, PeerRole.CLIENT)  # clients are no peers
             await near.close()
             with pytest.raises(LinkError, match="2 peers"):
                 await others[2].peers.link_to(a.address)
@@ -328,8 +328,8 @@ def test_leaving_waits_until_the_connection_of_a_peer_that_left_is_gone() -> Non
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            far = MachineLink(hello(b, Role.NODE), initiator=True, options=PATIENT)
-            near = MachineLink(hello(a, Role.NODE), initiator=False, options=PATIENT)
+            far = MachineLink(hello(b, PeerRole.NODE), initiator=True, options=PATIENT)
+            near = MachineLink(hello(a, PeerRole.NODE), initiator=False, options=PATIENT)
             join(far, near)
             await near.wait_up()
             a.peers.adopt(near)
@@ -579,7 +579,7 @@ def test_another_link_goes_where_the_node_has_answered_us() -> None:
 
             async def dial(address: str) -> Link:
                 tried.append(address)
-                return await a.town.dial(a, address, Role.CLIENT)
+                return await a.town.dial(a, address, PeerRole.CLIENT)
 
             tried: list[str] = []
             await (await a.peers.dial_by(bridge, dial)).close()

@@ -25,7 +25,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 
 class BrokenCompute:
@@ -109,7 +109,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
 
 def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
         near, far = await memory_pair(node, node)
         dialled, answer = asyncio.Event(), asyncio.Event()
 
@@ -136,7 +136,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
     """A cancellation would be nobody's error: the head's ring would seem to be connected."""
 
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
         near, far = await memory_pair(node, node)
         dialled = asyncio.Event()
 
@@ -199,7 +199,7 @@ def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -
     async def main() -> None:
         hello = Hello(
             purpose=Purpose.DATA,
-            role=Role.NODE,
+            role=PeerRole.NODE,
             node="n",
             name="n",
             version="0",

@@ -23,7 +23,7 @@ from shardnet.wire.messages.extras import (
     TopLogprob,
     extras_frame,
 )
-from shardnet.wire.messages.handshake import Hello, Purpose, Role, error_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
@@ -38,7 +38,7 @@ def received(kind: Callable[..., LinkSource | TailLink], *frames: Frame) -> obje
     async def main() -> object:
         hello = Hello(
             purpose=Purpose.DATA,
-            role=Role.NODE,
+            role=PeerRole.NODE,
             node="n",
             name="other",
             version="0",

@@ -37,13 +37,19 @@ from shardnet.wire.messages.extras import (
     extras_frame,
 )
 from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.handshake import Hello, Purpose, Role, error_frame, hello_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 HELLO = Hello(
-    purpose=Purpose.DATA, role=Role.NODE, node="n1", name="nas", version="0.1.0", ring="r", epoch=3
+    purpose=Purpose.DATA,
+    role=PeerRole.NODE,
+    node="n1",
+    name="nas",
+    version="0.1.0",
+    ring="r",
+    epoch=3,
 )
 
 STEP = Step(

@@ -25,7 +25,7 @@ from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
 from shardnet.wire.messages.extras import Extras, extras_frame
-from shardnet.wire.messages.handshake import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
 from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
@@ -38,7 +38,7 @@ _WHERE = {"epoch": U32, "step": U64}
 def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -> Hello:
     if purpose is Purpose.DATA:
         changes = {"ring": "r1", "epoch": 3, **changes}
-    return Hello(purpose=purpose, role=Role.NODE, node=node, name=node, version="0", **changes)
+    return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **changes)
 
 
 @st.composite
