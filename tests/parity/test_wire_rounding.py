@@ -36,7 +36,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.payloads.data import Step, data_frame, read_data
+from shardnet.wire.payloads.data import StepData, data_frame, read_data
 
 N_LAYERS = 4
 VOCAB = 320
@@ -105,7 +105,9 @@ class Ring:
             result = compute.compute(batch, arrived)
             if isinstance(result, Samples):
                 return result
-            sent = Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            sent = StepData(
+                batch=batch, dtype=result.dtype, width=result.width, payload=result.payload
+            )
             came = read_data(data_frame(sent))
             arrived = Activations(payload=came.payload, dtype=came.dtype, width=came.width)
         raise AssertionError("the tail answers")

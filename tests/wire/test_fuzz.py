@@ -46,7 +46,7 @@ from shardnet.wire.messages.extras import (
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
 from shardnet.wire.messages.sequences import read_sequence, sequence_frame
-from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 
 ROUNDS = 5000
 SMALL = Limits(
@@ -116,7 +116,9 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         ],
         Purpose.DATA: [
             data_frame(
-                Step(batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
+                StepData(
+                    batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4)
+                )
             ),
             sequence_frame(
                 OpenSequence(sequence_id=SequenceId(1), slot=SlotId(2), sampling=sampling), epoch=1

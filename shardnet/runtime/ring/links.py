@@ -41,7 +41,7 @@ from shardnet.wire.messages.extras import (
 )
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import read_sequence, sequence_frame
-from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
@@ -76,7 +76,7 @@ class LinkSource:
                 case _:
                     raise _unexpected(frame, self._link)
 
-    def _step(self, step: Step, extras: Extras) -> StepArrived:
+    def _step(self, step: StepData, extras: Extras) -> StepArrived:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
@@ -147,7 +147,7 @@ class LinkSink:
         if isinstance(result, Samples):
             return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
         return data_frame(
-            Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            StepData(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
         )
 
     def _extras(self, computed: StepComputed) -> Frame:

@@ -39,7 +39,7 @@ from shardnet.wire.messages.extras import (
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
 from shardnet.wire.messages.sequences import sequence_frame
-from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
+from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 HELLO = Hello(
@@ -52,7 +52,7 @@ HELLO = Hello(
     epoch=3,
 )
 
-STEP = Step(
+STEP = StepData(
     batch=MicroBatch(
         epoch=Epoch(3),
         step=StepId(7),
@@ -70,7 +70,7 @@ STEP = Step(
 )
 """Two rows of a prompt's end and one generated row; the tail samples the last of each."""
 
-INT8_STEP = Step(
+INT8_STEP = StepData(
     batch=MicroBatch(
         epoch=Epoch(3),
         step=StepId(7),

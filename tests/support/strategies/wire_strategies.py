@@ -27,7 +27,7 @@ from shardnet.wire.messages.control import ControlMessage, control_frame
 from shardnet.wire.messages.extras import Extras, extras_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
-from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
+from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
@@ -42,7 +42,7 @@ def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def steps(draw: st.DrawFn) -> StepData:
     n_groups = draw(st.integers(1, 4))
     slots = draw(st.lists(U32, min_size=n_groups, max_size=n_groups, unique=True))
     ids = draw(st.lists(U64, min_size=n_groups, max_size=n_groups, unique=True))
@@ -63,7 +63,7 @@ def steps(draw: st.DrawFn) -> Step:
     width = draw(st.one_of(st.integers(1, 8), st.just(20_000)))
     fill = draw(st.binary(min_size=1, max_size=4))
     n_bytes = n_rows * dtype.row_bytes(width)
-    return Step(
+    return StepData(
         batch=MicroBatch(
             epoch=Epoch(draw(U32)),
             step=StepId(draw(U64)),

@@ -47,7 +47,7 @@ from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Lim
 from shardnet.wire.messages.control import control_frame
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, Purpose, error_frame, hello_frame
-from shardnet.wire.payloads.data import Step, data_frame
+from shardnet.wire.payloads.data import StepData, data_frame
 
 
 def failure(events: list[Event]) -> Exception:
@@ -253,7 +253,7 @@ def test_any_chunking_of_the_handshake_gives_the_same_events(cuts: list[int]) ->
 
 @settings(max_examples=30, deadline=None)
 @given(steps())
-def test_frames_keep_their_content(step: Step) -> None:
+def test_frames_keep_their_content(step: StepData) -> None:
     made = pair(Purpose.DATA)
     frame = data_frame(step)
     made.move(to_b=joined(made.a.send(frame)))
