@@ -48,10 +48,10 @@ async def gone(node: NodeInfo) -> NodeInfo:
 
 
 async def asked(*peers: Peer, status_s: float) -> Candidates:
-    lines = SimpleNamespace(linked=lambda: peers)
+    links = SimpleNamespace(linked=lambda: peers)
     neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna"),
-        peers=cast(Peers, SimpleNamespace(lines=lines, address_of=lambda node: f"{node}:1")),
+        peers=cast(Peers, SimpleNamespace(links=links, address_of=lambda node: f"{node}:1")),
         advertisement=cast(Advertisement, None),
         status_s=status_s,
     )

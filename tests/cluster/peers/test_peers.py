@@ -272,9 +272,9 @@ def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
             a.peers.links.watch(first, lambda error: lost.append(str(error)))
             second = await b.peers._dial(a.address)  # b has given the first one up
             b.peers._link_up(second, dialled_at=a.address)
-            await a.until(lambda: len(a.peers.links._peers[b.node].lines) == 2)
+            await a.until(lambda: len(a.peers.links._peers[b.node].links) == 2)
             first.link.abort("the network between is cut")
-            await a.until(lambda: len(a.peers.links._peers[b.node].lines) == 1)
+            await a.until(lambda: len(a.peers.links._peers[b.node].links) == 1)
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
             assert not second.closed
