@@ -26,7 +26,7 @@ from shardnet.errors import (
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import Admission
 from shardnet.transport.asyncio_link import AsyncioLink
-from shardnet.transport.deadline import patience
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
@@ -59,7 +59,7 @@ async def connect(
     link = _TcpLink(hello, initiator=True, options=options)
     up = False
     try:
-        async with patience(options.handshake_s):
+        async with deadline(options.handshake_s):
             sock = await _dial(host, port, options)
             await _hand_over(sock, link)
             await link.wait_up()
@@ -214,7 +214,7 @@ class Listener:
         up = False
         try:
             await _hand_over(sock, link)
-            async with patience(self._options.handshake_s):
+            async with deadline(self._options.handshake_s):
                 await link.wait_up()
             up = True
         except TimeoutError:
@@ -280,7 +280,7 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
         try:
             sock.setblocking(False)
             _set_buffers(sock, options)
-            async with patience(options.handshake_s / len(infos)):
+            async with deadline(options.handshake_s / len(infos)):
                 await _connect(sock, address)
             connected = True
             return sock

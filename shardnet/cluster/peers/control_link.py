@@ -20,7 +20,7 @@ from shardnet.errors import (
     ShardnetError,
     first_error,
 )
-from shardnet.transport.deadline import patience
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
 from shardnet.wire.messages.control import (
@@ -118,7 +118,7 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    async with patience(REPLY_SILENCE_S):
+                    async with deadline(REPLY_SILENCE_S):
                         answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(
