@@ -18,8 +18,8 @@ from shardnet.api.client import connect, dial
 from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.planning import model_shape, settle_dtype
 from shardnet.cluster.machine.local_nodes import LocalNode
-from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, look
-from shardnet.cluster.peers.rtt_probe import Sounding
+from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
+from shardnet.cluster.peers.rtt_probe import ProbeAnswer
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.loading import ModelFacts, identify_at
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
@@ -87,9 +87,11 @@ async def gather(checkup: Checkup) -> Facts:
 
 async def _knock_at(
     addresses: Sequence[str], identity: Identity | None
-) -> list[tuple[AddressView, Sounding | None]]:
-    knock = partial(dial, identity=identity, handshake_s=HANDSHAKE_S)
-    return list(await asyncio.gather(*(look(address, knock) for address in addresses)))
+) -> list[tuple[AddressView, ProbeAnswer | None]]:
+    dial_as_client = partial(dial, identity=identity, handshake_s=HANDSHAKE_S)
+    return list(
+        await asyncio.gather(*(probe_address(address, dial_as_client) for address in addresses))
+    )
 
 
 async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
@@ -109,7 +111,7 @@ async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
     )
 
 
-async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[Sounding]:
+async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[ProbeAnswer]:
     """Return the members among those that mDNS shows and that answer."""
     members = [r.address for r in found if r.cluster == checkup.key.fingerprint]
     answers = await _knock_at(members, checkup.identity)

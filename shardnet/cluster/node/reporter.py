@@ -22,7 +22,7 @@ from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import PeerReport, Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
-from shardnet.cluster.peers.rtt_probe import Knock
+from shardnet.cluster.peers.rtt_probe import DialAsClient
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import identify_at
@@ -66,7 +66,7 @@ class Holding:
 class Reporter:
     """Answers ReportRequest for one node.
 
-    `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
+    `dial_as_client` opens a link to an address as a client, for as long as a probe may take. `cluster` is
     the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known.
@@ -82,7 +82,7 @@ class Reporter:
         peers: Peers,
         discovery: Discovery | None,
         refusals: RejectedHandshakes,
-        knock: Knock,
+        dial_as_client: DialAsClient,
         reader: Executor,
         disk: Path,
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
@@ -94,7 +94,7 @@ class Reporter:
         self._peers = peers
         self._discovery = discovery
         self._refusals = refusals
-        self._knock = knock
+        self._dial_as_client = dial_as_client
         self._reader = reader
         self._disk = disk
         self._bandwidth = bandwidth
@@ -217,7 +217,7 @@ class Reporter:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
-            views = await probe(known.node, addresses, self._knock, self._turn)
+            views = await probe(known.node, addresses, self._dial_as_client, self._turn)
             if known.is_linked:
                 bytes_per_s = await self._bandwidth(known.node)
         else:

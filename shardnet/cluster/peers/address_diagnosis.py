@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from shardnet.cluster.peers.rtt_probe import Knock, Sounding, sound
+from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, probe_rtt
 from shardnet.errors import (
     AuthenticationError,
     PeerUnreachableError,
@@ -30,16 +30,19 @@ CONNECT_S: Final = 0.5
 
 
 async def probe(
-    node: NodeId, addresses: Sequence[str], knock: Knock, turn: asyncio.Semaphore | None = None
+    node: NodeId,
+    addresses: Sequence[str],
+    dial_as_client: DialAsClient,
+    turn: asyncio.Semaphore | None = None,
 ) -> list[AddressView]:
-    """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
+    """Probe all `addresses` at once; see whether `node` answers at each, how fast, or why not.
 
-    Takes as long as `knock` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
+    Takes as long as `dial_as_client` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
     """
 
     async def at(address: str) -> AddressView:
         async with turn or contextlib.nullcontext():
-            view, answer = await look(address, knock)
+            view, answer = await probe_address(address, dial_as_client)
         if answer is None or answer.node == node:
             return view
         why = f"another node answers there, {answer.name} ({answer.node})"
@@ -48,10 +51,12 @@ async def probe(
     return list(await asyncio.gather(*(at(address) for address in addresses)))
 
 
-async def look(address: str, knock: Knock) -> tuple[AddressView, Sounding | None]:
-    """Knock at an address; return what came of it, and who has answered if anybody has."""
+async def probe_address(
+    address: str, dial_as_client: DialAsClient
+) -> tuple[AddressView, ProbeAnswer | None]:
+    """Probe an address; return what came of it, and who has answered if anybody has."""
     try:
-        answer = await sound(address, knock)
+        answer = await probe_rtt(address, dial_as_client)
     except ShardnetError as error:
         seen = judge(error)
         if seen == "dropped" and await _connects(address):

@@ -87,15 +87,15 @@ class NodeDirectory:
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
-    async def _ask_all(self, patience_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
+    async def _ask_all(self, grace_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
         """Ask every linked peer. Returns what they say, and who did not say it in time."""
 
         async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(grace_s):
                     return await _ask(control)
             except TimeoutError:
-                return _silent(control, f"it did not answer within {patience_s:g} s: {TOO_BUSY}")
+                return _silent(control, f"it did not answer within {grace_s:g} s: {TOO_BUSY}")
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 

@@ -19,7 +19,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
 from shardnet.cluster.peers.peer_news import believed, told_of
 from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerTable
-from shardnet.cluster.peers.rtt_probe import Knock, Sounding, compare
+from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of
 from shardnet.transport.link import Link
@@ -75,7 +75,7 @@ class PeerReport:
 class Peers:
     """Keeps control links. Runs their readers in `tasks`, a group that outlives them.
 
-    `dial` opens a control link as a node, `knock` one as a client, to see who answers. `own_hosts`
+    `dial` opens a control link as a node, `dial_as_client` one as a client, to see who answers. `own_hosts`
     and `own_addresses` give this machine's addresses as they are now and those to tell others.
     """
 
@@ -85,7 +85,7 @@ class Peers:
         node: NodeId,
         name: str,
         dial: DialControl,
-        knock: Knock,
+        dial_as_client: DialAsClient,
         handler: Handler,
         tasks: asyncio.TaskGroup,
         own_hosts: Callable[[], Sequence[LocalAddress]],
@@ -96,7 +96,7 @@ class Peers:
         self._node = node
         self._name = name
         self._dial = dial
-        self._knock = knock
+        self._dial_as_client = dial_as_client
         self._tasks = tasks
         self._own_hosts = own_hosts
         self._own_addresses = own_addresses
@@ -300,7 +300,7 @@ class Peers:
             self._visiting.discard(known.node)
             self._changed.set()
 
-    async def _best_address(self, known: KnownNode) -> tuple[Sounding | None, dict[str, str]]:
+    async def _best_address(self, known: KnownNode) -> tuple[ProbeAnswer | None, dict[str, str]]:
         """Return where a node answers best, and why its other addresses are not used.
 
         What others say of it, or a person named, counts where it answers at none of its own.
@@ -312,8 +312,8 @@ class Peers:
             result = await compare(
                 known.node,
                 self._order(addresses)[:MAX_PEER_ADDRESSES],
-                self._knock,
-                patience_s=self._times.compare_s,
+                self._dial_as_client,
+                grace_s=self._times.compare_s,
             )
             failures |= result.failures
             if result.best is not None:

@@ -64,13 +64,13 @@ class Dialling:
         """Open a control link to another node."""
         return await _connect(address, self.hello(Purpose.CONTROL), self.options)
 
-    async def knock(self, address: str) -> Link:
+    async def dial_as_client(self, address: str) -> Link:
         """Open a control link as a client, to see who answers."""
         hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
         return await _connect(address, hello, self.options)
 
     async def probe(self, address: str) -> Link:
-        """Knock, without waiting long for a handshake."""
+        """DialAsClient, without waiting long for a handshake."""
         hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
         return await _connect(address, hello, with_options(self.options, handshake_s=PROBE_S))
 

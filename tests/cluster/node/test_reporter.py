@@ -234,8 +234,8 @@ def test_a_list_comes_at_once_with_what_was_known_of_a_peer_that_hangs(
             client = await town.client(anna)
             await town.fake_node(anna, __version__, answer_once)
             await linked(client, "fake")
-            for patience_s in (30.0, 0.1):
-                monkeypatch.setattr(node_directory, "LISTED_S", patience_s)
+            for grace_s in (30.0, 0.1):
+                monkeypatch.setattr(node_directory, "LISTED_S", grace_s)
                 status = await client.status(with_peers=True)
                 assert [peer.name for peer in status.peers] == ["fake"]
             assert n_asked == 2

@@ -12,7 +12,7 @@ import pytest
 
 from shardnet.api.client import dial
 from shardnet.cluster.peers import address_diagnosis
-from shardnet.cluster.peers.address_diagnosis import look, probe
+from shardnet.cluster.peers.address_diagnosis import probe, probe_address
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import ShardnetError
 from shardnet.transport import tcp
@@ -129,7 +129,7 @@ def test_what_is_no_node_of_this_version(said: bytes, seen: str) -> None:
 
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as talking:
             [listening] = talking.sockets
-            view, answer = await look(address(listening), KNOCK)
+            view, answer = await probe_address(address(listening), KNOCK)
             assert answer is None
             return view
 

@@ -50,7 +50,7 @@ class Member:
             node=self.node,
             name=name,
             dial=lambda address: town.dial(self, address, PeerRole.NODE),
-            knock=lambda address: town.dial(self, address, PeerRole.CLIENT),
+            dial_as_client=lambda address: town.dial(self, address, PeerRole.CLIENT),
             handler=self._handle,
             tasks=tasks,
             own_hosts=lambda: HERE,
