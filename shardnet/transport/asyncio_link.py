@@ -63,7 +63,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._silence = IdleTimeout(options.silence_s, self._loop.time())
+        self._idle = IdleTimeout(options.silence_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
 
@@ -182,7 +182,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass on what `nbytes` received bytes completed."""
-        self._silence.broken(self._loop.time())
+        self._idle.broken(self._loop.time())
         for event in self._connection.received(nbytes):
             self._handle(event)
         self._write(self._connection.take_outgoing())
@@ -252,7 +252,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def _raise_if_ended(self) -> None:
         if self._error is not None:
-            raise type(self._error)(*self._error.args) from self._error.__cause__
+            error = self._error
+            raise type(error)(error.message, remedy=error.remedy) from error.__cause__
 
     def _linger(self) -> None:
         """Send what is left, then wait for the peer to close first, within `close_s`.
@@ -281,7 +282,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """Send a heartbeat if nothing else was sent, and give up a silent peer."""
         now = self._loop.time()
         unsent_bytes = self._transport.get_write_buffer_size() if self._transport else 0
-        if self._silence.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
+        if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
             self._end(
                 PeerSilentError(
                     f"nothing came for {self._options.silence_s:g} s; the peer is frozen, "
@@ -319,7 +320,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
-            self._silence.broken(self._loop.time())
+            self._idle.broken(self._loop.time())
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 

@@ -23,8 +23,7 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
     if asked is None:
         return
     if asked.shape is None:
-        remedy = "" if "; " in asked.failure else _NO_FOLDER
-        yield problem("model", asked.model, asked.failure, remedy)
+        yield problem("model", asked.model, asked.failure, asked.remedy or _NO_FOLDER)
         return
     yield _memory(facts, asked, asked.shape)
     for reply in facts.replies:

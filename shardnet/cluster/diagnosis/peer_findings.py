@@ -78,6 +78,16 @@ _WORST: tuple[Seen, ...] = (
 """What says most of why a node is not reached, first."""
 
 
+def way_out(view: AddressView) -> str:
+    """Say what to do about an address that does not answer, "" where nothing is known.
+
+    About a key its error knows best, as it knows which side lacks it.
+    """
+    if view.seen == "other key" and view.remedy:
+        return view.remedy
+    return WAYS_OUT[view.seen] or view.remedy or ""
+
+
 def pair_findings(facts: Facts) -> Iterator[Finding]:
     """Say how each node that was asked sees each other one."""
     for reply in facts.replies:
@@ -158,7 +168,7 @@ def _ports(where: str, view: PeerView) -> Iterator[Finding]:
             "port",
             where,
             f"linked, but not to be reached from this side: {_each(tried)}",
-            WAYS_OUT[worst.seen],
+            way_out(worst),
         )
 
 
@@ -212,7 +222,7 @@ def _no_link(where: str, view: PeerView) -> Finding:
     worst = _worst(tried)
     topic = TOPICS.get(worst.seen, "port")
     link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
-    return problem(topic, where, f"{link}: {_each(tried)}", WAYS_OUT[worst.seen])
+    return problem(topic, where, f"{link}: {_each(tried)}", way_out(worst))
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:

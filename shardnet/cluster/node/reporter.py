@@ -44,13 +44,13 @@ from shardnet.wire.messages.diagnostics import (
     RecordSeen,
     StageState,
 )
-from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportRequest
 
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 PROBES_AT_ONCE: Final = 32
-"""Addresses that are knocked at together: more of them would use up the places for handshakes."""
+"""Addresses that are probed together: more of them would use up the places for handshakes."""
 IDENTIFY_S: Final = 3.0
 """How long looking at a checkpoint may take."""
 
@@ -66,8 +66,8 @@ class Holding:
 class Reporter:
     """Answers ReportRequest for one node.
 
-    `dial_as_client` opens a link to an address as a client, for as long as a probe may take. `cluster` is
-    the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
+    `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
+    fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known.
     """
@@ -181,8 +181,7 @@ class Reporter:
             multicast=self._multicast(now),
             peers=views,
             unreached=[
-                AddressView(address=address, seen=judge(error), why=explanation(error, MAX_REASON))
-                for address, error in self._peers.unreached.items()
+                _unreached(address, error) for address, error in self._peers.unreached.items()
             ][:MAX_VIEWS],
             refused=self._refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
@@ -301,6 +300,11 @@ def free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _unreached(address: str, error: ShardnetError) -> AddressView:
+    why, remedy = explained(error, MAX_REASON)
+    return AddressView(address=address, seen=judge(error), why=why, remedy=remedy)
 
 
 def _remembered(known: PeerReport, address: str) -> AddressView:

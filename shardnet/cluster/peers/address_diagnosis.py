@@ -1,4 +1,4 @@
-"""Probes: what comes of knocking at addresses now, told apart as a person needs it.
+"""Address diagnosis: what comes of dialling addresses now, told apart as a person needs it.
 
 Knows what the failures of a handshake say about the way to a port and who is behind it. Must not
 know why anybody asks, nor keep anything.
@@ -21,7 +21,7 @@ from shardnet.errors import (
 from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
-from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.handshake import explained, explanation
 
 HANDSHAKE_S: Final = 2.0
 """How long a node may take to answer a probe."""
@@ -37,7 +37,8 @@ async def probe(
 ) -> list[AddressView]:
     """Probe all `addresses` at once; see whether `node` answers at each, how fast, or why not.
 
-    Takes as long as `dial_as_client` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
+    Takes as long as `dial_as_client` waits, and CONNECT_S more. `turn` bounds how many are
+    probed at one time.
     """
 
     async def at(address: str) -> AddressView:
@@ -61,12 +62,14 @@ async def probe_address(
         seen = judge(error)
         if seen == "dropped" and await _connects(address):
             seen = "hangs"
-        return AddressView(address=address, seen=seen, why=explanation(error, MAX_REASON)), None
+        why, remedy = explained(error, MAX_REASON)
+        return AddressView(address=address, seen=seen, why=why, remedy=remedy), None
     return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s), answer
 
 
 def judge(error: ShardnetError) -> Seen:
-    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see `look`."""
+    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see
+    `probe_address`."""
     match error:
         case AuthenticationError():
             return "other key"

@@ -31,7 +31,7 @@ from shardnet.wire.messages.control import (
     reported_error,
 )
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
-from shardnet.wire.messages.handshake import error_frame, explanation
+from shardnet.wire.messages.handshake import error_frame, explained
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
 from shardnet.wire.messages.plans import PlanRequest
@@ -123,7 +123,8 @@ class ControlLink:
                 except TimeoutError:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "
-                        f"{REPLY_SILENCE_S:.0f} s; look at that node's output or restart it"
+                        f"{REPLY_SILENCE_S:.0f} s",
+                        remedy="look at that node's output or restart it",
                     ) from None
                 if isinstance(answer, LoadProgress) and on_progress is not None:
                     on_progress(answer)
@@ -232,14 +233,14 @@ class ControlLink:
         what = type(message).__name__
         _log.error("%s of %s failed", what, self.peer_name, exc_info=error)
         return ShardnetError(
-            f"internal error in {what}: {error!r}; this is a bug of shardnet, that node's output "
-            "has its trace"
+            f"internal error in {what}: {error!r}, a bug of shardnet",
+            remedy="report it, with the trace in that node's output",
         )
 
     def _refuse(self, message: Request, error: ShardnetError) -> None:
         if not self.link.closed:
-            text = explanation(error)
-            self.send(Failed(request=message.request, code=error.code, message=text))
+            text, remedy = explained(error)
+            self.send(Failed(request=message.request, code=error.code, message=text, remedy=remedy))
 
 
 async def _unpacked(

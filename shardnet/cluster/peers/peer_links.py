@@ -192,9 +192,7 @@ class PeerLinks:
             self._ended(node, peer_link, error)
         finally:
             measuring.cancel()
-        await (
-            peer_link.control.link.close()
-        )  # the peer is gone; its connection may take a moment more
+        await peer_link.control.link.close()  # the peer is gone; TCP takes a moment more
 
     def _ended(self, node: NodeId, peer_link: PeerLink, error: ShardnetError) -> None:
         peer = self._peers[node]

@@ -75,8 +75,9 @@ class PeerReport:
 class Peers:
     """Keeps control links. Runs their readers in `tasks`, a group that outlives them.
 
-    `dial` opens a control link as a node, `dial_as_client` one as a client, to see who answers. `own_hosts`
-    and `own_addresses` give this machine's addresses as they are now and those to tell others.
+    `dial` opens a control link as a node, `dial_as_client` one as a client, to see who answers.
+    `own_hosts` and `own_addresses` give this machine's addresses as they are now and those to
+    tell others.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Peers:
         """Return the control link to another node as `find` does; UsageError if it is this one."""
         control = await self.find(address)
         if control is None:
-            raise UsageError(f"{address} is this node itself; name another one")
+            raise UsageError(f"{address} is this node itself", remedy="name another one")
         return control
 
     def adopt(self, link: Link) -> None:

@@ -1,4 +1,4 @@
-"""Soundings: who answers at an address, and how fast.
+"""Round-trip probes: who answers at an address, and how fast.
 
 Knows how to dial as a client, measure round trips and compare the addresses of one node. Must not
 know why a node is wanted.

@@ -272,7 +272,10 @@ def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
 
 def _step_failed(frame: Frame) -> StepFailed:
     report = read_error(frame)
-    return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
+    return StepFailed(
+        step=StepId(frame.step),
+        error=error_for_code(report.code, report.message, remedy=report.remedy or ""),
+    )
 
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:

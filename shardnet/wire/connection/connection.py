@@ -205,7 +205,9 @@ class LinkConnection:
             case _:
                 when = "during the handshake"
         self._state = LinkState.ENDED
-        error = LinkClosedError(f"the peer closed the connection {when}; its log may say why")
+        error = LinkClosedError(
+            f"the peer closed the connection {when}", remedy="its log may say why"
+        )
         return [LinkFailed(error=error)]
 
     def _advance(self, events: list[Event]) -> bool:
@@ -232,8 +234,8 @@ class LinkConnection:
         data = self._received.peek(len(PREAMBLE))
         if bytes(data[:1]) in TLS_RECORDS:
             raise AuthenticationError(
-                "the peer speaks TLS, as holders of a cluster key do, and this side holds none; "
-                "run `shardnet key join` here"
+                "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
+                remedy="run `shardnet key join` here",
             )
         if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
             raise RemoteProtocolError(
@@ -248,8 +250,8 @@ class LinkConnection:
             self._outgoing.append(PREAMBLE)
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(
-                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}; "
-                "install the same shardnet on both machines"
+                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}",
+                remedy="install the same shardnet on both machines",
             )
         self._state = LinkState.HELLO
         if self._greeting is not None:
@@ -288,7 +290,8 @@ class LinkConnection:
                 if about_link or self._state is LinkState.HELLO:
                     self._state = LinkState.ENDED
                     message = f"the peer reports: {report.message}"
-                    return LinkFailed(error=error_for_code(report.code, message))
+                    remedy = report.remedy or ""
+                    return LinkFailed(error=error_for_code(report.code, message, remedy=remedy))
         return FrameReceived(frame=frame)
 
     def _accept_hello(self, peer: Hello) -> Event:

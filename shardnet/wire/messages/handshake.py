@@ -21,6 +21,7 @@ from shardnet.wire.framing.schema import (
     Explanation,
     Name,
     Rank,
+    Remedy,
     Strict,
     decode,
     encode,
@@ -64,6 +65,7 @@ class ErrorReport(Strict, frozen=True, kw_only=True):
     code: U32
     message: Explanation
     sequence: U64 | None = None
+    remedy: Remedy = msgspec.UNSET
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -81,17 +83,28 @@ def read_hello(frame: Frame) -> Hello:
 
 
 def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -> str:
-    """Give an error's message, or other words, as they may travel: valid UTF-8, not too long."""
+    """Give an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
+
+    For fields without a remedy beside them: the text of an error has its remedy at the end.
+    """
     raw = str(cause).encode("utf-8", "replace")[:most_bytes]
     return raw.decode("utf-8", "ignore")
+
+
+def explained(
+    error: ShardnetError, most_bytes: int = MAX_EXPLANATION
+) -> tuple[str, str | msgspec.UnsetType]:
+    """Give an error's message and its remedy as they may travel, each of at most `most_bytes`."""
+    remedy = explanation(error.remedy, most_bytes) if error.remedy else msgspec.UNSET
+    return explanation(error.message, most_bytes), remedy
 
 
 def error_frame(
     error: ShardnetError, *, epoch: int = 0, step: int = 0, sequence: int | None = None
 ) -> Frame:
     """Make an ERROR frame: about a step or a sequence, or else about the link, which it ends."""
-    message = explanation(error)
-    report = ErrorReport(code=error.code, message=message, sequence=sequence)
+    message, remedy = explained(error)
+    report = ErrorReport(code=error.code, message=message, sequence=sequence, remedy=remedy)
     return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=encode(report))
 
 

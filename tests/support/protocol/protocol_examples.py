@@ -107,6 +107,7 @@ ROWS = RowBlock(
 EXAMPLES: dict[str, Frame] = {
     "hello": hello_frame(HELLO),
     "error": error_frame(BusyError("another ring is running")),
+    "error-remedy": error_frame(BusyError("another ring is running", remedy="ask again later")),
     "heartbeat": Frame(kind=FrameKind.HEARTBEAT, epoch=3, step=7),
     "bye": Frame(kind=FrameKind.BYE),
     "control": control_frame(Cancel(request=300)),

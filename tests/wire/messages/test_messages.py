@@ -93,6 +93,12 @@ def test_any_error_text_fits_its_frame(text: str) -> None:
         assert report.message == text
 
 
+def test_a_remedy_travels_beside_the_message_and_only_where_there_is_one() -> None:
+    report = read_error(error_frame(PlanError("no plan fits", remedy="add a node")))
+    assert (report.message, report.remedy) == ("no plan fits", "add a node")
+    assert b"remedy" not in error_frame(PlanError("no plan fits")).meta
+
+
 def test_sampling_carries_every_sampling_parameter() -> None:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     assert sorted(Sampling.__struct_fields__) == sorted(names)
@@ -146,6 +152,10 @@ def test_a_reported_error_has_its_class_and_names_the_peer() -> None:
     error = reported_error(report, "nas")
     assert type(error) is PlanError
     assert str(error) == "nas: no plan fits"
+    assert error.remedy == ""
+    advised = Failed(request=1, code=PlanError.code, message="no plan fits", remedy="add a node")
+    error = reported_error(advised, "nas")
+    assert (error.message, error.remedy) == ("nas: no plan fits", "add a node")
     unknown = reported_error(ErrorReport(code=9999, message="new"), "nas")
     assert type(unknown) is ShardnetError
 
