@@ -177,7 +177,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
             self._abort_transport()  # we gave up before the connection stood
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Give the transport the place for the next received bytes."""
+        """Return where the transport puts the next received bytes."""
         return self._connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:

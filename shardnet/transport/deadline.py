@@ -16,7 +16,7 @@ _LOOKS: Final = 8
 
 @asynccontextmanager
 async def deadline(limit_s: float) -> AsyncIterator[None]:
-    """Give what is done inside `limit_s` seconds, as asyncio.timeout does.
+    """Allow what is done inside `limit_s` seconds, as asyncio.timeout does.
 
     After a suspend, or where a machine has stalled, the loop sees the end of the time before it
     reads what has come meanwhile. A pause of more than twice an eighth of the time is ours, and

@@ -25,7 +25,7 @@ class IdleTimeout:
         self._since = now
 
     def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
-        """Say whether the silence has lasted too long at `now`.
+        """Return whether the silence has lasted too long at `now`.
 
         To be called several times within the allowed silence: a longer gap means that this process
         itself stood still. `unsent_bytes` are those that the transport still holds.

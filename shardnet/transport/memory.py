@@ -100,7 +100,7 @@ class _MemoryTransport(asyncio.Transport):
         return True
 
     def get_write_buffer_size(self) -> int:
-        """Give the number of bytes not delivered yet."""
+        """Return the number of bytes not delivered yet."""
         return self._unsent_bytes
 
     def pause_reading(self) -> None:
@@ -113,7 +113,7 @@ class _MemoryTransport(asyncio.Transport):
         self._loop.call_soon(self.other._deliver)
 
     def is_closing(self) -> bool:
-        """Say whether `close` or `abort` was called or the other end is gone."""
+        """Return whether `close` or `abort` was called or the other end is gone."""
         return self._closing
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ class Listener:
     async def _shake_hands(
         self, link: _TcpLink, sock: socket.socket, address: tuple[str, int]
     ) -> bool:
-        """Wait until the link is up. Gives whether it is, and reports why not."""
+        """Wait until the link is up. Returns whether it is, and reports why not."""
         loop = asyncio.get_running_loop()
         up = False
         try:
@@ -249,7 +249,7 @@ class _TcpLink(AsyncioLink):
         self._initiator = initiator
 
     def over_tcp(self) -> asyncio.BufferedProtocol:
-        """Give what TCP is to call: this link, or the TLS between."""
+        """Return what TCP is to call: this link, or the TLS between."""
         identity = self._options.identity
         if identity is None:
             return self

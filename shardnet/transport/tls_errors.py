@@ -32,7 +32,7 @@ _REFUSALS: Final = (
 
 
 def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) -> LinkError:
-    """Say why a handshake failed; `began_with` are the peer's first bytes.
+    """Return the error of a failed handshake; `began_with` are the peer's first bytes.
 
     On the acceptor's side only an error about a node of shardnet has a remedy: whoever else dials
     is a stranger, and `shardnet doctor` tells them apart by it.
@@ -60,7 +60,7 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
 
 
 def cut_short(*, initiator: bool) -> LinkError:
-    """Say what the end of the connection means while the handshake is under way."""
+    """Return the error of a connection that ends while the handshake is under way."""
     if not initiator:
         return LinkClosedError("the peer closed the connection during the TLS handshake")
     return AuthenticationError(
@@ -71,7 +71,7 @@ def cut_short(*, initiator: bool) -> LinkError:
 
 
 def stream_error(error: ssl.SSLError) -> LinkError:
-    """Say why an encrypted stream cannot go on.
+    """Return the error of an encrypted stream that cannot continue.
 
     An initiator whose certificate the acceptor refuses learns it only now.
     """

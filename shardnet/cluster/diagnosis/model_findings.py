@@ -65,7 +65,7 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
 def _checkpoint(
     facts: Facts, asked: ModelAsked, shape: ModelShape, reply: ReportReply
 ) -> Iterator[Finding]:
-    """Say whether a node has the checkpoint, and else whether its disk has room for its part."""
+    """Report whether a node has the checkpoint, else whether its disk has room for its part."""
     report, info, where = reply.report, reply.info, facts.label(reply.node)
     if report is None or info is None:
         return

@@ -79,7 +79,7 @@ _WORST: tuple[Seen, ...] = (
 
 
 def way_out(view: AddressView) -> str:
-    """Say what to do about an address that does not answer, "" where nothing is known.
+    """Return what to do about an address that does not answer, "" where nothing is known.
 
     About a key its error knows best, as it knows which side lacks it.
     """
@@ -89,7 +89,7 @@ def way_out(view: AddressView) -> str:
 
 
 def pair_findings(facts: Facts) -> Iterator[Finding]:
-    """Say how each node that was asked sees each other one."""
+    """Report how each node that was asked sees each other one."""
     for reply in facts.replies:
         if reply.report is not None:
             for view in reply.report.peers:
@@ -98,7 +98,7 @@ def pair_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
-    """Say whose key is wrong, by the fingerprints of both clusters."""
+    """Report whose key is wrong, by the fingerprints of both clusters."""
     if not theirs:
         what, remedy = "it has no cluster key", "run `shardnet key join` there and restart its node"
     elif not ours:
@@ -173,7 +173,7 @@ def _ports(where: str, view: PeerView) -> Iterator[Finding]:
 
 
 def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
-    """Say why the other addresses are not used."""
+    """Report why the other addresses are not used."""
     others = [address for address in view.addresses if address.address != view.address]
     if not others or not view.address:
         return
@@ -234,7 +234,7 @@ def _each(addresses: list[AddressView]) -> str:
 
 
 def _multicast(facts: Facts, where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
-    """Say whether a linked node was seen by multicast, and on which interfaces."""
+    """Report whether a linked node was seen by multicast, and on which interfaces."""
     if report.multicast.state != "on":
         return
     heard = {h.interface: h.age_s for h in report.multicast.heard if h.node == view.node}
@@ -318,7 +318,7 @@ def _ends(
 
 
 def _is_in_network(host: str, of: InterfaceAddress) -> bool:
-    """Say whether a host lies in the network of an address; what is no address lies nowhere."""
+    """Return whether a host lies in the network of an address; what is no address lies nowhere."""
     try:
         network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
         return ip_address(host.partition("%")[0]) in network

@@ -68,7 +68,7 @@ async def probe_address(
 
 
 def judge(error: ShardnetError) -> Seen:
-    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see
+    """Classify an error of dialling. This does not tell `dropped` from `hangs`: see
     `probe_address`."""
     match error:
         case AuthenticationError():
@@ -86,7 +86,7 @@ def judge(error: ShardnetError) -> Seen:
 
 
 async def _connects(address: str) -> bool:
-    """Say whether TCP is answered at an address, whoever it is."""
+    """Return whether TCP is answered at an address, whoever it is."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(CONNECT_S):

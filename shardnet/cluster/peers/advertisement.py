@@ -103,7 +103,7 @@ def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _refusal(candidate: Candidate, fingerprint: str) -> str:
-    """Say why a candidate is none of this cluster, "" if it may be one."""
+    """Return why a candidate is none of this cluster, "" if it may be one."""
     if candidate.protocol != PROTOCOL_VERSION:
         return (
             f"it speaks protocol version {candidate.protocol} and this node {PROTOCOL_VERSION}: "

@@ -234,7 +234,7 @@ class Peers:
         self._changed.set()
 
     def withdraw(self, node: NodeId) -> None:
-        """Take note that discovery tells of a node no more. A link that lives is left alone."""
+        """Record that discovery tells of a node no more. A link that lives is left alone."""
         self._table.retract(node, source=MDNS, now=time.monotonic())
 
     def heard(self, control: ControlLink, message: PeersKnown) -> None:
@@ -354,7 +354,7 @@ class Peers:
         return control
 
     def _gone(self, node: NodeId) -> None:
-        """Take note that no link to a node is left."""
+        """Record that no link to a node is left."""
         self._table.lost(node, time.monotonic())
         self._news.set()
         self._changed.set()

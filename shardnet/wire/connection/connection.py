@@ -1,4 +1,4 @@
-"""The link state machine: bytes in, events out, without IO.
+"""The connection state machine: bytes in, events out, without IO.
 
 Knows who may send which frame when (docs/protocol.md section 5), and where the next received bytes
 belong. Knows nothing of sockets, time or what a frame is for; whoever drives it moves the bytes.
@@ -148,11 +148,11 @@ class LinkConnection:
     # --- sending
 
     def start(self) -> list[Buffer]:
-        """Give what is to be sent when the connection stands: the initiator's preamble."""
+        """Return what is to be sent when the connection stands: the initiator's preamble."""
         return [PREAMBLE] if self._greeting else []
 
     def send(self, frame: Frame) -> list[Buffer]:
-        """Give the buffers to write for `frame`, in one go; its payload is not copied.
+        """Return the buffers to write for `frame`, in one go; its payload is not copied.
 
         Raises LocalProtocolError when the frame is not allowed on this link now or breaks a cap,
         and LinkClosedError after the end.
@@ -168,20 +168,20 @@ class LinkConnection:
         return buffers
 
     def take_outgoing(self) -> list[Buffer]:
-        """Give what the machine itself has to say by now: preambles, hellos, last words."""
+        """Return what the connection itself has to send by now: preambles, hellos, last words."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     # --- receiving
 
     def get_buffer(self) -> memoryview:
-        """Give the place where the next received bytes belong; it is never empty."""
+        """Return the place where the next received bytes belong; it is never empty."""
         part = self._meta if self._meta.missing else self._payload
         self._target = part if part.missing >= DIRECT_BYTES else self._received
         return self._target.room()
 
     def received(self, n: int) -> list[Event]:
-        """Take note that `n` bytes were put where `get_buffer` said; give what they completed."""
+        """Record `n` bytes put where `get_buffer` said; return the events they complete."""
         self._target.filled(n)
         events: list[Event] = []
         try:
@@ -194,7 +194,7 @@ class LinkConnection:
         return events
 
     def eof(self) -> list[Event]:
-        """Take note that the peer's bytes have ended; give what that means."""
+        """Record that the peer's bytes have ended; return the events that follow."""
         match self._state:
             case LinkState.ENDED:
                 return []

@@ -29,7 +29,7 @@ class ReceiveBuffer:
         return self._end - self._start
 
     def room(self) -> memoryview:
-        """Give the free space behind the waiting bytes, which move to the front."""
+        """Return the free space behind the waiting bytes, which move to the front."""
         waiting = self._end - self._start
         if self._start:
             self._view[:waiting] = self._view[self._start : self._end]
@@ -37,15 +37,15 @@ class ReceiveBuffer:
         return self._view[self._end :]
 
     def filled(self, n: int) -> None:
-        """Take note that `n` bytes were put at the start of `room`."""
+        """Record that `n` bytes were put at the start of `room`."""
         self._end += n
 
     def peek(self, n: int) -> memoryview:
-        """Give the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
+        """Return the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
         return self._view[self._start : min(self._start + n, self._end)]
 
     def take(self, n: int) -> memoryview:
-        """Give what `peek` gives; the bytes wait no longer."""
+        """Return what `peek` gives; the bytes wait no longer."""
         start = self._start
         self._start = min(start + n, self._end)
         return self._view[start : self._start]
@@ -66,15 +66,15 @@ class FramePart:
         """Bytes still to come."""
 
     def room(self) -> memoryview:
-        """Give the place of the bytes still to come."""
+        """Return the place of the bytes still to come."""
         return self.view[len(self.view) - self.missing :]
 
     def filled(self, n: int) -> None:
-        """Take note that `n` bytes were put at the start of `room`."""
+        """Record that `n` bytes were put at the start of `room`."""
         self.missing -= n
 
     def fill_from(self, received: ReceiveBuffer) -> bool:
-        """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
+        """Copy what is waiting, as much as is missing. Returns whether nothing is missing now."""
         if self.missing:
             data = received.take(self.missing)
             start = len(self.view) - self.missing

@@ -83,7 +83,7 @@ def read_hello(frame: Frame) -> Hello:
 
 
 def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -> str:
-    """Give an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
+    """Return an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
 
     For fields without a remedy beside them: the text of an error has its remedy at the end.
     """
@@ -94,7 +94,7 @@ def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -
 def explained(
     error: ShardnetError, most_bytes: int = MAX_EXPLANATION
 ) -> tuple[str, str | msgspec.UnsetType]:
-    """Give an error's message and its remedy as they may travel, each of at most `most_bytes`."""
+    """Return an error's message and its remedy as they may travel, each of at most `most_bytes`."""
     remedy = explanation(error.remedy, most_bytes) if error.remedy else msgspec.UNSET
     return explanation(error.message, most_bytes), remedy
 

@@ -42,7 +42,7 @@ class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
     n_logprobs: U32 | None = None
 
     def params(self) -> SamplingParams:
-        """Give the parameters, unchecked: the caller decides what `check` failing means."""
+        """Return the parameters, not checked: the caller decides what `check` failing means."""
         return SamplingParams(**msgspec.structs.asdict(self))
 
 
@@ -57,7 +57,7 @@ class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
     routing: bool = False
 
     def params(self) -> OutputParams:
-        """Give the parameters, unchecked: the caller decides what `check` failing means."""
+        """Return the parameters, not checked: the caller decides what `check` failing means."""
         return OutputParams(**msgspec.structs.asdict(self))
 
 
@@ -78,7 +78,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     outputs: Outputs = Outputs()
 
     def operation(self) -> types.OpenSequence:
-        """Give the operation; its parameters are unchecked."""
+        """Return the operation; its parameters are unchecked."""
         return types.OpenSequence(
             sequence_id=SequenceId(self.sequence_id),
             slot=SlotId(self.slot),
@@ -99,7 +99,7 @@ class CloseSequence(Tagged, frozen=True, kw_only=True):
     n_kept: U32 = 0
 
     def operation(self) -> types.CloseSequence:
-        """Give the operation."""
+        """Return the operation."""
         return types.CloseSequence(
             sequence_id=SequenceId(self.sequence_id), slot=SlotId(self.slot), n_kept=self.n_kept
         )
@@ -111,7 +111,7 @@ class FreeSlot(Tagged, frozen=True, kw_only=True):
     slot: U32
 
     def operation(self) -> types.FreeSlot:
-        """Give the operation."""
+        """Return the operation."""
         return types.FreeSlot(slot=SlotId(self.slot))
 
 

@@ -162,7 +162,7 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
 
 
 def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:
-    """Say what is wrong with a step, whoever made it; None when all is well."""
+    """Describe what is wrong with a step, whoever made it; None when all is well."""
     if not batch.groups:
         return "it has no row group"
     n_rows = 0

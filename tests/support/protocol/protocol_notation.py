@@ -16,8 +16,10 @@ _INTEGERS = {
 
 
 def fields_of(kind: type[Any]) -> str:
-    """Write a struct's fields in order: `name: type`, with `= default` where there is one, `name?` where it may
-    be left out."""
+    """Write a struct's fields in order: `name: type`, with `= default` where there is one.
+
+    A field that may be left out is `name?`.
+    """
     info = mi.type_info(kind)
     assert isinstance(info, mi.StructType)
     return ", ".join(f"{_key(f)}: {_type(f.type)}{_default(f)}" for f in info.fields)
