@@ -1,6 +1,6 @@
 """A fuzzer: random and mutated streams end in frames, readers' refusals and documented errors only.
 
-Everything that the machine allocates for a peer is recorded and compared with the caps.
+Everything that the connection allocates for a peer is recorded and compared with the caps.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
-def drive(machine: LinkConnection, data: bytes, rng: random.Random) -> bool:
+def drive(connection: LinkConnection, data: bytes, rng: random.Random) -> bool:
     """Feed a stream, read what comes. Gives whether anything was refused."""
-    events = feed(machine, data, [rng.randrange(1 << 20) for _ in range(3)])
-    events += machine.eof()
+    events = feed(connection, data, [rng.randrange(1 << 20) for _ in range(3)])
+    events += connection.eof()
     refused = False
     for event in events:
         match event:
@@ -173,7 +173,7 @@ def drive(machine: LinkConnection, data: bytes, rng: random.Random) -> bool:
                     read(event.frame)
                 except RemoteProtocolError:
                     refused = True
-    assert machine.state is LinkState.ENDED
+    assert connection.state is LinkState.ENDED
     return refused
 
 
@@ -198,8 +198,8 @@ def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
     stream = PREAMBLE + joined(pack_frame(hello_frame(hello("b")), SMALL))
     n_refused = 0
     for _ in range(ROUNDS):
-        machine = LinkConnection(hello(), initiator=initiator, limits=SMALL)
-        n_refused += drive(machine, mutated(stream, rng), rng)
+        connection = LinkConnection(hello(), initiator=initiator, limits=SMALL)
+        n_refused += drive(connection, mutated(stream, rng), rng)
     assert n_refused > ROUNDS // 4
     assert taken
     assert max(taken) <= SMALL.hello_meta_bytes

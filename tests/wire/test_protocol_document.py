@@ -105,8 +105,8 @@ def test_an_example_is_what_the_code_receives(name: str) -> None:
 
 
 def test_the_hello_example_makes_a_link() -> None:
-    machine = LinkConnection(hello("other", Purpose.DATA, ring="r"), initiator=False)
-    assert feed(machine, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
+    connection = LinkConnection(hello("other", Purpose.DATA, ring="r"), initiator=False)
+    assert feed(connection, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
 
 
 def test_the_table_of_kinds() -> None:

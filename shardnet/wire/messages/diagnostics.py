@@ -46,7 +46,7 @@ Seen = Literal[
     "failed",
     "not tried",
 ]
-"""What came of knocking at an address: the node answers; nothing listens; no answer to TCP at all;
+"""What came of dialling an address: the node answers; nothing listens; no answer to TCP at all;
 TCP answers and then nothing comes; no way there; and who or what else answers."""
 
 

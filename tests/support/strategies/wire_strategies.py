@@ -1,4 +1,4 @@
-"""Hypothesis strategies for frames and messages, and a machine pair that needs no socket."""
+"""Hypothesis strategies for frames and messages, and a connection pair that needs no socket."""
 
 from __future__ import annotations
 
@@ -114,16 +114,16 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
     )
 
 
-def feed(machine: LinkConnection, data: bytes, cuts: list[int] | None = None) -> list[Event]:
-    """Let `machine` receive `data`, in pieces that end at `cuts` and wherever its buffers end."""
+def feed(connection: LinkConnection, data: bytes, cuts: list[int] | None = None) -> list[Event]:
+    """Let `connection` receive `data`, cut at `cuts` and wherever its buffers end."""
     events: list[Event] = []
     borders = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts or [])})
     for start, end in itertools.pairwise(borders):
         while start < end:
-            room = machine.get_buffer()
+            room = connection.get_buffer()
             n = min(len(room), end - start)
             room[:n] = data[start : start + n]
-            events += machine.received(n)
+            events += connection.received(n)
             start += n
     return events
 
@@ -143,7 +143,7 @@ class Pair:
         self.move(to_b=joined(self.a.start()), to_a=joined(self.b.start()))
 
     def move(self, *, to_a: bytes = b"", to_b: bytes = b"") -> None:
-        """Deliver bytes, and what the machines answer, until nobody has anything to say."""
+        """Deliver bytes, and what the connections answer, until nobody has anything to say."""
         while to_a or to_b:
             self.seen_b += feed(self.b, to_b)
             self.seen_a += feed(self.a, to_a)
