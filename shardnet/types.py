@@ -434,3 +434,45 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSequence:
+    """A slot operation: a sequence takes a slot.
+
+    Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
+    begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
+    looks at `sampling` and `stop_ids`.
+    """
+
+    sequence_id: SequenceId
+    slot: SlotId
+    sampling: SamplingParams
+    n_kept: int = 0
+    source: SlotId | None = None
+    n_prompt: int = 0
+    stop_ids: tuple[int, ...] = ()
+    outputs: OutputParams = NO_OUTPUTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSequence:
+    """A slot operation: a sequence leaves its slot.
+
+    The slot keeps the first `n_kept` positions for another sequence; with 0 it is free.
+    """
+
+    sequence_id: SequenceId
+    slot: SlotId
+    n_kept: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeSlot:
+    """A slot operation: a slot that no sequence owns gives its positions and blocks back."""
+
+    slot: SlotId
+
+
+SlotOperation = OpenSequence | CloseSequence | FreeSlot
+"""What changes the slots of every stage, in data order with the steps."""

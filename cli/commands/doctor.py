@@ -97,7 +97,7 @@ def _key(access: Access) -> tuple[KeyFacts, Identity | None]:
     try:
         identity = access.identity()
     except ConfigurationError as error:
-        return KeyFacts(path=path, failure=str(error)), None
+        return KeyFacts(path=path, failure=error.message, remedy=error.remedy), None
     fingerprint = identity.fingerprint if identity else ""
     return KeyFacts(path=path, fingerprint=fingerprint, is_set_aside=access.insecure), identity
 

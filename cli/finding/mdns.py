@@ -24,7 +24,7 @@ from shardnet.cluster.machine.addresses import (
 
 if TYPE_CHECKING:
     from shardnet.cluster.discovery.node_record import Candidate
-    from shardnet.cluster.peers.rtt_probe import Sounding
+    from shardnet.cluster.peers.rtt_probe import ProbeAnswer
     from shardnet.transport.identity import Identity
 
 INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
@@ -77,19 +77,21 @@ async def _browse(*, beyond: bool) -> list[Candidate]:
 
 async def find_nearest(
     identity: Identity | None, *, insecure: bool, answer_s: float = ANSWER_S
-) -> list[Sounding]:
+) -> list[ProbeAnswer]:
     """Look for nodes and return those that answer within `answer_s`, the nearest first."""
     from shardnet.api.client import dial
     from shardnet.cluster.peers.rtt_probe import compare
 
     local = rank(read_interfaces())
-    knock = partial(dial, identity=identity)
+    dial_as_client = partial(dial, identity=identity)
 
-    async def ask(candidate: Candidate) -> Sounding | None:
+    async def ask(candidate: Candidate) -> ProbeAnswer | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(answer_s):
-                return (await compare(candidate.node, addresses, knock, patience_s=QUIET_S)).best
+                return (
+                    await compare(candidate.node, addresses, dial_as_client, grace_s=QUIET_S)
+                ).best
         return None
 
     candidates = await look_for_nodes(identity, insecure=insecure)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardnet.wire.messages.narrow import NarrowWire, WireError
-from shardnet.wire.messages.plans import NodeProgress, PlanReply
+from shardnet.wire.messages.plans import NarrowWire, NodeProgress, PlanReply, WireError
 
 from .exit_codes import say
 

@@ -43,8 +43,8 @@ from shardnet.types import (
     parse_layers,
 )
 from shardnet.wire.messages.generation import Generate
-from shardnet.wire.messages.metas import Sampling
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.sequences import Sampling
 from shardnet_cli.finding.local_processes import local_processes
 from shardnet_cli.flags.cluster_access import Access
 

@@ -25,9 +25,11 @@ from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp import connect, listen
 from shardnet.wire.framing.frames import KIB, MIB, Frame, FrameKind
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
-HELLO = Hello(purpose=Purpose.DATA, role=Role.NODE, node="b", name="bench", version="0", ring="r")
+HELLO = Hello(
+    purpose=Purpose.DATA, role=PeerRole.NODE, node="b", name="bench", version="0", ring="r"
+)
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 SMALL, LARGE = 16 * KIB, 16 * MIB
 HEADER_BYTES = 24

@@ -43,8 +43,8 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import ReportReply, ReportRequest, Status, StatusReply
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -71,7 +71,7 @@ async def dial(
     host, port = split_address(address)
     hello = Hello(
         purpose=Purpose.CONTROL,
-        role=Role.CLIENT,
+        role=PeerRole.CLIENT,
         node=secrets.token_hex(16),
         name="client",
         version=__version__,

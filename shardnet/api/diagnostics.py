@@ -19,8 +19,8 @@ from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.head.ring_dtypes import settle_dtype
 from shardnet.cluster.machine.local_nodes import LocalNode
-from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, look
-from shardnet.cluster.peers.rtt_probe import Sounding
+from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
+from shardnet.cluster.peers.rtt_probe import ProbeAnswer
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.loading import ModelFacts, identify_at
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # not every command needs the libraries behind them
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
-"""How long all addresses that are knocked at may take together, and reading a checkpoint too."""
+"""How long all addresses that are probed may take together, and reading a checkpoint too."""
 
 Browse = Callable[[], Awaitable[list["Candidate"]]]
 """Looks for nodes by mDNS for a second or so."""
@@ -59,8 +59,8 @@ class Checkup:
 async def gather(checkup: Checkup) -> Facts:
     """Ask everyone. Ends within `timeout_s` and a few seconds; what did not answer says so."""
     here, named, found, asked_model = await asyncio.gather(
-        _knock_at([node.address for node in checkup.here], checkup.identity),
-        _knock_at(checkup.named, checkup.identity),
+        _probe_all([node.address for node in checkup.here], checkup.identity),
+        _probe_all(checkup.named, checkup.identity),
         _found(checkup),
         _look_at(checkup.model),
     )
@@ -86,11 +86,13 @@ async def gather(checkup: Checkup) -> Facts:
     )
 
 
-async def _knock_at(
+async def _probe_all(
     addresses: Sequence[str], identity: Identity | None
-) -> list[tuple[AddressView, Sounding | None]]:
-    knock = partial(dial, identity=identity, handshake_s=HANDSHAKE_S)
-    return list(await asyncio.gather(*(look(address, knock) for address in addresses)))
+) -> list[tuple[AddressView, ProbeAnswer | None]]:
+    dial_as_client = partial(dial, identity=identity, handshake_s=HANDSHAKE_S)
+    return list(
+        await asyncio.gather(*(probe_address(address, dial_as_client) for address in addresses))
+    )
 
 
 async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
@@ -110,10 +112,10 @@ async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
     )
 
 
-async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[Sounding]:
+async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[ProbeAnswer]:
     """Return the members among those that mDNS shows and that answer."""
     members = [r.address for r in found if r.cluster == checkup.key.fingerprint]
-    answers = await _knock_at(members, checkup.identity)
+    answers = await _probe_all(members, checkup.identity)
     return [answer for _, answer in answers if answer is not None]
 
 
@@ -142,6 +144,7 @@ class _Looked:
     model: str
     facts: ModelFacts | None = None
     failure: str = ""
+    remedy: str = ""
 
 
 async def _look_at(model: str) -> _Looked | None:
@@ -151,7 +154,7 @@ async def _look_at(model: str) -> _Looked | None:
         async with asyncio.timeout(ANSWER_S):
             return _Looked(model=model, facts=await asyncio.to_thread(identify_at, model))
     except ShardnetError as error:
-        return _Looked(model=model, failure=str(error))
+        return _Looked(model=model, failure=error.message, remedy=error.remedy)
     except TimeoutError:
         return _Looked(model=model, failure=f"its files were not read within {ANSWER_S:g} s")
 
@@ -161,7 +164,7 @@ def _judged(looked: _Looked | None, infos: Sequence[NodeInfo]) -> ModelAsked | N
     if looked is None:
         return None
     if looked.facts is None:
-        return ModelAsked(model=looked.model, failure=looked.failure)
+        return ModelAsked(model=looked.model, failure=looked.failure, remedy=looked.remedy)
     config = looked.facts.config
     dtype = settle_dtype("auto", config, infos)
     return ModelAsked(

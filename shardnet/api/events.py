@@ -118,7 +118,10 @@ class Routing(RowData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """Where the time of a mean decode step went, for one stage."""
+    """Where the time of a mean decode step went, for one stage.
+
+    The wire's StageTime as a dataclass, like all results of this package.
+    """
 
     rank: int
     compute_ms: float
@@ -130,7 +133,8 @@ class StageTime:
 class Timing:
     """How long a request took, by the head's clock. `load_s` is part of `total_s`.
 
-    `n_accepted` of `n_drafted` tokens that were guessed ahead were right.
+    `n_accepted` of `n_drafted` tokens that were guessed ahead were right. The wire's Timing as a
+    dataclass, like all results of this package.
     """
 
     load_s: float

@@ -19,8 +19,8 @@ from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
-from shardnet.wire.messages.metas import Outputs, Sampling
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
+from shardnet.wire.messages.sequences import Outputs, Sampling
 
 
 class GenerationOptions(TypedDict, total=False):

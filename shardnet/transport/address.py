@@ -21,7 +21,9 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
-        raise UsageError(f"'{address}' is not HOST:PORT; write for example 192.168.1.12:7433")
+        raise UsageError(
+            f"'{address}' is not HOST:PORT", remedy="write for example 192.168.1.12:7433"
+        )
     return host, int(port)
 
 

@@ -63,7 +63,7 @@ class Admission:
             host.reported.clear()
 
     def is_news(self, address: str, error: ShardnetError) -> bool:
-        """Say whether to tell people of `error`: once per host and kind, until a link comes up."""
+        """Return whether to log `error`: once per host and kind, until a link comes up."""
         reported = self._host(address).reported
         if type(error) in reported:
             return False

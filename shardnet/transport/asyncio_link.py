@@ -19,23 +19,23 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.address import format_address
-from shardnet.transport.idle_timeout import Silence
+from shardnet.transport.idle_timeout import IdleTimeout
 from shardnet.transport.link import LinkOptions
 from shardnet.wire.connection.connection import (
     Event,
     FrameReceived,
     HelloAnswer,
     HelloReceived,
+    LinkConnection,
     LinkFailed,
-    LinkMachine,
     PeerLeft,
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 
-class MachineLink(asyncio.BufferedProtocol):
+class AsyncioLink(asyncio.BufferedProtocol):
     """A `Link` whose bytes an asyncio transport moves.
 
     It lives in this order: `connection_made`, `wait_up`, frames, an end (`_end`, exactly once, with
@@ -47,7 +47,7 @@ class MachineLink(asyncio.BufferedProtocol):
     ) -> None:
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._machine = LinkMachine(hello, initiator=initiator, limits=options.limits)
+        self._connection = LinkConnection(hello, initiator=initiator, limits=options.limits)
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self._peer_address = "?"
@@ -63,7 +63,7 @@ class MachineLink(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._silence = Silence(options.silence_s, self._loop.time())
+        self._idle = IdleTimeout(options.silence_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
 
@@ -99,7 +99,7 @@ class MachineLink(asyncio.BufferedProtocol):
     def send(self, *frames: Frame) -> None:
         """See `Link`."""
         self._raise_if_ended()
-        self._write([part for frame in frames for part in self._machine.send(frame)])
+        self._write([part for frame in frames for part in self._connection.send(frame)])
 
     async def drain(self, *, shared: bool = False) -> None:
         """See `Link`."""
@@ -138,7 +138,7 @@ class MachineLink(asyncio.BufferedProtocol):
         """See `Link`."""
         if self._error is None:
             if self._peer is not None:
-                self._write(self._machine.send(Frame(kind=FrameKind.BYE)))
+                self._write(self._connection.send(Frame(kind=FrameKind.BYE)))
             self._end(LinkClosedError("this side has closed the link"))
             self._linger()
         self._frames.clear()
@@ -172,20 +172,20 @@ class MachineLink(asyncio.BufferedProtocol):
         host, port = (transport.get_extra_info("peername") or ("a peer that left", 0))[:2]
         self._peer_address = format_address(host, port)
         if self._error is None:
-            self._write(self._machine.start())
+            self._write(self._connection.start())
         else:
             self._abort_transport()  # we gave up before the connection stood
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Give the transport the place for the next received bytes."""
-        return self._machine.get_buffer()
+        """Return where the transport puts the next received bytes."""
+        return self._connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         """Pass on what `nbytes` received bytes completed."""
-        self._silence.broken(self._loop.time())
-        for event in self._machine.received(nbytes):
+        self._idle.broken(self._loop.time())
+        for event in self._connection.received(nbytes):
             self._handle(event)
-        self._write(self._machine.take_outgoing())
+        self._write(self._connection.take_outgoing())
         if self._error is not None:
             self._linger()
         elif len(self._frames) >= self._options.receive_frames:
@@ -193,7 +193,7 @@ class MachineLink(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Note the end of the peer's bytes; the transport then closes itself."""
-        for event in self._machine.eof():
+        for event in self._connection.eof():
             self._handle(event)
         self._linger()
 
@@ -252,7 +252,8 @@ class MachineLink(asyncio.BufferedProtocol):
 
     def _raise_if_ended(self) -> None:
         if self._error is not None:
-            raise type(self._error)(*self._error.args) from self._error.__cause__
+            error = self._error
+            raise type(error)(error.message, remedy=error.remedy) from error.__cause__
 
     def _linger(self) -> None:
         """Send what is left, then wait for the peer to close first, within `close_s`.
@@ -281,7 +282,7 @@ class MachineLink(asyncio.BufferedProtocol):
         """Send a heartbeat if nothing else was sent, and give up a silent peer."""
         now = self._loop.time()
         unsent_bytes = self._transport.get_write_buffer_size() if self._transport else 0
-        if self._silence.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
+        if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
             self._end(
                 PeerSilentError(
                     f"nothing came for {self._options.silence_s:g} s; the peer is frozen, "
@@ -292,7 +293,9 @@ class MachineLink(asyncio.BufferedProtocol):
             return
         if not self._sent_since_tick and not self._writing_paused:
             epoch, step = self._options.progress()
-            self._write(self._machine.send(Frame(kind=FrameKind.HEARTBEAT, epoch=epoch, step=step)))
+            self._write(
+                self._connection.send(Frame(kind=FrameKind.HEARTBEAT, epoch=epoch, step=step))
+            )
         self._sent_since_tick = False
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -317,7 +320,7 @@ class MachineLink(asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
-            self._silence.broken(self._loop.time())
+            self._idle.broken(self._loop.time())
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 

@@ -15,8 +15,8 @@ _LOOKS: Final = 8
 
 
 @asynccontextmanager
-async def patience(limit_s: float) -> AsyncIterator[None]:
-    """Give what is done inside `limit_s` seconds, as asyncio.timeout does.
+async def deadline(limit_s: float) -> AsyncIterator[None]:
+    """Allow what is done inside `limit_s` seconds, as asyncio.timeout does.
 
     After a suspend, or where a machine has stalled, the loop sees the end of the time before it
     reads what has come meanwhile. A pause of more than twice an eighth of the time is ours, and
@@ -24,7 +24,7 @@ async def patience(limit_s: float) -> AsyncIterator[None]:
     """
     loop = asyncio.get_running_loop()
     tick_s = limit_s / _LOOKS
-    async with asyncio.timeout(limit_s) as deadline:
+    async with asyncio.timeout(limit_s) as timeout:
         looked_at = loop.time()
         timer: asyncio.TimerHandle
 
@@ -32,9 +32,9 @@ async def patience(limit_s: float) -> AsyncIterator[None]:
             nonlocal looked_at, timer
             now = loop.time()
             late_s, looked_at = now - looked_at - tick_s, now
-            ends = deadline.when()
-            if late_s > tick_s and ends is not None and not deadline.expired():
-                deadline.reschedule(ends + late_s)
+            ends = timeout.when()
+            if late_s > tick_s and ends is not None and not timeout.expired():
+                timeout.reschedule(ends + late_s)
             timer = loop.call_later(tick_s, look)
 
         timer = loop.call_later(tick_s, look)

@@ -157,7 +157,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 @contextlib.contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """Give a path to `content`: ssl reads certificates from paths only.
+    """Yield a path to `content`: ssl reads certificates from paths only.
 
     On Linux it never reaches a disk; elsewhere it is a file of mode 600 that lives for a moment.
     """

@@ -6,7 +6,7 @@ Pure: knows times and byte counts that it is told, and no clock, loop or transpo
 from __future__ import annotations
 
 
-class Silence:
+class IdleTimeout:
     """How long a peer has been silent, without blaming it for our own pauses.
 
     While we read, silence is bytes that do not come. While we have paused reading, it is bytes that
@@ -25,7 +25,7 @@ class Silence:
         self._since = now
 
     def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
-        """Say whether the silence has lasted too long at `now`.
+        """Return whether the silence has lasted too long at `now`.
 
         To be called several times within the allowed silence: a longer gap means that this process
         itself stood still. `unsent_bytes` are those that the transport still holds.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from shardnet.wire.framing.frames import Frame, Limits
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
     from shardnet.transport.identity import Identity

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Give uvloop's loop factory, or None for asyncio's own."""
+    """Return uvloop's loop factory, or None for asyncio's own."""
     try:
         import uvloop
     except ImportError:  # not built for this platform

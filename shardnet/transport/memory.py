@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import KIB, Buffer
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 _DEFAULT_BUFFER_BYTES: Final = 64 * KIB
 
@@ -29,8 +29,8 @@ async def memory_pair(
     hellos do not agree.
     """
     options = options or LinkOptions()
-    a = MachineLink(hello_a, initiator=True, options=options)
-    b = MachineLink(hello_b, initiator=False, options=options)
+    a = AsyncioLink(hello_a, initiator=True, options=options)
+    b = AsyncioLink(hello_b, initiator=False, options=options)
     join(a, b, buffer_bytes=options.socket_buffer_bytes)
     await a.wait_up()
     await b.wait_up()
@@ -100,7 +100,7 @@ class _MemoryTransport(asyncio.Transport):
         return True
 
     def get_write_buffer_size(self) -> int:
-        """Give the number of bytes not delivered yet."""
+        """Return the number of bytes not delivered yet."""
         return self._unsent_bytes
 
     def pause_reading(self) -> None:
@@ -113,7 +113,7 @@ class _MemoryTransport(asyncio.Transport):
         self._loop.call_soon(self.other._deliver)
 
     def is_closing(self) -> bool:
-        """Say whether `close` or `abort` was called or the other end is gone."""
+        """Return whether `close` or `abort` was called or the other end is gone."""
         return self._closing
 
     def close(self) -> None:

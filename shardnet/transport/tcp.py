@@ -25,12 +25,12 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import Admission
-from shardnet.transport.asyncio_link import MachineLink
-from shardnet.transport.deadline import patience
+from shardnet.transport.asyncio_link import AsyncioLink
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def connect(
     link = _TcpLink(hello, initiator=True, options=options)
     up = False
     try:
-        async with patience(options.handshake_s):
+        async with deadline(options.handshake_s):
             sock = await _dial(host, port, options)
             await _hand_over(sock, link)
             await link.wait_up()
@@ -141,7 +141,7 @@ class Listener:
             self._listening = await _bind(host, port, self._options)
         except OSError as error:
             where = format_address(host, port)
-            raise ConfigurationError(_cannot_listen(where, error)) from error
+            raise _cannot_listen(where, error) from error
         self.host, self.port = self._listening.getsockname()[:2]
         self._accepting = self._start(self._accept_all(self._listening))
 
@@ -209,12 +209,12 @@ class Listener:
     async def _shake_hands(
         self, link: _TcpLink, sock: socket.socket, address: tuple[str, int]
     ) -> bool:
-        """Wait until the link is up. Gives whether it is, and reports why not."""
+        """Wait until the link is up. Returns whether it is, and reports why not."""
         loop = asyncio.get_running_loop()
         up = False
         try:
             await _hand_over(sock, link)
-            async with patience(self._options.handshake_s):
+            async with deadline(self._options.handshake_s):
                 await link.wait_up()
             up = True
         except TimeoutError:
@@ -232,12 +232,14 @@ class Listener:
         return up
 
     def _report(self, address: tuple[str, int], error: ShardnetError) -> None:
-        self._on_refused(address[0], error)
+        where = format_address(*address[:2])
+        bare = type(error)(error.message.removeprefix(f"{where}: "), remedy=error.remedy)
+        self._on_refused(address[0], bare)
         if self._admission.is_news(address[0], error):
             self._on_failure(error)
 
 
-class _TcpLink(MachineLink):
+class _TcpLink(AsyncioLink):
     """A link whose transport is a TCP socket."""
 
     def __init__(
@@ -247,7 +249,7 @@ class _TcpLink(MachineLink):
         self._initiator = initiator
 
     def over_tcp(self) -> asyncio.BufferedProtocol:
-        """Give what TCP is to call: this link, or the TLS between."""
+        """Return what TCP is to call: this link, or the TLS between."""
         identity = self._options.identity
         if identity is None:
             return self
@@ -280,7 +282,7 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
         try:
             sock.setblocking(False)
             _set_buffers(sock, options)
-            async with patience(options.handshake_s / len(infos)):
+            async with deadline(options.handshake_s / len(infos)):
                 await _connect(sock, address)
             connected = True
             return sock
@@ -358,30 +360,33 @@ def _set_buffers(sock: socket.socket, options: LinkOptions) -> None:
 def _unreachable(where: str, error: OSError, options: LinkOptions) -> PeerUnreachableError:
     match error:
         case socket.gaierror():
-            cause = f"the host is unknown ({error.strerror}); check the name or use its IP address"
+            cause = f"the host is unknown ({error.strerror})"
+            remedy = "check the name or use its IP address"
         case TimeoutError(errno=None):
-            cause = (
-                f"no answer within {options.handshake_s:g} s; check that a node runs there "
-                "and that no firewall is between"
-            )
+            cause = f"no answer within {options.handshake_s:g} s"
+            remedy = "check that a node runs there and that no firewall is between"
         case ConnectionRefusedError():
-            cause = "nothing listens there; start `shardnet node` on that machine or check the port"
+            cause = "nothing listens there"
+            remedy = "start `shardnet node` on that machine or check the port"
         case _:
-            cause = f"it cannot be reached ({error}); check the address and the network"
-    return PeerUnreachableError(f"{where}: {cause}")
+            cause = f"it cannot be reached ({error})"
+            remedy = "check the address and the network"
+    return PeerUnreachableError(f"{where}: {cause}", remedy=remedy)
 
 
-def _cannot_listen(where: str, error: OSError) -> str:
+def _cannot_listen(where: str, error: OSError) -> ConfigurationError:
     match error.errno:
         case errno.EADDRINUSE:
-            cause = "the port is in use; choose another with --port, or stop what holds it"
+            cause = "the port is in use"
+            remedy = "choose another with --port, or stop what holds it"
         case errno.EADDRNOTAVAIL | socket.EAI_NONAME:
-            cause = "this machine has no such address; choose another with --host"
+            cause, remedy = "this machine has no such address", "choose another with --host"
         case errno.EACCES:
-            cause = "this user may not use that port; choose one above 1023 with --port"
+            cause = "this user may not use that port"
+            remedy = "choose one above 1023 with --port"
         case _:
-            cause = f"{error}; choose another with --host or --port"
-    return f"cannot listen on {where}: {cause}"
+            cause, remedy = str(error), "choose another with --host or --port"
+    return ConfigurationError(f"cannot listen on {where}: {cause}", remedy=remedy)
 
 
 def _log_failure(error: ShardnetError) -> None:

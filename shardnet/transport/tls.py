@@ -54,7 +54,7 @@ class SecuredProtocol(Protocol):
         """See asyncio."""
 
     def failed(self, error: ShardnetError) -> None:
-        """Take note that nothing more can be sent or received; call `write_eof` or `abort`."""
+        """Record that nothing more can be sent or received; call `write_eof` or `abort`."""
 
 
 class _State(enum.Enum):
@@ -96,7 +96,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self._shake_hands()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Give TCP the place for the next received bytes."""
+        """Return where TCP puts the next received bytes."""
         return self._received
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -172,7 +172,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         return True
 
     def get_write_buffer_size(self) -> int:
-        """Give the number of bytes that have not left, encrypted or not."""
+        """Return the number of bytes that have not left, encrypted or not."""
         return sum(map(len, self._unsent)) + self._tcp.get_write_buffer_size()
 
     def pause_reading(self) -> None:
@@ -187,7 +187,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         asyncio.get_running_loop().call_soon(self._decrypt)
 
     def is_closing(self) -> bool:
-        """Say whether `close` or `abort` was called, or the connection is gone."""
+        """Return whether `close` or `abort` was called, or the connection is gone."""
         return self._closing or self._tcp.is_closing()
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self.close()
 
     def _decrypt_once(self) -> bool:
-        """Decrypt into one buffer of the link. Gives whether there may be more."""
+        """Decrypt into one buffer of the link. Returns whether there may be more."""
         target = memoryview(self._protocol.get_buffer(-1))
         filled = 0
         failure: ssl.SSLError | None = None

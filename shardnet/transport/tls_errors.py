@@ -16,9 +16,10 @@ from shardnet.errors import (
 )
 from shardnet.wire.framing.frames import PREAMBLE_MAGIC, TLS_RECORDS
 
-_OTHER_KEY: Final = (
-    "it holds another cluster key; run `shardnet key show` on one of the two machines and "
-    "`shardnet key join` with that key on the other"
+_OTHER_KEY: Final = "it holds another cluster key"
+_SHARE_KEY: Final = (
+    "run `shardnet key show` on one of the two machines and `shardnet key join` with that key on "
+    "the other"
 )
 _REFUSALS: Final = (
     "UNKNOWN_CA",
@@ -31,42 +32,52 @@ _REFUSALS: Final = (
 
 
 def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) -> LinkError:
-    """Say why a handshake failed; `began_with` are the peer's first bytes."""
+    """Return the error of a failed handshake; `began_with` are the peer's first bytes.
+
+    On the acceptor's side only an error about a node of shardnet has a remedy: whoever else dials
+    is a stranger, and `shardnet doctor` tells them apart by it.
+    """
     reason = error.reason or str(error)
     if began_with == PREAMBLE_MAGIC:
-        return AuthenticationError("it has no cluster key; run `shardnet key join` there")
+        return AuthenticationError("it has no cluster key", remedy="run `shardnet key join` there")
     if isinstance(error, ssl.SSLCertVerificationError) or _is_refusal(reason):
-        return AuthenticationError(_OTHER_KEY)
+        return AuthenticationError(_OTHER_KEY, remedy=_SHARE_KEY)
     if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
         return AuthenticationError("it showed no certificate; only holders of the key may connect")
     if (
         "PROTOCOL" in reason or "NO_SHARED_CIPHER" in reason
     ):  # UNSUPPORTED_PROTOCOL, alerts about it
-        return AuthenticationError("it does not speak TLS 1.3; install the same shardnet there")
+        what = "it does not speak TLS 1.3, as every node of shardnet does"
+        return AuthenticationError(
+            what, remedy="install the same shardnet there" if initiator else ""
+        )
     if began_with[:1] not in TLS_RECORDS:
-        what = "check the address and port" if initiator else "it is no node of this cluster"
-        return AuthenticationError(f"it does not speak TLS; {what}")
-    return AuthenticationError(f"the TLS handshake failed ({reason}); is it a node of shardnet?")
+        if not initiator:
+            return AuthenticationError("it does not speak TLS: it is no node of this cluster")
+        return AuthenticationError("it does not speak TLS", remedy="check the address and port")
+    remedy = "check that it is a node of shardnet" if initiator else ""
+    return AuthenticationError(f"the TLS handshake failed ({reason})", remedy=remedy)
 
 
 def cut_short(*, initiator: bool) -> LinkError:
-    """Say what the end of the connection means while the handshake is under way."""
+    """Return the error of a connection that ends while the handshake is under way."""
     if not initiator:
         return LinkClosedError("the peer closed the connection during the TLS handshake")
     return AuthenticationError(
-        "it closed the connection during the TLS handshake; most likely that node has no cluster "
-        "key: run `shardnet key join` there and start it again, or look at its log"
+        "it closed the connection during the TLS handshake: most likely that node has no cluster "
+        "key",
+        remedy="run `shardnet key join` there and start it again, or look at its log",
     )
 
 
 def stream_error(error: ssl.SSLError) -> LinkError:
-    """Say why an encrypted stream cannot go on.
+    """Return the error of an encrypted stream that cannot continue.
 
     An initiator whose certificate the acceptor refuses learns it only now.
     """
     reason = error.reason or str(error)
     if _is_refusal(reason):
-        return AuthenticationError(f"it refuses our certificate: {_OTHER_KEY}")
+        return AuthenticationError(f"it refuses our certificate: {_OTHER_KEY}", remedy=_SHARE_KEY)
     return RemoteProtocolError(f"the encrypted stream is damaged ({reason})")
 
 

@@ -21,8 +21,7 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from shardnet.runtime.engine.outputs import RowsReady
 from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.runtime.stage.compute import SequenceOpened
-from shardnet.types import OutputKind, OutputParams
+from shardnet.types import OpenSequence, OutputKind, OutputParams
 
 N_LAYERS = 4
 ASKING = OutputParams(routing=True)
@@ -152,6 +151,6 @@ def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
     stages.computes[0].operate = lambda op: (opened.append(op), operate(op))[1]  # type: ignore
     answers = run(stages, *requests, room_blocks=3)
     stages.computes[0].operate = operate  # type: ignore[method-assign]
-    assert sum(isinstance(op, SequenceOpened) for op in opened) > len(requests)
+    assert sum(isinstance(op, OpenSequence) for op in opened) > len(requests)
     for wanted, events in zip(requests, answers, strict=True):
         check(reference, wanted.prompt, events)

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardnet.errors import RemoteProtocolError
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler, SampleRow
-from shardnet.runtime.stage.compute import Activations, Samples, SequenceOpened
+from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
@@ -28,6 +28,7 @@ from shardnet.types import (
     Epoch,
     LayerRange,
     MicroBatch,
+    OpenSequence,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -35,7 +36,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.payloads.data import Step, data_frame, read_data
+from shardnet.wire.payloads.data import StepData, data_frame, read_data
 
 N_LAYERS = 4
 VOCAB = 320
@@ -78,7 +79,7 @@ class Ring:
 
     def generate(self, prompt: Sequence[int], n_tokens: int) -> list[Samples]:
         """Generate greedily: the tail's answers to all steps that sample."""
-        opened = SequenceOpened(sequence_id=SequenceId(1), slot=SlotId(0), sampling=GREEDY)
+        opened = OpenSequence(sequence_id=SequenceId(1), slot=SlotId(0), sampling=GREEDY)
         for compute in self.computes:
             compute.operate(opened)
         starts = range(0, len(prompt), PREFILL_CHUNK_ROWS)
@@ -104,7 +105,9 @@ class Ring:
             result = compute.compute(batch, arrived)
             if isinstance(result, Samples):
                 return result
-            sent = Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            sent = StepData(
+                batch=batch, dtype=result.dtype, width=result.width, payload=result.payload
+            )
             came = read_data(data_frame(sent))
             arrived = Activations(payload=came.payload, dtype=came.dtype, width=came.width)
         raise AssertionError("the tail answers")

@@ -10,14 +10,14 @@ from typing import Any, cast
 import uvloop
 
 from shardnet.errors import ShardnetError
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import Listener, connect, listen
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import PREAMBLE, Frame, Limits, pack_frame
-from shardnet.wire.messages.metas import Hello, Purpose, Role, hello_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
 
 uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
 
@@ -29,7 +29,7 @@ SMALL_BUFFERS = replace(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
 
 def hello(node: str = "a", purpose: Purpose = Purpose.DATA) -> Hello:
     ring = {"ring": "r1", "epoch": 3} if purpose is Purpose.DATA else {}
-    return Hello(purpose=purpose, role=Role.NODE, node=node, name=node, version="0", **ring)
+    return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **ring)
 
 
 def raw(frame: Frame) -> bytes:
@@ -159,7 +159,7 @@ class Harness:
             listener = await self.listen(on_link, up.set_exception, options)
             return await self.raw_connect(listener), up
         peer = RawPeer()
-        link = MachineLink(hello("b"), initiator=False, options=options)
+        link = AsyncioLink(hello("b"), initiator=False, options=options)
         join(peer, link, buffer_bytes=options.socket_buffer_bytes)
 
         async def wait_up() -> Link:

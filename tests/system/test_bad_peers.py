@@ -18,7 +18,7 @@ from support.system.strangers import (
 )
 
 from shardnet.wire.framing.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
-from shardnet.wire.messages.metas import Purpose
+from shardnet.wire.messages.handshake import Purpose
 
 NONSENSE = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 4, 0, 0, 0) + b"\xc1\xc1\xc1\xc1"
 FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)

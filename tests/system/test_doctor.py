@@ -29,7 +29,7 @@ from support.system.strangers import (
 )
 
 from shardnet import __version__
-from shardnet.wire.messages.metas import Role
+from shardnet.wire.messages.handshake import PeerRole
 
 Answer = TypeVar("Answer")
 
@@ -137,7 +137,7 @@ def troubled(folder: Path) -> Iterator[Troubled]:
                 anna.stderr.wait_for(f"peer {address}: ")
             anna.stderr.wait_for("node anna (")
             anna.stderr.wait_for("refused a link: ")
-            old = hello(role=Role.NODE, node="f" * 32, name="olaf", version="0.0.1")
+            old = hello(role=PeerRole.NODE, node="f" * 32, name="olaf", version="0.0.1")
             strangers.enter_context(
                 beating(strangers.enter_context(connected(anna, PREAMBLE + old)))
             )

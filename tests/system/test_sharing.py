@@ -20,7 +20,7 @@ from test_discovery_namespaces import Site, address, meet, open_site
 
 from shardnet.errors import UsageError
 from shardnet.transport import tcp
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 MODEL = "/proc/self/cwd/model"
 OWN_HOST = "127.0.0.9"
@@ -206,7 +206,7 @@ def test_a_cache_limit_is_kept_and_named(machines: list[Machine], parrots: Parro
 
 def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
     anna = start(machines[0], "anna")
-    hello = Hello(purpose=Purpose.BULK, role=Role.CLIENT, node="x", name="x", version="0")
+    hello = Hello(purpose=Purpose.BULK, role=PeerRole.CLIENT, node="x", name="x", version="0")
 
     async def main() -> None:
         with pytest.raises(UsageError, match="weights go from node to node"):

@@ -23,7 +23,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
-from shardnet.wire.messages.metas import error_frame, hello_frame, read_error
+from shardnet.wire.messages.handshake import error_frame, hello_frame, read_error
 
 
 @pytest.fixture(params=HARNESSES.values(), ids=HARNESSES.keys())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.transport_harness import IDENTITY, OPTIONS, Harness
 
-from shardnet.transport.deadline import patience
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 
 
@@ -37,7 +37,7 @@ async def turns(n: int) -> None:
 def test_what_takes_too_long_is_ended() -> None:
     async def main(loop: StallingLoop) -> None:
         with pytest.raises(TimeoutError):
-            async with patience(0.05):
+            async with deadline(0.05):
                 await asyncio.Event().wait()
 
     run(main)
@@ -51,7 +51,7 @@ def test_a_process_that_stood_still_has_its_time_left() -> None:
 
         async def wait() -> None:
             nonlocal n_pauses
-            async with patience(0.2):
+            async with deadline(0.2):
                 for _ in range(3):
                     loop.stood_still_s += 60
                     await turns(5)

@@ -1,22 +1,22 @@
-"""Silence is counted for the peer's faults only, not for our own pauses."""
+"""IdleTimeout is counted for the peer's faults only, not for our own pauses."""
 
 from __future__ import annotations
 
-from shardnet.transport.idle_timeout import Silence
+from shardnet.transport.idle_timeout import IdleTimeout
 
 ALLOWED_S = 10.0
 
 
-def looks(silence: Silence, *times: float, reading: bool = True, unsent: int = 0) -> list[bool]:
+def looks(silence: IdleTimeout, *times: float, reading: bool = True, unsent: int = 0) -> list[bool]:
     return [silence.is_over(now, reading=reading, unsent_bytes=unsent) for now in times]
 
 
 def test_it_is_over_when_nothing_comes_for_the_allowed_time() -> None:
-    assert looks(Silence(ALLOWED_S, 100.0), 105, 109.9, 110) == [False, False, True]
+    assert looks(IdleTimeout(ALLOWED_S, 100.0), 105, 109.9, 110) == [False, False, True]
 
 
 def test_every_byte_starts_it_again() -> None:
-    silence = Silence(ALLOWED_S, 0.0)
+    silence = IdleTimeout(ALLOWED_S, 0.0)
     looks(silence, 4, 8, 9)
     silence.broken(9.0)
     assert looks(silence, 12, 16, 18.9, 19) == [False, False, False, True]
@@ -24,21 +24,21 @@ def test_every_byte_starts_it_again() -> None:
 
 def test_a_process_that_stood_still_itself_does_not_blame_the_peer() -> None:
     """After a suspend the timer may run before the bytes that have come are read."""
-    silence = Silence(ALLOWED_S, 0.0)
+    silence = IdleTimeout(ALLOWED_S, 0.0)
     assert looks(silence, 2, 60, 65, 69.9, 70) == [False, False, False, False, True]
     silence.broken(70)
     assert looks(silence, 72.5, 79, 84, 88.9, 89) == [False, False, False, False, True]
 
 
 def test_while_we_do_not_read_nothing_can_come() -> None:
-    silence = Silence(ALLOWED_S, 0.0)
+    silence = IdleTimeout(ALLOWED_S, 0.0)
     assert not any(looks(silence, *range(2, 60, 2), reading=False))
     silence.broken(60.0)  # we read again
     assert looks(silence, 62, 66, 70) == [False, False, True]
 
 
 def test_while_we_do_not_read_bytes_that_leave_are_a_sign_of_life() -> None:
-    silence = Silence(ALLOWED_S, 0.0)
+    silence = IdleTimeout(ALLOWED_S, 0.0)
     for now in range(2, 60, 2):
         assert looks(silence, now, reading=False, unsent=1000 - now) == [False]
     assert looks(silence, 62, 66, 68, reading=False, unsent=942) == [False, False, True]

@@ -30,7 +30,7 @@ from shardnet.transport import loop as loop_module
 from shardnet.transport.link import Link
 from shardnet.transport.tcp import connect, listen
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 
 LOCAL = "127.0.0.1"
 

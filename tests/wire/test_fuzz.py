@@ -1,6 +1,6 @@
 """A fuzzer: random and mutated streams end in frames, readers' refusals and documented errors only.
 
-Everything that the machine allocates for a peer is recorded and compared with the caps.
+Everything that the connection allocates for a peer is recorded and compared with the caps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OpenSequence,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -22,7 +23,7 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire.connection import connection as machine_module
-from shardnet.wire.connection.connection import FrameReceived, LinkFailed, LinkMachine, LinkState
+from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
 from shardnet.wire.connection.receive_buffer import Part
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import (
@@ -34,24 +35,18 @@ from shardnet.wire.messages.bulk import (
     read_bulk,
 )
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.extras import (
     Extras,
-    OpenSequence,
-    Purpose,
     RowLogprobs,
-    Sampling,
     StageTiming,
     TopLogprob,
-    error_frame,
     extras_frame,
-    hello_frame,
-    read_error,
     read_extras,
-    read_sequence,
-    sequence_frame,
 )
-from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
+from shardnet.wire.messages.sequences import read_sequence, sequence_frame
+from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 
 ROUNDS = 5000
 SMALL = Limits(
@@ -110,7 +105,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         for i in range(3)
     )
     batch = MicroBatch(epoch=Epoch(1), step=StepId(9), groups=groups, token_ids=tuple(range(6)))
-    sampling = Sampling.of(SamplingParams(temperature=0.5))
+    sampling = SamplingParams(temperature=0.5)
     logprobs = [RowLogprobs(0, 5, -0.5, [TopLogprob(5, -0.5), TopLogprob(6, -1.5)])]
     return {
         Purpose.CONTROL: [
@@ -121,9 +116,13 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         ],
         Purpose.DATA: [
             data_frame(
-                Step(batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4))
+                StepData(
+                    batch=batch, dtype=WireDType.FLOAT32, width=1500, payload=bytes(6 * 1500 * 4)
+                )
             ),
-            sequence_frame(OpenSequence(sequence_id=1, slot=2, sampling=sampling), epoch=1),
+            sequence_frame(
+                OpenSequence(sequence_id=SequenceId(1), slot=SlotId(2), sampling=sampling), epoch=1
+            ),
             extras_frame(
                 Extras(timings=[StageTiming(0, 1, 2)], logprobs=logprobs), epoch=1, step=9
             ),
@@ -158,10 +157,10 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(result)
 
 
-def drive(machine: LinkMachine, data: bytes, rng: random.Random) -> bool:
+def drive(connection: LinkConnection, data: bytes, rng: random.Random) -> bool:
     """Feed a stream, read what comes. Gives whether anything was refused."""
-    events = feed(machine, data, [rng.randrange(1 << 20) for _ in range(3)])
-    events += machine.eof()
+    events = feed(connection, data, [rng.randrange(1 << 20) for _ in range(3)])
+    events += connection.eof()
     refused = False
     for event in events:
         match event:
@@ -174,7 +173,7 @@ def drive(machine: LinkMachine, data: bytes, rng: random.Random) -> bool:
                     read(event.frame)
                 except RemoteProtocolError:
                     refused = True
-    assert machine.state is LinkState.ENDED
+    assert connection.state is LinkState.ENDED
     return refused
 
 
@@ -199,8 +198,8 @@ def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
     stream = PREAMBLE + joined(pack_frame(hello_frame(hello("b")), SMALL))
     n_refused = 0
     for _ in range(ROUNDS):
-        machine = LinkMachine(hello(), initiator=initiator, limits=SMALL)
-        n_refused += drive(machine, mutated(stream, rng), rng)
+        connection = LinkConnection(hello(), initiator=initiator, limits=SMALL)
+        n_refused += drive(connection, mutated(stream, rng), rng)
     assert n_refused > ROUNDS // 4
     assert taken
     assert max(taken) <= SMALL.hello_meta_bytes

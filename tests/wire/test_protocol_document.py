@@ -20,8 +20,8 @@ from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire.connection.connection import (
     FrameReceived,
     HelloReceived,
+    LinkConnection,
     LinkFailed,
-    LinkMachine,
     PeerLeft,
     ProgressReported,
 )
@@ -31,15 +31,16 @@ from shardnet.wire.messages import (
     bulk,
     control,
     diagnostics,
+    extras,
     generation,
+    handshake,
     measurements,
     membership,
-    metas,
-    narrow,
     plans,
+    sequences,
     stages,
 )
-from shardnet.wire.messages.metas import Purpose
+from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -55,12 +56,11 @@ CONTROL_MESSAGES = (
     diagnostics,
     stages,
     plans,
-    narrow,
     generation,
 )
 STRUCTS = {
     name: kind
-    for module in (metas, *CONTROL_MESSAGES, bulk)
+    for module in (handshake, sequences, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
 }
@@ -105,8 +105,8 @@ def test_an_example_is_what_the_code_receives(name: str) -> None:
 
 
 def test_the_hello_example_makes_a_link() -> None:
-    machine = LinkMachine(hello("other", Purpose.DATA, ring="r"), initiator=False)
-    assert feed(machine, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
+    connection = LinkConnection(hello("other", Purpose.DATA, ring="r"), initiator=False)
+    assert feed(connection, HEX["preamble"] + HEX["hello"]) == [HelloReceived(hello=HELLO)]
 
 
 def test_the_table_of_kinds() -> None:

@@ -14,10 +14,10 @@ from shardnet.cluster.diagnosis.facts import Facts, Finding, Severity, age, prob
 from shardnet.cluster.diagnosis.model_findings import model_findings
 from shardnet.cluster.diagnosis.peer_findings import (
     TOPICS,
-    WAYS_OUT,
     key_finding,
     pair_findings,
     seconds_apart,
+    way_out,
 )
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
@@ -55,7 +55,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 def _key(facts: Facts) -> Iterator[Finding]:
     key = facts.key
     if key.failure:
-        yield problem("key", HERE, key.failure)
+        yield problem("key", HERE, key.failure, key.remedy)
     elif key.is_set_aside:
         yield Finding(
             severity=Severity.INFO,
@@ -84,7 +84,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             HERE,
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
-            "" if "key join`" in view.why else WAYS_OUT.get(view.seen, ""),
+            way_out(view),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(
@@ -158,7 +158,7 @@ def _reached(where: str, view: AddressView) -> Finding:
         rtt = "" if view.rtt_s is None else f", round trip {view.rtt_s * 1e3:.2g} ms"
         return Finding(topic="port", where=where, what=f"{view.address} answers{rtt}")
     topic = TOPICS.get(view.seen, "port")
-    return problem(topic, where, view.why or f"{view.address}: {view.seen}", WAYS_OUT[view.seen])
+    return problem(topic, where, view.why or f"{view.address}: {view.seen}", way_out(view))
 
 
 # --- one node -----------------------------------------------------------------------------------
@@ -243,21 +243,24 @@ def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
 
 
 def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
-    """Tell of strangers. A connection that was only opened and closed is none."""
+    """Tell of strangers. A connection that was only opened and closed is none.
+
+    A refused handshake with a remedy is that of a node: nothing can be done about others.
+    """
     if refused.code == LinkClosedError.code:
         return
     times = "once" if refused.n_times == 1 else f"{refused.n_times} times, at last"
-    why = refused.why.partition(": ")[2] or refused.why
-    what = f"it refused {refused.host} {times} {age(refused.age_s)} ago: {why}"
+    what = f"it refused {refused.host} {times} {age(refused.age_s)} ago: {refused.why}"
+    remedy = refused.remedy or ""
     is_a_node = refused.code == VersionMismatchError.code or (
-        refused.code == AuthenticationError.code and "cluster key" in why
+        refused.code == AuthenticationError.code and remedy != ""
     )
     yield Finding(
         severity=Severity.PROBLEM if is_a_node and refused.age_s < RECENT_S else Severity.INFO,
         topic="version" if refused.code == VersionMismatchError.code else "key",
         where=where,
         what=what,
-        remedy="" if ";" in why else "look for what connects from there, if it is none of yours",
+        remedy=remedy or "look for what connects from there, if it is none of yours",
     )
 
 

@@ -69,24 +69,29 @@ def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
 class KeyFacts:
     """The key file of this machine: its cluster's `fingerprint`, "" without a key.
 
-    `failure` says why the file cannot be used, `is_set_aside` that --insecure was given.
+    `failure` says why the file cannot be used, `remedy` what to do about that,
+    `is_set_aside` that --insecure was given.
     """
 
     path: str
     fingerprint: str = ""
     failure: str = ""
+    remedy: str = ""
     is_set_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAsked:
-    """The model to judge the nodes by. `failure` says why nothing is known of it here."""
+    """The model to judge the nodes by. `failure` says why nothing is known of it here,
+    `remedy` what to do about that.
+    """
 
     model: str
     model_id: str = ""
     shape: ModelShape | None = None
     dtype: DType | None = None
     failure: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
     if asked is None:
         return
     if asked.shape is None:
-        remedy = "" if "; " in asked.failure else _NO_FOLDER
-        yield problem("model", asked.model, asked.failure, remedy)
+        yield problem("model", asked.model, asked.failure, asked.remedy or _NO_FOLDER)
         return
     yield _memory(facts, asked, asked.shape)
     for reply in facts.replies:
@@ -66,7 +65,7 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
 def _checkpoint(
     facts: Facts, asked: ModelAsked, shape: ModelShape, reply: ReportReply
 ) -> Iterator[Finding]:
-    """Say whether a node has the checkpoint, and else whether its disk has room for its part."""
+    """Report whether a node has the checkpoint, else whether its disk has room for its part."""
     report, info, where = reply.report, reply.info, facts.label(reply.node)
     if report is None or info is None:
         return

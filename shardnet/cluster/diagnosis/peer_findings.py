@@ -78,8 +78,18 @@ _WORST: tuple[Seen, ...] = (
 """What says most of why a node is not reached, first."""
 
 
+def way_out(view: AddressView) -> str:
+    """Return what to do about an address that does not answer, "" where nothing is known.
+
+    About a key its error knows best, as it knows which side lacks it.
+    """
+    if view.seen == "other key" and view.remedy:
+        return view.remedy
+    return WAYS_OUT[view.seen] or view.remedy or ""
+
+
 def pair_findings(facts: Facts) -> Iterator[Finding]:
-    """Say how each node that was asked sees each other one."""
+    """Report how each node that was asked sees each other one."""
     for reply in facts.replies:
         if reply.report is not None:
             for view in reply.report.peers:
@@ -88,7 +98,7 @@ def pair_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
-    """Say whose key is wrong, by the fingerprints of both clusters."""
+    """Report whose key is wrong, by the fingerprints of both clusters."""
     if not theirs:
         what, remedy = "it has no cluster key", "run `shardnet key join` there and restart its node"
     elif not ours:
@@ -158,12 +168,12 @@ def _ports(where: str, view: PeerView) -> Iterator[Finding]:
             "port",
             where,
             f"linked, but not to be reached from this side: {_each(tried)}",
-            WAYS_OUT[worst.seen],
+            way_out(worst),
         )
 
 
 def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
-    """Say why the other addresses are not used."""
+    """Report why the other addresses are not used."""
     others = [address for address in view.addresses if address.address != view.address]
     if not others or not view.address:
         return
@@ -212,7 +222,7 @@ def _no_link(where: str, view: PeerView) -> Finding:
     worst = _worst(tried)
     topic = TOPICS.get(worst.seen, "port")
     link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
-    return problem(topic, where, f"{link}: {_each(tried)}", WAYS_OUT[worst.seen])
+    return problem(topic, where, f"{link}: {_each(tried)}", way_out(worst))
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:
@@ -224,7 +234,7 @@ def _each(addresses: list[AddressView]) -> str:
 
 
 def _multicast(facts: Facts, where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
-    """Say whether a linked node was seen by multicast, and on which interfaces."""
+    """Report whether a linked node was seen by multicast, and on which interfaces."""
     if report.multicast.state != "on":
         return
     heard = {h.interface: h.age_s for h in report.multicast.heard if h.node == view.node}
@@ -308,7 +318,7 @@ def _ends(
 
 
 def _is_in_network(host: str, of: InterfaceAddress) -> bool:
-    """Say whether a host lies in the network of an address; what is no address lies nowhere."""
+    """Return whether a host lies in the network of an address; what is no address lies nowhere."""
     try:
         network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
         return ip_address(host.partition("%")[0]) in network

@@ -15,7 +15,7 @@ from typing import Final
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncZeroconf
 
-from shardnet.cluster.discovery.mdns_listener import MulticastEar
+from shardnet.cluster.discovery.mdns_listener import MdnsListener
 from shardnet.cluster.discovery.node_record import SERVICE_TYPE, Candidate, to_service
 from shardnet.cluster.discovery.service_browser import (
     Complaints,
@@ -58,7 +58,7 @@ class Discovery:
         """Why it speaks nowhere."""
         self.records: dict[NodeId, Candidate] = {}
         """Of other nodes, as they are now."""
-        self.ear = MulticastEar(SERVICE_TYPE)
+        self.listener = MdnsListener(SERVICE_TYPE)
 
     async def run(self, own: Callable[[], Candidate], on_event: OnEvent) -> None:
         """Announce what `own` gives and report others, until cancelled; then say goodbye.
@@ -79,7 +79,7 @@ class Discovery:
                 interfaces = self._interfaces(own())
                 async with (
                     open_mdns(interfaces) as zeroconf,
-                    self.ear.listening(interfaces, rank(read_interfaces())),
+                    self.listener.listening(interfaces, rank(read_interfaces())),
                 ):
                     self.hosts, self.failure = interfaces, ""
                     await self._keep(zeroconf, interfaces, own, note, complaints)

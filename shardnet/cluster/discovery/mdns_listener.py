@@ -1,4 +1,4 @@
-"""An ear for multicast: which nodes are heard on which interface, and when for the last time.
+"""An listener for multicast: which nodes are heard on which interface, and when for the last time.
 
 Knows sockets that belong to a multicast group on one interface, and how an mDNS answer names the
 node it speaks of. It finds nobody (discovery.py does): it tells why nobody is found. What it hears
@@ -43,7 +43,7 @@ class Heard:
     at: float
 
 
-class MulticastEar:
+class MdnsListener:
     """Listens to answers about records of `service_type`. Deaf until `listening`."""
 
     def __init__(self, service_type: str) -> None:
@@ -101,12 +101,12 @@ class MulticastEar:
 
 
 class _Receiver(asyncio.DatagramProtocol):
-    def __init__(self, ear: MulticastEar, interface: str) -> None:
-        self._ear = ear
+    def __init__(self, listener: MdnsListener, interface: str) -> None:
+        self._listener = listener
         self._interface = interface
 
     def datagram_received(self, data: bytes, addr: object) -> None:
-        self._ear.take(data, self._interface)
+        self._listener.take(data, self._interface)
 
 
 def _join(address: LocalAddress) -> socket.socket:

@@ -71,7 +71,7 @@ async def open_mdns(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
 
 
 def _is_here(address: str) -> bool:
-    """Say whether an interface of this machine has the address now."""
+    """Return whether an interface of this machine has the address now."""
     try:
         [(family, kind, number, _, place), *_] = socket.getaddrinfo(
             address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST

@@ -20,10 +20,9 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.metas import explanation
-from shardnet.wire.messages.narrow import NarrowWire
-from shardnet.wire.messages.plans import LeftOut, ModelChoice, PlannedStage, PlanReply
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

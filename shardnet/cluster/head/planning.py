@@ -19,7 +19,7 @@ from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import settle_dtype
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
-from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import CheckpointError
 from shardnet.runtime.stage.loading import ModelFacts, find_folder
@@ -69,7 +69,7 @@ class Planner:
         self,
         *,
         node: NodeId,
-        directory: Neighbours,
+        directory: NodeDirectory,
         sharing: Sharing,
         measuring: MeasurementService,
         log: Callable[[str], None],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from shardnet.cluster.head.head import Lead
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
-    RequestTiming,
     TokenGenerated,
 )
 from shardnet.tokenizers.tokenizer import Tokenizer
@@ -19,7 +20,6 @@ from shardnet.wire.messages.generation import (
     Finished,
     Generate,
     RowsPiece,
-    StageShare,
     TextPiece,
     Timing,
     TokenDetail,
@@ -116,22 +116,6 @@ def finished(
     )
 
 
-def timing_reply(timing: RequestTiming, load_s: float) -> Timing:
-    """Make the timing of a request whose ring took `load_s` seconds to load."""
-    return Timing(
-        load_s=load_s,
-        ttft_s=timing.ttft_s,
-        decode_tok_s=timing.decode_tok_s,
-        total_s=load_s + timing.total_s,
-        per_stage=[
-            StageShare(
-                rank=stage.rank,
-                compute_ms=stage.compute_ms,
-                queue_ms=stage.queue_ms,
-                wire_ms=stage.wire_ms,
-            )
-            for stage in timing.per_stage
-        ],
-        n_drafted=timing.n_drafted,
-        n_accepted=timing.n_accepted,
-    )
+def timing_reply(timing: Timing, load_s: float) -> Timing:
+    """Add to a request's timing the `load_s` seconds that its ring took to load."""
+    return replace(timing, load_s=load_s, total_s=load_s + timing.total_s)

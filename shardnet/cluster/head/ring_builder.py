@@ -93,8 +93,8 @@ class RingBuilder:
         if node.node == self._node:
             unload = partial(self._orders.unload, self._node)
             return LocalPort(self._host, self._node, self._name, self._load_own, unload)
-        control, lines = await self._sharing.control(node), self._peers.lines
-        return RemotePort(control, lines.watch, lines.latest)
+        control, links = await self._sharing.control(node), self._peers.links
+        return RemotePort(control, links.watch, links.latest)
 
     async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
         return await self._orders.load(

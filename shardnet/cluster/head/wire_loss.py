@@ -23,8 +23,8 @@ from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
 from shardnet.types import WireDType
 from shardnet.wire.framing.schema import Strict
-from shardnet.wire.messages.metas import explanation
-from shardnet.wire.messages.narrow import NarrowWire, WireError
+from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.plans import NarrowWire, WireError
 
 METHOD = 1
 """Counts up whenever a new measurement would give another figure than an old one."""

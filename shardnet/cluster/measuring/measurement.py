@@ -15,6 +15,7 @@ from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.stage.estimate.memory_estimate import KEEPS_BFLOAT16
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
     MeasureLinks,
@@ -24,7 +25,6 @@ from shardnet.wire.messages.measurements import (
     WayMeasured,
 )
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.metas import explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.transport.link import Link
-from shardnet.wire.messages.metas import Hello, Purpose, Role, error_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
 
 class Dispatcher:
@@ -64,7 +64,7 @@ class Dispatcher:
             self._host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
             self._tasks.create_task(self._sharing.serve(link))
-        elif link.peer.role is Role.NODE:
+        elif link.peer.role is PeerRole.NODE:
             self._peers.adopt(link)
         else:
             self._tasks.create_task(self._serve_client(link))

@@ -9,15 +9,15 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.node.own_state import OwnState
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import RemoteProtocolError
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, Status, StatusReply
-from shardnet.wire.messages.metas import Role
 from shardnet.wire.messages.stages import LoadStage
 
 
@@ -32,7 +32,7 @@ class NodeMessages:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
-        directory: Neighbours,
+        directory: NodeDirectory,
         head: Head,
     ) -> None:
         self._own = own
@@ -66,7 +66,7 @@ class NodeMessages:
 
     async def _peers_known(self, control: ControlLink, message: PeersKnown) -> None:
         """Take the peers of a node. Raises RemoteProtocolError if a client sends them."""
-        if control.link.peer.role is not Role.NODE:
+        if control.link.peer.role is not PeerRole.NODE:
             raise RemoteProtocolError(
                 f"{control.peer_name} is a client and sent PeersKnown, which only nodes send"
             )

@@ -22,8 +22,8 @@ from shardnet.transport import tcp
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.metas import Purpose, Role
 
 
 class Node:
@@ -69,7 +69,7 @@ class Node:
     @property
     def address(self) -> str:
         """Where others reach this node best, "" where it does not listen."""
-        return self._links.presence.address
+        return self._links.advertisement.address
 
     @property
     def cluster(self) -> str | None:
@@ -80,7 +80,7 @@ class Node:
         """Open a control link to this node from its own process."""
         ours = self._links.dialer.hello(Purpose.CONTROL)
         near, far = await memory_pair(
-            replace(ours, role=Role.CLIENT), ours, options=self._links.dialer.options
+            replace(ours, role=PeerRole.CLIENT), ours, options=self._links.dialer.options
         )
         await self._services.dispatcher.accept(far)
         return near
@@ -96,7 +96,7 @@ class Node:
             on_refused=self._refused,
             options=self._links.dialer.options,
         )
-        self._links.presence.listening_at(listener.address)
+        self._links.advertisement.listening_at(listener.address)
         return listener
 
     def _refused(self, host: str, error: ShardnetError) -> None:
@@ -110,7 +110,7 @@ class Node:
     async def discover(self) -> None:
         """Be found and find others, until cancelled."""
         if self._settings.discovery is not None:
-            await self._links.presence.discover(self._settings.discovery, self._links.peers)
+            await self._links.advertisement.discover(self._settings.discovery, self._links.peers)
 
     async def close(self) -> None:
         """Unload what this node leads, leave what it follows, end the threads.

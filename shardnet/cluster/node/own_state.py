@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, make_host_id
 from shardnet.cluster.node.settings import NodeSettings
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.wire.messages.membership import NodeInfo, StageInfo
@@ -21,7 +21,7 @@ class OwnState:
     """Describes this node at any time."""
 
     settings: NodeSettings
-    presence: Presence
+    advertisement: Advertisement
     host: StageHost
     orders: StageOrders
 
@@ -42,7 +42,7 @@ class OwnState:
         return NodeInfo(
             node=self.settings.node,
             name=self.settings.name,
-            address=self.presence.address,
+            address=self.advertisement.address,
             version=__version__,
             device=device.description,
             memory_bytes=total_bytes,

@@ -26,11 +26,11 @@ from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.own_state import OwnState
 from shardnet.cluster.node.reporter import NodeReporter
 from shardnet.cluster.node.settings import NodeSettings
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.peers.node_directory import Neighbours
+from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
-from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
@@ -46,9 +46,9 @@ class LinkParts:
     """What opens, keeps and counts links to other nodes."""
 
     dialer: Dialer
-    presence: Presence
+    advertisement: Advertisement
     peers: Peers
-    refusals: Refusals
+    refusals: RejectedHandshakes
 
     async def dial_bulk(self, address: str) -> Link:
         """Open a link for weights, by whichever address of the node answers."""
@@ -72,7 +72,7 @@ class StageParts:
     sharing: Sharing
     orders: StageOrders
     own: OwnState
-    directory: Neighbours
+    directory: NodeDirectory
     links: LinkBenchmark
     measuring: MeasurementService
 
@@ -96,19 +96,23 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
         identity=settings.identity,
         progress=events.heartbeat_progress,
     )
-    presence = Presence(node=settings.node, name=settings.name, on_changed=events.addresses_changed)
+    advertisement = Advertisement(
+        node=settings.node, name=settings.name, on_changed=events.addresses_changed
+    )
     peers = Peers(
         node=settings.node,
         name=settings.name,
         dial=dialer.control,
-        knock=dialer.knock,
+        dial_as_client=dialer.dial_as_client,
         handler=events.message_received,
         tasks=tasks,
-        own_hosts=lambda: presence.local,
-        own_addresses=lambda: presence.addresses,
+        own_hosts=lambda: advertisement.local,
+        own_addresses=lambda: advertisement.addresses,
         log=settings.log,
     )
-    return LinkParts(dialer=dialer, presence=presence, peers=peers, refusals=Refusals())
+    return LinkParts(
+        dialer=dialer, advertisement=advertisement, peers=peers, refusals=RejectedHandshakes()
+    )
 
 
 def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
@@ -131,12 +135,12 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         budget=settings.budget,
         asked_threads=settings.threads,
         local_nodes=settings.local_nodes,
-        watch=peers.lines.watch,
+        watch=peers.links.watch,
         log=settings.log,
     )
-    own = OwnState(settings=settings, presence=links.presence, host=host, orders=orders)
+    own = OwnState(settings=settings, advertisement=links.advertisement, host=host, orders=orders)
     cache = FigureCache(settings.cache, settings.log)
-    link_benchmark = LinkBenchmark(link_of=peers.lines.link_of, turn=host.turn)
+    link_benchmark = LinkBenchmark(link_of=peers.links.link_of, turn=host.turn)
     measuring = MeasurementService(
         node=settings.node,
         own=NodeBenchmark(host=host, orders=orders, reader=reader, cache=cache),
@@ -150,7 +154,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         sharing=sharing,
         orders=orders,
         own=own,
-        directory=Neighbours(own_info=own.info, peers=peers, presence=links.presence),
+        directory=NodeDirectory(own_info=own.info, peers=peers, advertisement=links.advertisement),
         links=link_benchmark,
         measuring=measuring,
     )
@@ -195,11 +199,11 @@ def build_services(
         stage_state=stage.host.state,
         n_requests=lambda: head.n_requests,
         cluster=settings.cluster,
-        presence=links.presence,
+        advertisement=links.advertisement,
         peers=links.peers,
         discovery=settings.discovery,
         refusals=links.refusals,
-        knock=links.dialer.probe,
+        dial_as_client=links.dialer.dial_as_client,
         reader=stage.reader,
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,

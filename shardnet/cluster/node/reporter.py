@@ -17,12 +17,12 @@ from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.peers.address_diagnosis import judge, probe
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peers import PeerReport, Peers
-from shardnet.cluster.peers.rejected_handshakes import Refusals
-from shardnet.cluster.peers.rtt_probe import Knock
+from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.peers.rtt_probe import DialAsClient
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import identify_at
@@ -44,13 +44,13 @@ from shardnet.wire.messages.diagnostics import (
     RecordSeen,
     StageState,
 )
+from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportRequest
-from shardnet.wire.messages.metas import explanation
 
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 PROBES_AT_ONCE: Final = 32
-"""Addresses that are knocked at together: more of them would use up the places for handshakes."""
+"""Addresses that are probed together: more of them would use up the places for handshakes."""
 IDENTIFY_S: Final = 3.0
 """How long looking at a checkpoint may take."""
 
@@ -58,8 +58,8 @@ IDENTIFY_S: Final = 3.0
 class NodeReporter:
     """Answers ReportRequest for one node.
 
-    `knock` opens a link to an address as a client, for as long as a probe may take. `cluster` is
-    the fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
+    `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
+    fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known.
     """
@@ -71,11 +71,11 @@ class NodeReporter:
         stage_state: Callable[[], StageState | None],
         n_requests: Callable[[], int],
         cluster: str | None,
-        presence: Presence,
+        advertisement: Advertisement,
         peers: Peers,
         discovery: Discovery | None,
-        refusals: Refusals,
-        knock: Knock,
+        refusals: RejectedHandshakes,
+        dial_as_client: DialAsClient,
         reader: Executor,
         disk: Path,
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
@@ -84,11 +84,11 @@ class NodeReporter:
         self._stage_state = stage_state
         self._n_requests = n_requests
         self._cluster = cluster
-        self._presence = presence
+        self._advertisement = advertisement
         self._peers = peers
         self._discovery = discovery
         self._refusals = refusals
-        self._knock = knock
+        self._dial_as_client = dial_as_client
         self._reader = reader
         self._disk = disk
         self._bandwidth = bandwidth
@@ -109,7 +109,7 @@ class NodeReporter:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
-                    for peer in self._peers.lines.linked():
+                    for peer in self._peers.links.linked():
                         tasks.create_task(self._relay(control, message, peer))
                 control.send(await self._own(message, received_at))
         except* ShardnetError as group:
@@ -179,8 +179,7 @@ class NodeReporter:
             multicast=self._multicast(now),
             peers=views,
             unreached=[
-                AddressView(address=address, seen=judge(error), why=explanation(error, MAX_REASON))
-                for address, error in self._peers.unreached.items()
+                _unreached(address, error) for address, error in self._peers.unreached.items()
             ][:MAX_VIEWS],
             refused=self._refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
@@ -215,12 +214,12 @@ class NodeReporter:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
-            views = await probe(known.node, addresses, self._knock, self._turn)
+            views = await probe(known.node, addresses, self._dial_as_client, self._turn)
             if known.is_linked:
                 bytes_per_s = await self._bandwidth(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
-        link, record = self._peers.lines.link_of(known.node), None
+        link, record = self._peers.links.link_of(known.node), None
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""
@@ -238,7 +237,7 @@ class NodeReporter:
         )
 
     def _interfaces(self) -> list[InterfaceAddress]:
-        told = {split_address(address)[0] for address in self._presence.addresses}
+        told = {split_address(address)[0] for address in self._advertisement.addresses}
         return [
             InterfaceAddress(
                 interface=address.interface,
@@ -249,7 +248,7 @@ class NodeReporter:
                 speed_mbit=address.speed_mbit,
                 is_told=address.host in told,
             )
-            for address in self._presence.local[:MAX_VIEWS]
+            for address in self._advertisement.local[:MAX_VIEWS]
         ]
 
     def _multicast(self, now: float) -> MulticastState:
@@ -258,15 +257,15 @@ class NodeReporter:
             return MulticastState(state="off")
         heard = [
             MulticastHeard(node=h.node, interface=h.interface, age_s=max(0.0, now - h.at))
-            for h in discovery.ear.heard()
+            for h in discovery.listener.heard()
             if h.node != self._own_info().node
         ]
         return MulticastState(
             state="on" if discovery.hosts else "failed",
             failure=explanation(discovery.failure),
             hosts=list(discovery.hosts)[:MAX_VIEWS],
-            listening=list(discovery.ear.interfaces)[:MAX_VIEWS],
-            listening_s=now - discovery.ear.since,
+            listening=list(discovery.listener.interfaces)[:MAX_VIEWS],
+            listening_s=now - discovery.listener.since,
             heard=heard[: 4 * MAX_VIEWS],
             records=[
                 RecordSeen(
@@ -299,6 +298,11 @@ def free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _unreached(address: str, error: ShardnetError) -> AddressView:
+    why, remedy = explained(error, MAX_REASON)
+    return AddressView(address=address, seen=judge(error), why=why, remedy=remedy)
 
 
 def _remembered(known: PeerReport, address: str) -> AddressView:

@@ -1,4 +1,4 @@
-"""Probes: what comes of knocking at addresses now, told apart as a person needs it.
+"""Address diagnosis: what comes of dialling addresses now, told apart as a person needs it.
 
 Knows what the failures of a handshake say about the way to a port and who is behind it. Must not
 know why anybody asks, nor keep anything.
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from shardnet.cluster.peers.rtt_probe import Knock, Sounding, sound
+from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, probe_rtt
 from shardnet.errors import (
     AuthenticationError,
     PeerUnreachableError,
@@ -21,7 +21,7 @@ from shardnet.errors import (
 from shardnet.transport.address import split_address
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explained, explanation
 
 HANDSHAKE_S: Final = 2.0
 """How long a node may take to answer a probe."""
@@ -30,16 +30,20 @@ CONNECT_S: Final = 0.5
 
 
 async def probe(
-    node: NodeId, addresses: Sequence[str], knock: Knock, turn: asyncio.Semaphore | None = None
+    node: NodeId,
+    addresses: Sequence[str],
+    dial_as_client: DialAsClient,
+    turn: asyncio.Semaphore | None = None,
 ) -> list[AddressView]:
-    """Knock at all `addresses` at once; see whether `node` answers at each, how fast, or why not.
+    """Probe all `addresses` at once; see whether `node` answers at each, how fast, or why not.
 
-    Takes as long as `knock` waits, and CONNECT_S more. `turn` bounds how many knock at one time.
+    Takes as long as `dial_as_client` waits, and CONNECT_S more. `turn` bounds how many are
+    probed at one time.
     """
 
     async def at(address: str) -> AddressView:
         async with turn or contextlib.nullcontext():
-            view, answer = await look(address, knock)
+            view, answer = await probe_address(address, dial_as_client)
         if answer is None or answer.node == node:
             return view
         why = f"another node answers there, {answer.name} ({answer.node})"
@@ -48,20 +52,24 @@ async def probe(
     return list(await asyncio.gather(*(at(address) for address in addresses)))
 
 
-async def look(address: str, knock: Knock) -> tuple[AddressView, Sounding | None]:
-    """Knock at an address; return what came of it, and who has answered if anybody has."""
+async def probe_address(
+    address: str, dial_as_client: DialAsClient
+) -> tuple[AddressView, ProbeAnswer | None]:
+    """Probe an address; return what came of it, and who has answered if anybody has."""
     try:
-        answer = await sound(address, knock)
+        answer = await probe_rtt(address, dial_as_client)
     except ShardnetError as error:
         seen = judge(error)
         if seen == "dropped" and await _connects(address):
             seen = "hangs"
-        return AddressView(address=address, seen=seen, why=explanation(error, MAX_REASON)), None
+        why, remedy = explained(error, MAX_REASON)
+        return AddressView(address=address, seen=seen, why=why, remedy=remedy), None
     return AddressView(address=address, seen="answers", rtt_s=answer.rtt_s), answer
 
 
 def judge(error: ShardnetError) -> Seen:
-    """Say what an error of dialling means. It does not tell `dropped` from `hangs`: see `look`."""
+    """Classify an error of dialling. This does not tell `dropped` from `hangs`: see
+    `probe_address`."""
     match error:
         case AuthenticationError():
             return "other key"
@@ -78,7 +86,7 @@ def judge(error: ShardnetError) -> Seen:
 
 
 async def _connects(address: str) -> bool:
-    """Say whether TCP is answered at an address, whoever it is."""
+    """Return whether TCP is answered at an address, whoever it is."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(CONNECT_S):

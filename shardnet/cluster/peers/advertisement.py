@@ -27,7 +27,7 @@ from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 
 
-class Presence:
+class Advertisement:
     """Where one node is. `on_changed` is called when its addresses are others than before."""
 
     def __init__(self, *, node: NodeId, name: str, on_changed: Callable[[], None]) -> None:
@@ -103,7 +103,7 @@ def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def _refusal(candidate: Candidate, fingerprint: str) -> str:
-    """Say why a candidate is none of this cluster, "" if it may be one."""
+    """Return why a candidate is none of this cluster, "" if it may be one."""
     if candidate.protocol != PROTOCOL_VERSION:
         return (
             f"it speaks protocol version {candidate.protocol} and this node {PROTOCOL_VERSION}: "

@@ -20,7 +20,7 @@ from shardnet.errors import (
     ShardnetError,
     first_error,
 )
-from shardnet.transport.deadline import patience
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
 from shardnet.wire.messages.control import (
@@ -31,9 +31,9 @@ from shardnet.wire.messages.control import (
     reported_error,
 )
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.handshake import error_frame, explained
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
-from shardnet.wire.messages.metas import error_frame, explanation
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
@@ -118,12 +118,13 @@ class ControlLink:
         async with self.conversation(message) as answers:
             while True:
                 try:
-                    async with patience(REPLY_SILENCE_S):
+                    async with deadline(REPLY_SILENCE_S):
                         answer = await anext(answers)
                 except TimeoutError:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "
-                        f"{REPLY_SILENCE_S:.0f} s; look at that node's output or restart it"
+                        f"{REPLY_SILENCE_S:.0f} s",
+                        remedy="look at that node's output or restart it",
                     ) from None
                 if isinstance(answer, LoadProgress) and on_progress is not None:
                     on_progress(answer)
@@ -232,14 +233,14 @@ class ControlLink:
         what = type(message).__name__
         _log.error("%s of %s failed", what, self.peer_name, exc_info=error)
         return ShardnetError(
-            f"internal error in {what}: {error!r}; this is a bug of shardnet, that node's output "
-            "has its trace"
+            f"internal error in {what}: {error!r}, a bug of shardnet",
+            remedy="report it, with the trace in that node's output",
         )
 
     def _refuse(self, message: Request, error: ShardnetError) -> None:
         if not self.link.closed:
-            text = explanation(error)
-            self.send(Failed(request=message.request, code=error.code, message=text))
+            text, remedy = explained(error)
+            self.send(Failed(request=message.request, code=error.code, message=text, remedy=remedy))
 
 
 async def _unpacked(

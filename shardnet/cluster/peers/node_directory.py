@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from shardnet.cluster.peers.advertisement import Presence
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import ShardnetError, UsageError, first_error
 from shardnet.types import NodeId
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
-from shardnet.wire.messages.metas import explanation
 from shardnet.wire.messages.plans import LeftOut
 
 PEER_STATUS_S = 10.0
@@ -36,7 +36,7 @@ class Candidates:
     silent: tuple[LeftOut, ...] = ()
 
 
-class Neighbours:
+class NodeDirectory:
     """This node and those it knows, as they are now. `own_info` describes this one.
 
     `status_s` is how long a peer may take to say how it is when it is wanted for a plan.
@@ -47,12 +47,12 @@ class Neighbours:
         *,
         own_info: Callable[[], NodeInfo],
         peers: Peers,
-        presence: Presence,
+        advertisement: Advertisement,
         status_s: float = PEER_STATUS_S,
     ) -> None:
         self._own_info = own_info
         self._peers = peers
-        self._presence = presence
+        self._advertisement = advertisement
         self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
@@ -83,23 +83,23 @@ class Neighbours:
         """
         infos, _ = await self._ask_all(LISTED_S)
         answers = {info.node: info for info in infos}
-        linked = [control.link.peer.node for control in self._peers.lines.linked()]
+        linked = [control.link.peer.node for control in self._peers.links.linked()]
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
-    async def _ask_all(self, patience_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
+    async def _ask_all(self, grace_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
         """Ask every linked peer. Returns what they say, and who did not say it in time."""
 
         async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(grace_s):
                     return await _ask(control)
             except TimeoutError:
-                return _silent(control, f"it did not answer within {patience_s:g} s: {TOO_BUSY}")
+                return _silent(control, f"it did not answer within {grace_s:g} s: {TOO_BUSY}")
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 
-        answers = await asyncio.gather(*(ask(control) for control in self._peers.lines.linked()))
+        answers = await asyncio.gather(*(ask(control) for control in self._peers.links.linked()))
         infos = [
             replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
             for info in answers
@@ -114,7 +114,7 @@ class Neighbours:
         control = None if address == own.address else await self._peers.find(address)
         if control is not None:
             return replace(await _ask(control), address=address)
-        return replace(own, address=self._presence.seen_as(address))
+        return replace(own, address=self._advertisement.seen_as(address))
 
 
 def _silent(control: ControlLink, why: str) -> LeftOut:

@@ -26,7 +26,7 @@ MAX_PEERS: Final = 32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Line:
+class PeerLink:
     """A control link to a peer, and whether the smaller of both node ids has opened it."""
 
     control: ControlLink
@@ -39,22 +39,22 @@ class Line:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Peer:
-    """A node that is linked to: its lines, and who wants to know when the last one has ended."""
+    """A node that is linked to: its links, and who wants to know when the last one has ended."""
 
-    lines: list[Line] = field(default_factory=list)
+    links: list[PeerLink] = field(default_factory=list)
     watchers: list[Callable[[ShardnetError], None]] = field(default_factory=list)
 
     @property
-    def line(self) -> Line:
+    def peer_link(self) -> PeerLink:
         """The one that requests use: opened by the smaller id, the oldest of these."""
-        return min(self.lines, key=lambda line: not line.by_smaller)
+        return min(self.links, key=lambda peer_link: not peer_link.by_smaller)
 
 
-class PeerLines:
-    """The lines of every peer. Runs their readers in `tasks`, a group that outlives them.
+class PeerLinks:
+    """The links of every peer. Runs their readers in `tasks`, a group that outlives them.
 
     `retire_s`: how long a link that is not needed stays open at least. `ping_s`: between
-    measurements of the round trip. `on_gone` is told a node whose last line has ended.
+    measurements of the round trip. `on_gone` is told a node whose last peer_link has ended.
     """
 
     def __init__(
@@ -86,24 +86,24 @@ class PeerLines:
         """Whether there are as many peers as there may be."""
         return len(self._peers) >= MAX_PEERS
 
-    def in_use(self) -> dict[NodeId, Line]:
-        """Return the line of each peer that requests use, by id."""
-        return {node: self._peers[node].line for node in sorted(self._peers)}
+    def in_use(self) -> dict[NodeId, PeerLink]:
+        """Return the peer_link of each peer that requests use, by id."""
+        return {node: self._peers[node].peer_link for node in sorted(self._peers)}
 
     def linked(self) -> list[ControlLink]:
         """Return the link to each peer that is up, by name of the peer."""
-        controls = [peer.line.control for peer in self._peers.values()]
+        controls = [peer.peer_link.control for peer in self._peers.values()]
         return sorted(controls, key=lambda control: control.link.peer.name)
 
     def link_of(self, node: NodeId) -> ControlLink | None:
         """Return the link to a node, None where there is none."""
         peer = self._peers.get(node)
-        return peer.line.control if peer is not None else None
+        return peer.peer_link.control if peer is not None else None
 
     def rtt_s(self, node: NodeId) -> float | None:
         """Return the round trip to a linked node, the shortest of late, None before it is known."""
         peer = self._peers.get(node)
-        return min(peer.line.rtts_s, default=None) if peer is not None else None
+        return min(peer.peer_link.rtts_s, default=None) if peer is not None else None
 
     def latest(self, control: ControlLink) -> ControlLink:
         """Return the link to the same node that requests should use now, `control` if none is."""
@@ -126,17 +126,17 @@ class PeerLines:
                 f"{link.peer.name} ({link.peer_address}): refused, this node has {MAX_PEERS} peers"
             )
         smaller = self._node < node
-        line = Line(
+        peer_link = PeerLink(
             control=ControlLink(link, self._handler), by_smaller=bool(dialled_at) == smaller
         )
         if peer is None:
             peer = self._peers[node] = _Peer()
             self._log(f"node {link.peer.name} ({dialled_at or link.peer_address}) is here")
-        peer.lines.append(line)
-        self._tasks.create_task(self._serve(node, line), name=f"control {link.peer.name}")
+        peer.links.append(peer_link)
+        self._tasks.create_task(self._serve(node, peer_link), name=f"control {link.peer.name}")
         if smaller:
             self._retire_others(peer)
-        return peer.line.control
+        return peer.peer_link.control
 
     def watch(
         self, control: ControlLink, on_lost: Callable[[ShardnetError], None]
@@ -160,58 +160,58 @@ class PeerLines:
     async def close(self) -> None:
         """Say goodbye on every link, and take no more."""
         self._closing = True
-        lines = [line for peer in self._peers.values() for line in peer.lines]
-        await asyncio.gather(*(line.control.link.close() for line in lines))
+        links = [peer_link for peer in self._peers.values() for peer_link in peer.links]
+        await asyncio.gather(*(peer_link.control.link.close() for peer_link in links))
 
     def _retire_others(self, peer: _Peer) -> None:
-        for line in peer.lines:
-            if line is not peer.line and not line.is_retired:
-                line.is_retired = True
-                self._tasks.create_task(self._retire(peer, line))
+        for peer_link in peer.links:
+            if peer_link is not peer.peer_link and not peer_link.is_retired:
+                peer_link.is_retired = True
+                self._tasks.create_task(self._retire(peer, peer_link))
 
-    async def _retire(self, peer: _Peer, line: Line) -> None:
+    async def _retire(self, peer: _Peer, peer_link: PeerLink) -> None:
         """Close a link that another one has replaced, when both sides have stopped using it.
 
         Where that other one has ended meanwhile, this one is needed again.
         """
-        while not line.ended.is_set():
+        while not peer_link.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._retire_s):
-                    await line.ended.wait()
-            if peer.lines and peer.line is line:
-                line.is_retired = False
+                    await peer_link.ended.wait()
+            if peer.links and peer.peer_link is peer_link:
+                peer_link.is_retired = False
                 return
-            if line.control.is_idle:
-                await line.control.link.close()
+            if peer_link.control.is_idle:
+                await peer_link.control.link.close()
 
-    async def _serve(self, node: NodeId, line: Line) -> None:
-        measuring = self._tasks.create_task(self._measure(line))
+    async def _serve(self, node: NodeId, peer_link: PeerLink) -> None:
+        measuring = self._tasks.create_task(self._measure(peer_link))
         try:
-            await line.control.serve()
+            await peer_link.control.serve()
         except ShardnetError as error:
-            self._ended(node, line, error)
+            self._ended(node, peer_link, error)
         finally:
             measuring.cancel()
-        await line.control.link.close()  # the peer is gone; its connection may take a moment more
+        await peer_link.control.link.close()  # the peer is gone; TCP takes a moment more
 
-    def _ended(self, node: NodeId, line: Line, error: ShardnetError) -> None:
+    def _ended(self, node: NodeId, peer_link: PeerLink, error: ShardnetError) -> None:
         peer = self._peers[node]
-        peer.lines.remove(line)
-        line.ended.set()
-        if peer.lines:
+        peer.links.remove(peer_link)
+        peer_link.ended.set()
+        if peer.links:
             return
         del self._peers[node]
         if not self._closing:
-            self._log(f"node {line.control.link.peer.name} is gone: {error}")
+            self._log(f"node {peer_link.control.link.peer.name} is gone: {error}")
         for on_lost in tuple(peer.watchers):
             on_lost(error)
         self._on_gone(node)
 
-    async def _measure(self, line: Line) -> None:
-        """Measure the round trip of a line while it lives."""
+    async def _measure(self, peer_link: PeerLink) -> None:
+        """Measure the round trip of a peer_link while it lives."""
         with contextlib.suppress(ShardnetError):
             for _ in range(N_PINGS):
-                line.rtts_s.append(await ping(line.control))
+                peer_link.rtts_s.append(await ping(peer_link.control))
             while True:
                 await asyncio.sleep(self._ping_s)
-                line.rtts_s.append(await ping(line.control))
+                peer_link.rtts_s.append(await ping(peer_link.control))

@@ -71,7 +71,7 @@ class KnownNode:
         return not (self.refusal or (self.is_linked and self.is_settled)) and bool(self.addresses)
 
 
-class PeerBook:
+class PeerTable:
     """All nodes known beside `own`."""
 
     def __init__(self, own: NodeId) -> None:

@@ -16,10 +16,10 @@ from typing import Final
 
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
-from shardnet.cluster.peers.peer_links import Line, PeerLines
+from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
 from shardnet.cluster.peers.peer_news import believed, told_of
-from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerBook
-from shardnet.cluster.peers.rtt_probe import Knock, Sounding, compare
+from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerTable
+from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of
 from shardnet.transport.link import Link
@@ -75,8 +75,9 @@ class PeerReport:
 class Peers:
     """Keeps control links. Runs their readers in `tasks`, a group that outlives them.
 
-    `dial` opens a control link as a node, `knock` one as a client, to see who answers. `own_hosts`
-    and `own_addresses` give this machine's addresses as they are now and those to tell others.
+    `dial` opens a control link as a node, `dial_as_client` one as a client, to see who answers.
+    `own_hosts` and `own_addresses` give this machine's addresses as they are now and those to
+    tell others.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Peers:
         node: NodeId,
         name: str,
         dial: DialControl,
-        knock: Knock,
+        dial_as_client: DialAsClient,
         handler: Handler,
         tasks: asyncio.TaskGroup,
         own_hosts: Callable[[], Sequence[LocalAddress]],
@@ -96,14 +97,14 @@ class Peers:
         self._node = node
         self._name = name
         self._dial = dial
-        self._knock = knock
+        self._dial_as_client = dial_as_client
         self._tasks = tasks
         self._own_hosts = own_hosts
         self._own_addresses = own_addresses
         self._log = log
         self._times = times or PeerTimes()
-        self._book = PeerBook(node)
-        self.lines = PeerLines(
+        self._table = PeerTable(node)
+        self.links = PeerLinks(
             node=node,
             handler=handler,
             tasks=tasks,
@@ -127,10 +128,10 @@ class Peers:
         """Return the address of a node: one that has answered, else the one it has dialled from,
         else the best it is said to have; "" where none is known.
         """
-        known = self._book.get(node)
+        known = self._table.get(node)
         if known is None or known.address:
             return known.address if known is not None else ""
-        order, control = self._order(known.announced), self.lines.link_of(node)
+        order, control = self._order(known.announced), self.links.link_of(node)
         seen = host_of(control.link.peer_address) if control is not None else ""
         return next((a for a in order if host_of(a) == seen), order[0] if order else "")
 
@@ -140,12 +141,12 @@ class Peers:
         That is where it has answered this node, if that is known; else, and where that fails, at
         `address` itself. Raises what `dial` raises there.
         """
-        known = self._book.owner_of(address)
+        known = self._table.owner_of(address)
         if known is not None and known.address not in ("", address):
             try:
                 return await dial(known.address)
             except ShardnetError:
-                self._book.doubt(known.node, time.monotonic())
+                self._table.doubt(known.node, time.monotonic())
                 self._changed.set()
         return await dial(address)
 
@@ -157,13 +158,13 @@ class Peers:
                 name=known.name,
                 is_linked=known.is_linked,
                 address=known.address,
-                rtt_s=self.lines.rtt_s(known.node) or known.rtt_s,
+                rtt_s=self.links.rtt_s(known.node) or known.rtt_s,
                 addresses=self._order(known.addresses),
                 told_by=tuple(known.told) if known.lonely_since is None else (),
                 failures=dict(known.failures),
                 refusal=known.refusal,
             )
-            for known in self._book.known()
+            for known in self._table.known()
         ]
 
     # --- links by address
@@ -175,7 +176,7 @@ class Peers:
         """
         async with self._dialling.setdefault(address, asyncio.Lock()):
             node = self._node_at.get(address)
-            linked = self.lines.link_of(node) if node is not None else None
+            linked = self.links.link_of(node) if node is not None else None
             if linked is not None:
                 return linked
             link = await self._dial(address)
@@ -189,7 +190,7 @@ class Peers:
         """Return the control link to another node as `find` does; UsageError if it is this one."""
         control = await self.find(address)
         if control is None:
-            raise UsageError(f"{address} is this node itself; name another one")
+            raise UsageError(f"{address} is this node itself", remedy="name another one")
         return control
 
     def adopt(self, link: Link) -> None:
@@ -226,15 +227,15 @@ class Peers:
         """Take a candidate that discovery has found, with why it must not be linked to, if so."""
         now = time.monotonic()
         if refusal:
-            if self._book.refuse(node, name, addresses, refusal, source=MDNS, now=now):
+            if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
                 self._log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
         else:
-            self._book.tell(node, name, addresses, source=MDNS, now=now)
+            self._table.tell(node, name, addresses, source=MDNS, now=now)
         self._changed.set()
 
     def withdraw(self, node: NodeId) -> None:
-        """Take note that discovery tells of a node no more. A link that lives is left alone."""
-        self._book.retract(node, source=MDNS, now=time.monotonic())
+        """Record that discovery tells of a node no more. A link that lives is left alone."""
+        self._table.retract(node, source=MDNS, now=time.monotonic())
 
     def heard(self, control: ControlLink, message: PeersKnown) -> None:
         """Take in what a peer tells of itself and its peers. Raises RemoteProtocolError if it lies
@@ -245,9 +246,9 @@ class Peers:
             addresses = believed(
                 peer, teller=control.peer_name, teller_at=control.link.peer_address
             )
-            self._book.tell(NodeId(peer.node), peer.name, addresses, source=teller, now=now)
+            self._table.tell(NodeId(peer.node), peer.name, addresses, source=teller, now=now)
         told = [NodeId(peer.node) for peer in message.peers]
-        self._book.keep_only(told, source=teller, now=now)
+        self._table.keep_only(told, source=teller, now=now)
         self._changed.set()
         self._news.set()
 
@@ -267,20 +268,20 @@ class Peers:
 
     async def close(self) -> None:
         """Say goodbye on every link."""
-        await self.lines.close()
+        await self.links.close()
 
     async def _visit_all(self, tasks: asyncio.TaskGroup) -> None:
         """Try whoever is due, for ever."""
         while True:
             self._changed.clear()
             now = time.monotonic()
-            for known in self._book.due(now):
-                room = not self.lines.is_full or known.is_linked
+            for known in self._table.due(now):
+                room = not self.links.is_full or known.is_linked
                 if known.node in self._visiting or len(self._visiting) >= MAX_VISITS or not room:
                     continue
                 self._visiting.add(known.node)
                 tasks.create_task(self._visit(known))
-            next_due = self._book.next_due()
+            next_due = self._table.next_due()
             wait_s = max(0.05, next_due - now) if next_due is not None else None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -291,16 +292,16 @@ class Peers:
         try:
             best, failures = await self._best_address(known)
             if best is None:
-                self._book.failed(known.node, failures, time.monotonic())
+                self._table.failed(known.node, failures, time.monotonic())
             else:
-                self._book.answered(known.node, best.address, best.rtt_s, failures)
-                if known.node not in self.lines:
+                self._table.answered(known.node, best.address, best.rtt_s, failures)
+                if known.node not in self.links:
                     await self._open(known, best.address)
         finally:
             self._visiting.discard(known.node)
             self._changed.set()
 
-    async def _best_address(self, known: KnownNode) -> tuple[Sounding | None, dict[str, str]]:
+    async def _best_address(self, known: KnownNode) -> tuple[ProbeAnswer | None, dict[str, str]]:
         """Return where a node answers best, and why its other addresses are not used.
 
         What others say of it, or a person named, counts where it answers at none of its own.
@@ -312,8 +313,8 @@ class Peers:
             result = await compare(
                 known.node,
                 self._order(addresses)[:MAX_PEER_ADDRESSES],
-                self._knock,
-                patience_s=self._times.compare_s,
+                self._dial_as_client,
+                grace_s=self._times.compare_s,
             )
             failures |= result.failures
             if result.best is not None:
@@ -324,7 +325,7 @@ class Peers:
         try:
             link = await self._dial(address)
         except ShardnetError as error:
-            self._book.failed(known.node, {address: str(error)}, time.monotonic())
+            self._table.failed(known.node, {address: str(error)}, time.monotonic())
             return
         with contextlib.suppress(LinkError):  # too many peers by now
             self._link_up(link, dialled_at=address)
@@ -339,13 +340,13 @@ class Peers:
     async def _lost(self, control: ControlLink) -> None:
         """Wait until the node of `control` is lost."""
         lost = asyncio.Event()
-        self.lines.watch(control, lambda _: lost.set())
+        self.links.watch(control, lambda _: lost.set())
         await lost.wait()
 
     def _link_up(self, link: Link, *, dialled_at: str) -> ControlLink:
-        """Begin to serve a link; return the one to use for the peer. Raises as PeerLines.up."""
-        control = self.lines.up(link, dialled_at=dialled_at)
-        self._book.linked(
+        """Begin to serve a link; return the one to use for the peer. Raises as PeerLinks.up."""
+        control = self.links.up(link, dialled_at=dialled_at)
+        self._table.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
         )
         self._news.set()
@@ -353,8 +354,8 @@ class Peers:
         return control
 
     def _gone(self, node: NodeId) -> None:
-        """Take note that no link to a node is left."""
-        self._book.lost(node, time.monotonic())
+        """Record that no link to a node is left."""
+        self._table.lost(node, time.monotonic())
         self._news.set()
         self._changed.set()
 
@@ -366,17 +367,17 @@ class Peers:
             await self._news.wait()
             await asyncio.sleep(self._times.gather_s)
             self._news.clear()
-            for line in self.lines.in_use().values():
-                self._tell(line)
+            for peer_link in self.links.in_use().values():
+                self._tell(peer_link)
 
-    def _tell(self, line: Line) -> None:
-        reader_at = line.control.link.peer_address
+    def _tell(self, peer_link: PeerLink) -> None:
+        reader_at = peer_link.control.link.peer_address
         told = [told_of(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
-        for node in self.lines.in_use():
-            known = self._book.get(node)
-            if known is not None and node != line.control.link.peer.node:
+        for node in self.links.in_use():
+            known = self._table.get(node)
+            if known is not None and node != peer_link.control.link.peer.node:
                 told.append(told_of(node, known.name, known.announced, reader_at=reader_at))
         message = PeersKnown(peers=told)
-        if message != line.told and not line.control.link.closed:
-            line.told = message
-            line.control.send(message)
+        if message != peer_link.told and not peer_link.control.link.closed:
+            peer_link.told = message
+            peer_link.control.send(message)

@@ -9,19 +9,22 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import UNSET, UnsetType
+
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.diagnostics import MAX_REASON, MAX_VIEWS, RefusedHost
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explained
 
 
 @dataclass(slots=True, kw_only=True)
 class _Refused:
     why: str
+    remedy: str | UnsetType
     n_times: int
     last: float
 
 
-class Refusals:
+class RejectedHandshakes:
     """The most recent refused handshakes; the longest unheard of make room for others."""
 
     def __init__(self, *, most: int = MAX_VIEWS) -> None:
@@ -31,8 +34,9 @@ class Refusals:
     def note(self, host: str, error: ShardnetError, now: float) -> None:
         """Take a handshake of `host` that has failed. `now` is in seconds of any one clock."""
         key = (host.removeprefix("::ffff:"), error.code)
-        refused = self._by_host.setdefault(key, _Refused(why="", n_times=0, last=now))
-        refused.why, refused.last = explanation(error, MAX_REASON), now
+        refused = self._by_host.setdefault(key, _Refused(why="", remedy=UNSET, n_times=0, last=now))
+        refused.why, refused.remedy = explained(error, MAX_REASON)
+        refused.last = now
         refused.n_times += 1
         self._by_host.move_to_end(key)
         if len(self._by_host) > self._most:
@@ -47,6 +51,7 @@ class Refusals:
                 why=refused.why,
                 n_times=refused.n_times,
                 age_s=max(0.0, now - refused.last),
+                remedy=refused.remedy,
             )
             for (host, code), refused in reversed(self._by_host.items())
         ]

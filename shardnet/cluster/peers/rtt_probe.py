@@ -1,6 +1,6 @@
-"""Soundings: who answers at an address, and how fast.
+"""Round-trip probes: who answers at an address, and how fast.
 
-Knows how to knock as a client, measure round trips and compare the addresses of one node. Must not
+Knows how to dial as a client, measure round trips and compare the addresses of one node. Must not
 know why a node is wanted.
 """
 
@@ -28,12 +28,12 @@ SAME_RTT: Final = 1.25
 SAME_RTT_S: Final = 0.0001
 """Round trips within this factor of the shortest, or below this time, are as good as each other."""
 
-Knock = Callable[[str], Awaitable[Link]]
+DialAsClient = Callable[[str], Awaitable[Link]]
 """Opens a control link to an address as a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sounding:
+class ProbeAnswer:
     """Who has answered at an address. `rtt_s` is the shortest of a few round trips."""
 
     address: str
@@ -46,43 +46,45 @@ class Sounding:
 class Comparison:
     """The best address of a node, None if it answers nowhere; why not the others, by address."""
 
-    best: Sounding | None
+    best: ProbeAnswer | None
     failures: dict[str, str]
 
 
 async def compare(
-    node: NodeId, addresses: Sequence[str], knock: Knock, *, patience_s: float
+    node: NodeId, addresses: Sequence[str], dial_as_client: DialAsClient, *, grace_s: float
 ) -> Comparison:
-    """Knock at all `addresses` at once and choose the one where `node` answers fastest.
+    """Probe all `addresses` at once and choose the one where `node` answers fastest.
 
     Of about equal ones it is the first in order. When one has answered, the others have
-    `patience_s` more. An address that does not answer costs what `knock` waits for it.
+    `grace_s` more. An address that does not answer costs what `dial_as_client` waits for it.
     """
     if not addresses:
         return Comparison(best=None, failures={})
-    found: list[Sounding] = []
+    found: list[ProbeAnswer] = []
     failures: dict[str, str] = {}
-    knocks = {asyncio.create_task(sound(address, knock)): address for address in addresses}
+    dials = {
+        asyncio.create_task(probe_rtt(address, dial_as_client)): address for address in addresses
+    }
     try:
-        waiting = set(knocks)
+        waiting = set(dials)
         while waiting:
             done, waiting = await asyncio.wait(
                 waiting,
-                timeout=patience_s if found else None,
+                timeout=grace_s if found else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 break
             for task in done:
                 answer = _answer(task, node)
-                if isinstance(answer, Sounding):
+                if isinstance(answer, ProbeAnswer):
                     found.append(answer)
                 else:
-                    failures[knocks[task]] = answer
+                    failures[dials[task]] = answer
     finally:
-        for task in knocks:
+        for task in dials:
             task.cancel()
-        await asyncio.gather(*knocks, return_exceptions=True)
+        await asyncio.gather(*dials, return_exceptions=True)
     best = choose(found, addresses)
     if best is not None:
         for address in addresses:
@@ -91,20 +93,20 @@ async def compare(
     return Comparison(best=best, failures=failures)
 
 
-def choose(found: Sequence[Sounding], order: Sequence[str]) -> Sounding | None:
-    """Return the sounding with the shortest round trip; of about equal ones the first in order."""
+def choose(found: Sequence[ProbeAnswer], order: Sequence[str]) -> ProbeAnswer | None:
+    """Return the answer with the shortest round trip; of about equal ones the first in order."""
     if not found:
         return None
-    limit_s = max(min(sounding.rtt_s for sounding in found) * SAME_RTT, SAME_RTT_S)
+    limit_s = max(min(answer.rtt_s for answer in found) * SAME_RTT, SAME_RTT_S)
     return min(found, key=lambda s: (s.rtt_s > limit_s, order.index(s.address)))
 
 
-async def sound(address: str, knock: Knock) -> Sounding:
-    """See who answers at an address, and how fast. Raises what `knock` raises."""
-    async with _asking(await knock(address)) as control:
+async def probe_rtt(address: str, dial_as_client: DialAsClient) -> ProbeAnswer:
+    """See who answers at an address, and how fast. Raises what `dial_as_client` raises."""
+    async with _asking(await dial_as_client(address)) as control:
         rtt_s = min([await ping(control) for _ in range(N_PINGS)])
         peer = control.link.peer
-        return Sounding(address=address, node=NodeId(peer.node), name=peer.name, rtt_s=rtt_s)
+        return ProbeAnswer(address=address, node=NodeId(peer.node), name=peer.name, rtt_s=rtt_s)
 
 
 async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = False) -> float:
@@ -119,7 +121,7 @@ async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = Fa
     return time.perf_counter() - begun
 
 
-def _answer(task: asyncio.Task[Sounding], node: NodeId) -> Sounding | str:
+def _answer(task: asyncio.Task[ProbeAnswer], node: NodeId) -> ProbeAnswer | str:
     """Return the answer at an address if it is the node's, else why it does not count."""
     error = task.exception()
     if isinstance(error, ShardnetError):

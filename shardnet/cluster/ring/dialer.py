@@ -19,7 +19,7 @@ from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import NodeId
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
@@ -57,21 +57,21 @@ class Dialer:
     def hello(self, purpose: Purpose) -> Hello:
         """Return the hello of this node for a link of `purpose`."""
         return Hello(
-            purpose=purpose, role=Role.NODE, node=self.node, name=self.name, version=__version__
+            purpose=purpose, role=PeerRole.NODE, node=self.node, name=self.name, version=__version__
         )
 
     async def control(self, address: str) -> Link:
         """Open a control link to another node."""
         return await _connect(address, self.hello(Purpose.CONTROL), self.options)
 
-    async def knock(self, address: str) -> Link:
+    async def dial_as_client(self, address: str) -> Link:
         """Open a control link as a client, to see who answers."""
-        hello = replace(self.hello(Purpose.CONTROL), role=Role.CLIENT)
+        hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
         return await _connect(address, hello, self.options)
 
     async def probe(self, address: str) -> Link:
         """Open a control link as a client, with a short limit on the handshake."""
-        hello = replace(self.hello(Purpose.CONTROL), role=Role.CLIENT)
+        hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
         return await _connect(address, hello, with_options(self.options, handshake_s=PROBE_S))
 
     async def bulk(self, address: str) -> Link:

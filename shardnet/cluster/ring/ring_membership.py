@@ -19,7 +19,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, StepId
-from shardnet.wire.messages.metas import Hello, error_frame
+from shardnet.wire.messages.handshake import Hello, error_frame
 
 log = logging.getLogger(__name__)
 

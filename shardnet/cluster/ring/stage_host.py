@@ -29,7 +29,7 @@ from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, WireDType
 from shardnet.wire.messages.diagnostics import StageState
-from shardnet.wire.messages.metas import Hello
+from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
 
 T = TypeVar("T")

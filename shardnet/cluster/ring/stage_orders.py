@@ -26,7 +26,7 @@ from shardnet.transport.loop import finish
 from shardnet.types import DType, KvDType, LayerRange, WireDType
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.metas import explanation
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.stages import (
     ConnectRing,
     LoadProgress,

@@ -13,7 +13,7 @@ from typing import TypeVar
 from shardnet.checkpoint.replica import Part
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.errors import PeerSilentError, RemoteProtocolError
-from shardnet.transport.deadline import patience
+from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.messages.bulk import (
     BulkMessage,
@@ -121,7 +121,7 @@ class BulkClient:
 
     async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
         try:
-            async with patience(self._answer_s):
+            async with deadline(self._answer_s):
                 frame = await self.link.receive()
         except TimeoutError:
             raise PeerSilentError(

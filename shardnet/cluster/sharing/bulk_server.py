@@ -30,7 +30,7 @@ from shardnet.wire.messages.bulk import (
     bulk_frame,
     read_bulk,
 )
-from shardnet.wire.messages.metas import error_frame, explanation
+from shardnet.wire.messages.handshake import error_frame, explanation
 
 PIECE_BYTES = 256 << 10
 """Sent at one time: small, so that encrypting it does not hold up the loop for long."""

@@ -37,8 +37,8 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
+from shardnet.wire.messages.handshake import Hello, PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
-from shardnet.wire.messages.metas import Hello, Role
 from shardnet.wire.messages.stages import LoadStage
 
 PEER_ANSWER_S = 3.0
@@ -101,7 +101,7 @@ class Sharing:
 
     def check_hello(self, hello: Hello) -> None:
         """Raise UsageError or BusyError for a bulk link that this node does not serve."""
-        if hello.role is not Role.NODE:
+        if hello.role is not PeerRole.NODE:
             raise UsageError("weights go from node to node; a client has no use for them")
         if len(self._links) >= MAX_BULK_LINKS:
             raise BusyError(f"this node gives weights over {MAX_BULK_LINKS} links already")
@@ -141,7 +141,7 @@ class Sharing:
         own = await self._disk.run(partial(self._holdings.at, model))
         if own is not None and own.is_complete:
             return own
-        answers = await self._ask_peers(self._peers.lines.linked(), model, "")
+        answers = await self._ask_peers(self._peers.links.linked(), model, "")
         holders = agreed([answer for answer in answers.values() if isinstance(answer, Holder)])
         if not holders:
             if own is None:
@@ -170,13 +170,13 @@ class Sharing:
         if all(holder.is_complete for holder in found):
             return found
         known = {holder.node for holder in found}
-        rest = [c for c in self._peers.lines.linked() if c.link.peer.node not in known]
+        rest = [c for c in self._peers.links.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, Holder)]
 
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node."""
-        control = self._peers.lines.link_of(NodeId(node.node))
+        control = self._peers.links.link_of(NodeId(node.node))
         return control if control is not None else await self._peers.link_to(node.address)
 
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:

@@ -20,10 +20,8 @@ from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
-    CloseSlot,
     FinishReason,
-    FreeSlot,
-    OpenSlot,
+    OperateSlot,
     Outcome,
     SendStep,
     SequenceFailed,
@@ -32,8 +30,8 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.runtime.stage.compute import SequenceClosed, SequenceOpened, SlotFreed, StepFailed
-from shardnet.types import LiveState, SequenceId
+from shardnet.runtime.stage.compute import StepFailed
+from shardnet.types import CloseSequence, LiveState, OpenSequence, SequenceId
 
 SLOWDOWN = 2.2
 """A running sequence's tokens may take so many times as long while a prompt travels beside it."""
@@ -126,6 +124,8 @@ class Engine:
                 priority=request.priority,
                 deterministic=request.deterministic,
                 whole_prompt=request.outputs.needs_whole_prompt,
+                sampling=request.sampling,
+                outputs=request.outputs,
                 drafter=drafter,
             )
         )
@@ -184,23 +184,29 @@ class Engine:
             match instruction:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
-                case OpenSlot(sequence_id=sequence_id, n_kept=n_kept):
-                    live = self._live[sequence_id]
-                    was_paused = live.state is LiveState.PAUSED
-                    live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
-                    self.pipeline.operate(_opened(instruction, live.request))
-                case CloseSlot(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
-                    if instruction.is_pause and sequence_id in self._live:
-                        self._live[sequence_id].move(LiveState.PAUSED)
-                    self.pipeline.operate(
-                        SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
-                    )
-                case FreeSlot(slot=slot):
-                    self.pipeline.operate(SlotFreed(slot=slot))
+                case OperateSlot(operation=operation):
+                    self._report_move(instruction)
+                    self.pipeline.operate(operation)
                 case _:
                     assert_never(instruction)
-        if any(isinstance(instruction, OpenSlot) for instruction in instructions):
+        if any(
+            isinstance(instruction, OperateSlot) and isinstance(instruction.operation, OpenSequence)
+            for instruction in instructions
+        ):
             self._report_queue_positions()
+
+    def _report_move(self, instruction: OperateSlot) -> None:
+        """Report to its request that a sequence starts, resumes or is paused."""
+        match instruction.operation:
+            case OpenSequence(sequence_id=sequence_id, n_kept=n_kept):
+                live = self._live[sequence_id]
+                was_paused = live.state is LiveState.PAUSED
+                live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
+            case CloseSequence(sequence_id=sequence_id) if instruction.is_pause:
+                if sequence_id in self._live:
+                    self._live[sequence_id].move(LiveState.PAUSED)
+            case _:
+                pass
 
     def _set_deadline(
         self, sequence_id: SequenceId, request: GenerationRequest
@@ -280,18 +286,3 @@ class Engine:
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
         self._live.pop(sequence_id).finish(reason, self._clock_ns())
-
-
-def _opened(instruction: OpenSlot, request: GenerationRequest) -> SequenceOpened:
-    """Tell the stages of a sequence; the tail alone looks at how it is sampled."""
-    holds_back = request.sampling.min_tokens > 0
-    return SequenceOpened(
-        sequence_id=instruction.sequence_id,
-        slot=instruction.slot,
-        sampling=request.sampling,
-        n_kept=instruction.n_kept,
-        source=instruction.source,
-        n_prompt=len(request.prompt),
-        stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
-        outputs=request.outputs,
-    )

@@ -16,14 +16,13 @@ from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
     RequestMoved,
-    RequestTiming,
-    StageMean,
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.types import LiveState, RowGroup, TokenLogprobs
+from shardnet.wire.messages.generation import StageTime, Timing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,17 +40,15 @@ class _StageSums:
             self.compute_us[rank] = self.compute_us.get(rank, 0) + timing.compute_us
             self.queue_us[rank] = self.queue_us.get(rank, 0) + timing.queue_us
 
-    def means(self) -> tuple[StageMean, ...]:
-        """Average over steps. Time neither computing nor queued is split over the hops (none for
-        one stage).
-        """
+    def means(self) -> tuple[StageTime, ...]:
+        """Average over steps; time neither computing nor queued is split over the hops, if any."""
         if not self.n_steps:
             return ()
         n_hops = len(self.compute_us) if len(self.compute_us) > 1 else 0
         in_stages = sum(self.compute_us.values()) + sum(self.queue_us.values())
         wire_us = max(0, self.round_trip_us - in_stages) / n_hops if n_hops else 0.0
         return tuple(
-            StageMean(
+            StageTime(
                 rank=rank,
                 compute_ms=self.compute_us[rank] / self.n_steps / 1000,
                 queue_ms=self.queue_us[rank] / self.n_steps / 1000,
@@ -145,12 +142,13 @@ class LiveRequest:
         for event in events:
             self.events.put_nowait(event)
 
-    def _timing(self, now_ns: int) -> RequestTiming:
+    def _timing(self, now_ns: int) -> Timing:
         """Sum up the timing; without any token the request ended when its prompt was computed."""
         last_ns = self._last_ns or now_ns
         first_ns = self._first_ns or last_ns
         decode_s = (last_ns - first_ns) / 1e9
-        return RequestTiming(
+        return Timing(
+            load_s=0.0,
             ttft_s=(first_ns - self.submitted_ns) / 1e9,
             decode_tok_s=(self.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             total_s=(last_ns - self.submitted_ns) / 1e9,

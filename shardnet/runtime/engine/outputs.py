@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardnet.errors import BusyError, CapacityError, RemoteProtocolError
-from shardnet.runtime.stage.compute import PromptLogprobs
+from shardnet.runtime.stage.compute import ScoredToken
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, TokenLogprobs
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -54,7 +54,7 @@ class OutputCollector:
         }
 
     def arrive(
-        self, prompt_logprobs: Sequence[PromptLogprobs], blocks: Sequence[RowBlock]
+        self, prompt_logprobs: Sequence[ScoredToken], blocks: Sequence[RowBlock]
     ) -> list[OutputEvent]:
         """Add the outputs of a step; its rows are kept back until they are released.
 

@@ -21,6 +21,7 @@ from shardnet.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from shardnet.wire.messages.generation import Timing
 
 
 class TextAssembler(Protocol):
@@ -76,28 +77,6 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMean:
-    """Mean times of one stage over decode steps, in milliseconds."""
-
-    rank: int
-    compute_ms: float
-    queue_ms: float
-    wire_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTiming:
-    """Timing of a request by the head's clock, and how many of its drafts were accepted."""
-
-    ttft_s: float
-    decode_tok_s: float
-    total_s: float
-    per_stage: tuple[StageMean, ...]
-    n_drafted: int = 0
-    n_accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMoved:
     """A request changed state: queued behind `ahead` others, running, paused, or resumed.
 
@@ -120,11 +99,14 @@ class TokenGenerated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinished:
-    """The end of a request. `text` is what the detokenizer held back until now."""
+    """The end of a request. `text` is what the detokenizer held back until now.
+
+    `timing.load_s` is 0: the engine knows nothing of loading.
+    """
 
     reason: FinishReason
     text: str
-    timing: RequestTiming
+    timing: Timing
 
 
 GenerationEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished

@@ -11,12 +11,8 @@ from shardnet.errors import RemoteProtocolError, error_for_code
 from shardnet.runtime.ring.pipeline import StepAnswer
 from shardnet.runtime.stage.compute import (
     Activations,
-    PromptLogprobs,
     Samples,
-    SequenceClosed,
-    SequenceOpened,
-    SlotFreed,
-    SlotOperation,
+    ScoredToken,
     StageInput,
     StageOutput,
     StepArrived,
@@ -24,29 +20,28 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, SequenceId, SlotId, StepId, TokenLogprobs
-from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.messages import metas
-from shardnet.wire.messages.metas import (
+from shardnet.types import (
     CloseSequence,
-    Extras,
+    Epoch,
     FreeSlot,
+    MicroBatch,
     OpenSequence,
-    Outputs,
+    SequenceId,
+    StepId,
+    TokenLogprobs,
+)
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.extras import (
+    Extras,
+    PromptLogprobs,
     RowLogprobs,
-    Sampling,
     TopLogprob,
-    error_frame,
     extras_frame,
-    read_error,
     read_extras,
-    read_sequence,
-    sequence_frame,
 )
-from shardnet.wire.messages.metas import (
-    SlotOperation as SlotMessage,
-)
-from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.messages.handshake import error_frame, read_error
+from shardnet.wire.messages.sequences import read_sequence, sequence_frame
+from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
@@ -73,7 +68,7 @@ class LinkSource:
                 case FrameKind.DATA:
                     return self._step(read_data(frame), extras)
                 case FrameKind.SEQUENCE:
-                    return _slot_operation(read_sequence(frame))
+                    return read_sequence(frame)
                 case FrameKind.ERROR:
                     return _step_failed(frame)
                 case FrameKind.EXTRAS:
@@ -81,7 +76,7 @@ class LinkSource:
                 case _:
                     raise _unexpected(frame, self._link)
 
-    def _step(self, step: Step, extras: Extras) -> StepArrived:
+    def _step(self, step: StepData, extras: Extras) -> StepArrived:
         return StepArrived(
             batch=step.batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
@@ -138,8 +133,8 @@ class LinkSink:
                     self._link.send(extras, self._result(output))
             case StepFailed(step=step, error=error):
                 self._link.send(error_frame(error, epoch=self._epoch, step=step))
-            case SequenceOpened() | SequenceClosed() | SlotFreed():
-                self._link.send(sequence_frame(_slot_message(output), epoch=self._epoch))
+            case OpenSequence() | CloseSequence() | FreeSlot():
+                self._link.send(sequence_frame(output, epoch=self._epoch))
             case _:
                 assert_never(output)
 
@@ -152,7 +147,7 @@ class LinkSink:
         if isinstance(result, Samples):
             return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
         return data_frame(
-            Step(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            StepData(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
         )
 
     def _extras(self, computed: StepComputed) -> Frame:
@@ -275,53 +270,12 @@ def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
     )
 
 
-def _slot_operation(message: SlotMessage) -> SlotOperation:
-    match message:
-        case OpenSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
-            return SequenceOpened(
-                sequence_id=SequenceId(sequence_id),
-                slot=SlotId(slot),
-                sampling=message.sampling.params(),
-                n_kept=n_kept,
-                source=None if source is None else SlotId(source),
-                n_prompt=message.n_prompt,
-                stop_ids=message.stop_ids,
-                outputs=message.outputs.params(),
-            )
-        case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
-            return SequenceClosed(
-                sequence_id=SequenceId(sequence_id), slot=SlotId(slot), n_kept=n_kept
-            )
-        case FreeSlot(slot=slot):
-            return SlotFreed(slot=SlotId(slot))
-        case _:
-            assert_never(message)
-
-
-def _slot_message(operation: SlotOperation) -> SlotMessage:
-    match operation:
-        case SequenceOpened(sequence_id=sequence_id, slot=slot, n_kept=n_kept, source=source):
-            return OpenSequence(
-                sequence_id=sequence_id,
-                slot=slot,
-                sampling=Sampling.of(operation.sampling),
-                n_kept=n_kept,
-                source=source,
-                n_prompt=operation.n_prompt,
-                stop_ids=operation.stop_ids,
-                outputs=Outputs.of(operation.outputs),
-            )
-        case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
-            return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
-        case SlotFreed(slot=slot):
-            return FreeSlot(slot=slot)
-        case _:
-            assert_never(operation)
-
-
 def _step_failed(frame: Frame) -> StepFailed:
     report = read_error(frame)
-    return StepFailed(step=StepId(frame.step), error=error_for_code(report.code, report.message))
+    return StepFailed(
+        step=StepId(frame.step),
+        error=error_for_code(report.code, report.message, remedy=report.remedy or ""),
+    )
 
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
@@ -337,9 +291,9 @@ def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
     ]
 
 
-def _prompt_rows(samples: Samples) -> list[metas.PromptLogprobs]:
+def _prompt_rows(samples: Samples) -> list[PromptLogprobs]:
     return [
-        metas.PromptLogprobs(
+        PromptLogprobs(
             sequence_id=scored.sequence_id,
             position=scored.position,
             token_id=scored.logprobs.token_id,
@@ -350,9 +304,9 @@ def _prompt_rows(samples: Samples) -> list[metas.PromptLogprobs]:
     ]
 
 
-def _prompt_logprobs(extras: Extras) -> list[PromptLogprobs]:
+def _prompt_logprobs(extras: Extras) -> list[ScoredToken]:
     return [
-        PromptLogprobs(
+        ScoredToken(
             sequence_id=SequenceId(entry.sequence_id),
             position=entry.position,
             logprobs=_token_logprobs(entry),
@@ -383,7 +337,7 @@ def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
     return rows
 
 
-def _token_logprobs(entry: RowLogprobs | metas.PromptLogprobs) -> TokenLogprobs:
+def _token_logprobs(entry: RowLogprobs | PromptLogprobs) -> TokenLogprobs:
     return TokenLogprobs(
         token_id=entry.token_id,
         logprob=entry.logprob,

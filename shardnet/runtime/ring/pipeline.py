@@ -16,11 +16,7 @@ from typing import assert_never
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.compute import (
     Activations,
-    PromptLogprobs,
-    SequenceClosed,
-    SequenceOpened,
-    SlotFreed,
-    SlotOperation,
+    ScoredToken,
     StageInput,
     StageOutput,
     StepArrived,
@@ -28,8 +24,19 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.runtime.stage.routing import join_routing
-from shardnet.types import Epoch, MicroBatch, OutputKind, RoutingShape, StepId, TokenLogprobs
-from shardnet.wire.messages.metas import StageExperts, StageTiming
+from shardnet.types import (
+    CloseSequence,
+    Epoch,
+    FreeSlot,
+    MicroBatch,
+    OpenSequence,
+    OutputKind,
+    RoutingShape,
+    SlotOperation,
+    StepId,
+    TokenLogprobs,
+)
+from shardnet.wire.messages.extras import StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 
 STUCK_FACTOR = 10
@@ -51,7 +58,7 @@ class StepAnswer:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
     timings: tuple[StageTiming, ...]
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
 
@@ -242,7 +249,7 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
             )
         case StepFailed():
             return output
-        case SequenceOpened() | SequenceClosed() | SlotFreed():
+        case OpenSequence() | CloseSequence() | FreeSlot():
             return None
         case _:
             assert_never(output)

@@ -16,16 +16,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardnet.errors import BusyError, CapacityError, UsageError
-from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, common_prefix
+from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
 from shardnet.runtime.scheduling.sequences import (
-    CloseSlot,
-    FreeSlot,
     Instruction,
     LiveSequence,
-    OpenSlot,
+    OperateSlot,
     SequenceRequest,
 )
-from shardnet.types import BLOCK_POSITIONS, SequenceId, blocks_for
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    CloseSequence,
+    FreeSlot,
+    OpenSequence,
+    SequenceId,
+    SlotId,
+    blocks_for,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,11 +157,8 @@ class AdmissionQueue:
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
         self.pending.append(
-            OpenSlot(
-                sequence_id=sequence.sequence_id,
-                slot=slot.slot,
-                n_kept=start.n_kept,
-                source=start.source,
+            OperateSlot(
+                operation=_opening(request, slot.slot, start),
                 is_resumed=sequence.n_generated > 0,
             )
         )
@@ -205,11 +208,29 @@ class AdmissionQueue:
         else:
             self.book.drop(slot)
         self.pending.append(
-            CloseSlot(
-                sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept, is_pause=is_pause
+            OperateSlot(
+                operation=CloseSequence(
+                    sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept
+                ),
+                is_pause=is_pause,
             )
         )
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self.pending.append(FreeSlot(slot=slot.slot))
+            self.pending.append(OperateSlot(operation=FreeSlot(slot=slot.slot)))
+
+
+def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequence:
+    """Tell the stages of a sequence. Its stop ids matter only while they are held back."""
+    holds_back = request.sampling.min_tokens > 0
+    return OpenSequence(
+        sequence_id=request.sequence_id,
+        slot=slot,
+        sampling=request.sampling,
+        n_kept=start.n_kept,
+        source=start.source,
+        n_prompt=len(request.prompt),
+        stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
+        outputs=request.outputs,
+    )

@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.kv_block_manager import Slot
-from shardnet.types import MicroBatch, SequenceId, SlotId
+from shardnet.types import (
+    NO_OUTPUTS,
+    MicroBatch,
+    OutputParams,
+    SamplingParams,
+    SequenceId,
+    SlotOperation,
+)
+
+_GREEDY: Final = SamplingParams()
 
 
 class FinishReason(Enum):
@@ -44,7 +53,8 @@ class SequenceRequest:
 
     A larger `priority` goes first. With `max_tokens` 0 the prompt is computed and nothing is
     sampled. With `whole_prompt` every row of the prompt is computed even if a slot holds its
-    prefix. With `deterministic` its rows are batched as design decision 4 says.
+    prefix. With `deterministic` its rows are batched as design decision 4 says. `sampling` and
+    `outputs` are for the tail.
     """
 
     sequence_id: SequenceId
@@ -54,6 +64,8 @@ class SequenceRequest:
     priority: int = 0
     deterministic: bool = False
     whole_prompt: bool = False
+    sampling: SamplingParams = _GREEDY
+    outputs: OutputParams = NO_OUTPUTS
     drafter: Drafter | None = None
 
 
@@ -69,42 +81,19 @@ class SendStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSlot:
-    """Tell every stage, in data order, that the sequence now owns the slot.
+class OperateSlot:
+    """Tell every stage, in data order, of a slot operation.
 
-    Its first `n_kept` positions stay, or come from the slot `source`. `is_resumed` when the
-    sequence had a slot before and was paused.
+    `is_resumed` when a sequence opens that had a slot before and was paused, `is_pause` when one
+    closes that goes on later.
     """
 
-    sequence_id: SequenceId
-    slot: SlotId
-    n_kept: int = 0
-    source: SlotId | None = None
+    operation: SlotOperation
     is_resumed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSlot:
-    """Tell every stage, in data order, that the sequence owns the slot no more.
-
-    The first `n_kept` positions stay in it, without any it is free. `is_pause` when the sequence
-    goes on later.
-    """
-
-    sequence_id: SequenceId
-    slot: SlotId
-    n_kept: int = 0
     is_pause: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeSlot:
-    """Tell every stage, in data order, to free a slot that nobody owns."""
-
-    slot: SlotId
-
-
-Instruction = SendStep | OpenSlot | CloseSlot | FreeSlot
+Instruction = SendStep | OperateSlot
 
 
 # --- outcomes -----------------------------------------------------------------------------------

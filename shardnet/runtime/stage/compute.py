@@ -12,17 +12,14 @@ from typing import Protocol, runtime_checkable
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
-    NO_OUTPUTS,
     MicroBatch,
-    OutputParams,
-    SamplingParams,
     SequenceId,
-    SlotId,
+    SlotOperation,
     StepId,
     TokenLogprobs,
     WireDType,
 )
-from shardnet.wire.messages.metas import StageExperts, StageTiming
+from shardnet.wire.messages.extras import StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 
 Buffer = bytes | bytearray | memoryview
@@ -43,7 +40,7 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLogprobs:
+class ScoredToken:
     """Logprobs of the prompt token at `position`, computed from the row before it."""
 
     sequence_id: SequenceId
@@ -61,47 +58,9 @@ class Samples:
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOpened:
-    """The head gave a slot to a sequence.
-
-    Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
-    begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back; `outputs` is
-    what it gives beside tokens.
-    """
-
-    sequence_id: SequenceId
-    slot: SlotId
-    sampling: SamplingParams
-    n_kept: int = 0
-    source: SlotId | None = None
-    n_prompt: int = 0
-    stop_ids: tuple[int, ...] = ()
-    outputs: OutputParams = NO_OUTPUTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceClosed:
-    """The head took the slot back. Its first `n_kept` positions stay for another sequence."""
-
-    sequence_id: SequenceId
-    slot: SlotId
-    n_kept: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFreed:
-    """The head needs the room of a slot that no sequence owns."""
-
-    slot: SlotId
-
-
-SlotOperation = SequenceOpened | SequenceClosed | SlotFreed
 
 
 class StageCompute(Protocol):

@@ -21,7 +21,7 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
 )
-from shardnet.wire.messages.metas import StageExperts
+from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 
 MAX_ROUTING_BYTES = 1 << 13

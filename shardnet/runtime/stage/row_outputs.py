@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.sampling.sampler import Sampler
-from shardnet.runtime.stage.compute import PromptLogprobs, SequenceOpened
+from shardnet.runtime.stage.compute import ScoredToken
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import OutputKind, RowGroup, SlotId
+from shardnet.types import OpenSequence, OutputKind, RowGroup, SlotId
 from shardnet.wire.payloads.rows import RowBlock
 
 _PIECE_ROWS = 64
@@ -39,7 +39,7 @@ class GroupRows:
 class Given:
     """What came of a step's rows."""
 
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
     blocks: list[RowBlock] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ class RowOutputs:
         """Drop what is kept for any slot."""
         self._carried.clear()
 
-    def add(self, owner: SequenceOpened, rows: GroupRows, given: Given) -> None:
+    def add(self, owner: OpenSequence, rows: GroupRows, given: Given) -> None:
         """Add to `given` what the group's rows give, as its owner asked.
 
         The logits of sampled rows are taken as they are; the other rows' are computed apart from
@@ -77,9 +77,7 @@ class RowOutputs:
         for piece in _pieces(rows.group):
             self._add_piece(owner, rows, piece, given)
 
-    def _add_piece(
-        self, owner: SequenceOpened, rows: GroupRows, piece: range, given: Given
-    ) -> None:
+    def _add_piece(self, owner: OpenSequence, rows: GroupRows, piece: range, given: Given) -> None:
         group, outputs = rows.group, owner.outputs
         hidden = rows.hidden[piece.start - group.position : piece.stop - group.position]
         scores = outputs.n_prompt_logprobs is not None and piece.start < owner.n_prompt - 1
@@ -98,7 +96,7 @@ class RowOutputs:
             _add_block(given, OutputKind.HIDDEN, owner, piece, first, states.float())
 
     def _score(
-        self, owner: SequenceOpened, rows: GroupRows, piece: range, logits: Tensor, given: Given
+        self, owner: OpenSequence, rows: GroupRows, piece: range, logits: Tensor, given: Given
     ) -> None:
         """Score the prompt's tokens behind the rows of a piece; the last may have to wait."""
         group = rows.group
@@ -108,14 +106,14 @@ class RowOutputs:
         if len(targets) < last - piece.start:
             self._carried[group.slot] = _Carried(position=last - 1, logits=logits[-1:].clone())
 
-    def _score_carried(self, owner: SequenceOpened, rows: GroupRows, given: Given) -> None:
+    def _score_carried(self, owner: OpenSequence, rows: GroupRows, given: Given) -> None:
         carried = self._carried.pop(rows.group.slot, None)
         if carried is not None and carried.position == rows.group.position - 1:
             self._add_scores(owner, rows.group.position, rows.token_ids[:1], carried.logits, given)
 
     def _add_scores(
         self,
-        owner: SequenceOpened,
+        owner: OpenSequence,
         position: int,
         token_ids: Sequence[int],
         logits: Tensor,
@@ -125,9 +123,7 @@ class RowOutputs:
             return
         n_top = owner.outputs.n_prompt_logprobs or 0
         given.prompt_logprobs += [
-            PromptLogprobs(
-                sequence_id=owner.sequence_id, position=position + index, logprobs=logprobs
-            )
+            ScoredToken(sequence_id=owner.sequence_id, position=position + index, logprobs=logprobs)
             for index, logprobs in enumerate(self._sampler.logprobs(logits, token_ids, n_top))
         ]
 
@@ -143,7 +139,7 @@ def _pieces(group: RowGroup) -> Iterator[range]:
 
 
 def _add_block(
-    given: Given, kind: OutputKind, owner: SequenceOpened, piece: range, first: int, rows: Tensor
+    given: Given, kind: OutputKind, owner: OpenSequence, piece: range, first: int, rows: Tensor
 ) -> None:
     """Add the rows of a piece from position `first` on: `rows` is float32 [len(piece), width]."""
     start = max(first, piece.start)

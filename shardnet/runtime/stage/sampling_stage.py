@@ -13,12 +13,12 @@ from torch import Tensor
 from shardnet.model.sampling.penalties import RowContext, looks_back
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
-from shardnet.runtime.stage.compute import Samples, SequenceOpened
+from shardnet.runtime.stage.compute import Samples
 from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs
 from shardnet.stage.stage_model import StageModel, sampled_rows
-from shardnet.types import MicroBatch, RowGroup, SlotId
+from shardnet.types import MicroBatch, OpenSequence, RowGroup, SlotId
 
-Owners = Mapping[SlotId, SequenceOpened]
+Owners = Mapping[SlotId, OpenSequence]
 
 
 class SamplingStage:
@@ -79,7 +79,7 @@ class SamplingStage:
             blocks=given.blocks,
         )
 
-    def _sample_rows(self, owner: SequenceOpened, group: RowGroup) -> list[SampleRow]:
+    def _sample_rows(self, owner: OpenSequence, group: RowGroup) -> list[SampleRow]:
         end = group.position + group.n_rows
         positions = range(end - group.n_sampled, end)
         params = owner.sampling

@@ -14,21 +14,21 @@ import torch
 from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
 from shardnet.model.sampling.sampler import Sampler
-from shardnet.runtime.stage.compute import (
-    Activations,
-    Samples,
-    SequenceClosed,
-    SequenceOpened,
-    SlotFreed,
-    SlotOperation,
-    StepArrived,
-    StepResult,
-)
+from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.stage_model import Run, StageModel
-from shardnet.types import MicroBatch, SequenceId, SlotId, WireDType
-from shardnet.wire.messages.metas import StageExperts
+from shardnet.types import (
+    CloseSequence,
+    FreeSlot,
+    MicroBatch,
+    OpenSequence,
+    SequenceId,
+    SlotId,
+    SlotOperation,
+    WireDType,
+)
+from shardnet.wire.messages.extras import StageExperts
 
 
 class TorchCompute:
@@ -41,7 +41,7 @@ class TorchCompute:
     def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
-        self._owners: dict[SlotId, SequenceOpened] = {}
+        self._owners: dict[SlotId, OpenSequence] = {}
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
 
     @property
@@ -60,15 +60,15 @@ class TorchCompute:
         ring.
         """
         match operation:
-            case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
+            case OpenSequence(slot=slot, n_kept=n_kept, source=source):
                 self._keep(slot, n_kept, source)
                 self._owners[slot] = operation
-            case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
                 owner = self._owners.get(slot)
                 if owner is not None and owner.sequence_id == sequence_id:
                     del self._owners[slot]
                     self._keep(slot, n_kept, None)
-            case SlotFreed(slot=slot):
+            case FreeSlot(slot=slot):
                 if slot not in self._owners:
                     self._keep(slot, 0, None)
             case _:

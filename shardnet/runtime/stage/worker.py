@@ -15,9 +15,6 @@ from typing import Protocol
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.compute import (
     PassCompute,
-    SequenceClosed,
-    SequenceOpened,
-    SlotFreed,
     StageCompute,
     StageInput,
     StageOutput,
@@ -27,8 +24,15 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
-from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
-from shardnet.wire.messages.metas import StageTiming
+from shardnet.types import (
+    PREFILL_CHUNK_ROWS,
+    CloseSequence,
+    FreeSlot,
+    OpenSequence,
+    SequenceId,
+    StepId,
+)
+from shardnet.wire.messages.extras import StageTiming
 
 _QUEUED = 2
 """Inputs queued to the compute thread and not sent on yet: one computes, one waits."""
@@ -102,9 +106,9 @@ class StageWorker:
     async def _take_in(self) -> None:
         while True:
             arrived = await self._source.receive()
-            if isinstance(arrived, SequenceOpened):
+            if isinstance(arrived, OpenSequence):
                 self.open_sequences.add(arrived.sequence_id)
-            elif isinstance(arrived, SequenceClosed):
+            elif isinstance(arrived, CloseSequence):
                 self.open_sequences.discard(arrived.sequence_id)
             while self._n_queued == self._limit:
                 self._room.clear()
@@ -149,7 +153,7 @@ class StageWorker:
         match arrived:
             case StepArrived():
                 return self._steps(arrived)
-            case SequenceOpened() | SequenceClosed() | SlotFreed():
+            case OpenSequence() | CloseSequence() | FreeSlot():
                 self._compute.operate(arrived)
             case StepFailed():
                 pass

@@ -1,4 +1,4 @@
-"""The link state machine: bytes in, events out, without IO.
+"""The connection state machine: bytes in, events out, without IO.
 
 Knows who may send which frame when (docs/protocol.md section 5), and where the next received bytes
 belong. Knows nothing of sockets, time or what a frame is for; whoever drives it moves the bytes.
@@ -25,7 +25,7 @@ from shardnet.errors import (
     VersionMismatchError,
     error_for_code,
 )
-from shardnet.wire.connection.receive_buffer import Inbox, Part
+from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer
 from shardnet.wire.framing.frames import (
     HEADER,
     KIB,
@@ -41,7 +41,7 @@ from shardnet.wire.framing.frames import (
     pack_frame,
     unpack_header,
 )
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.handshake import (
     Hello,
     Purpose,
     error_frame,
@@ -116,7 +116,7 @@ _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
 """What may travel on a link that is up, both ways."""
 
 
-class LinkMachine:
+class LinkConnection:
     """One side of one link.
 
     The initiator gives its own hello. The acceptor gives a hello too, whose purpose, ring and
@@ -135,8 +135,8 @@ class LinkMachine:
         self._allowed = _HANDSHAKE_KINDS
         self._said_last_word = False
         self._outgoing: list[Buffer] = []
-        self._inbox = Inbox()
-        self._target: Inbox | Part = self._inbox
+        self._received = ReceiveBuffer()
+        self._target: ReceiveBuffer | FramePart = self._received
         self._header: Header | None = None
         self._meta = self._payload = _NOTHING
 
@@ -148,11 +148,11 @@ class LinkMachine:
     # --- sending
 
     def start(self) -> list[Buffer]:
-        """Give what is to be sent when the connection stands: the initiator's preamble."""
+        """Return what is to be sent when the connection stands: the initiator's preamble."""
         return [PREAMBLE] if self._greeting else []
 
     def send(self, frame: Frame) -> list[Buffer]:
-        """Give the buffers to write for `frame`, in one go; its payload is not copied.
+        """Return the buffers to write for `frame`, in one go; its payload is not copied.
 
         Raises LocalProtocolError when the frame is not allowed on this link now or breaks a cap,
         and LinkClosedError after the end.
@@ -168,20 +168,20 @@ class LinkMachine:
         return buffers
 
     def take_outgoing(self) -> list[Buffer]:
-        """Give what the machine itself has to say by now: preambles, hellos, last words."""
+        """Return what the connection itself has to send by now: preambles, hellos, last words."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     # --- receiving
 
     def get_buffer(self) -> memoryview:
-        """Give the place where the next received bytes belong; it is never empty."""
+        """Return the place where the next received bytes belong; it is never empty."""
         part = self._meta if self._meta.missing else self._payload
-        self._target = part if part.missing >= DIRECT_BYTES else self._inbox
+        self._target = part if part.missing >= DIRECT_BYTES else self._received
         return self._target.room()
 
     def received(self, n: int) -> list[Event]:
-        """Take note that `n` bytes were put where `get_buffer` said; give what they completed."""
+        """Record `n` bytes put where `get_buffer` said; return the events they complete."""
         self._target.filled(n)
         events: list[Event] = []
         try:
@@ -190,22 +190,24 @@ class LinkMachine:
         except ShardnetError as error:
             self._fail(error, events)
         if self._state is LinkState.ENDED:
-            self._inbox.clear()
+            self._received.clear()
         return events
 
     def eof(self) -> list[Event]:
-        """Take note that the peer's bytes have ended; give what that means."""
+        """Record that the peer's bytes have ended; return the events that follow."""
         match self._state:
             case LinkState.ENDED:
                 return []
-            case LinkState.UP if self._header or self._inbox:
+            case LinkState.UP if self._header or self._received:
                 when = "in the middle of a frame"
             case LinkState.UP:
                 when = "without saying goodbye"
             case _:
                 when = "during the handshake"
         self._state = LinkState.ENDED
-        error = LinkClosedError(f"the peer closed the connection {when}; its log may say why")
+        error = LinkClosedError(
+            f"the peer closed the connection {when}", remedy="its log may say why"
+        )
         return [LinkFailed(error=error)]
 
     def _advance(self, events: list[Event]) -> bool:
@@ -214,7 +216,7 @@ class LinkMachine:
             return self._take_preamble()
         if self._header is None and not self._take_header():
             return False
-        if not (self._meta.fill_from(self._inbox) and self._payload.fill_from(self._inbox)):
+        if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
         assert self._header is not None
         frame = Frame(
@@ -229,27 +231,27 @@ class LinkMachine:
         return True
 
     def _take_preamble(self) -> bool:
-        data = self._inbox.peek(len(PREAMBLE))
+        data = self._received.peek(len(PREAMBLE))
         if bytes(data[:1]) in TLS_RECORDS:
             raise AuthenticationError(
-                "the peer speaks TLS, as holders of a cluster key do, and this side holds none; "
-                "run `shardnet key join` here"
+                "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
+                remedy="run `shardnet key join` here",
             )
         if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
             raise RemoteProtocolError(
                 "the peer does not speak the protocol of shardnet; it began with "
-                f"{bytes(self._inbox.peek(16))!r}"
+                f"{bytes(self._received.peek(16))!r}"
             )
         if len(data) < len(PREAMBLE):
             return False
         version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
-        self._inbox.take(len(PREAMBLE))
+        self._received.take(len(PREAMBLE))
         if self._greeting is None:
             self._outgoing.append(PREAMBLE)
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(
-                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}; "
-                "install the same shardnet on both machines"
+                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}",
+                remedy="install the same shardnet on both machines",
             )
         self._state = LinkState.HELLO
         if self._greeting is not None:
@@ -257,18 +259,18 @@ class LinkMachine:
         return True
 
     def _take_header(self) -> bool:
-        if len(self._inbox) < HEADER.size:
+        if len(self._received) < HEADER.size:
             return False
         header = unpack_header(
-            self._inbox.take(HEADER.size),
+            self._received.take(HEADER.size),
             allowed=self._allowed,
             limits=self._limits,
             state=self._state,
         )
         self._header = header
-        self._meta = Part(header.meta_length) if header.meta_length else _NOTHING
+        self._meta = FramePart(header.meta_length) if header.meta_length else _NOTHING
         self._payload = (
-            Part(header.payload_length, aligned=True) if header.payload_length else _NOTHING
+            FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
         return True
 
@@ -288,7 +290,8 @@ class LinkMachine:
                 if about_link or self._state is LinkState.HELLO:
                     self._state = LinkState.ENDED
                     message = f"the peer reports: {report.message}"
-                    return LinkFailed(error=error_for_code(report.code, message))
+                    remedy = report.remedy or ""
+                    return LinkFailed(error=error_for_code(report.code, message, remedy=remedy))
         return FrameReceived(frame=frame)
 
     def _accept_hello(self, peer: Hello) -> Event:
@@ -315,7 +318,7 @@ class LinkMachine:
         events.append(LinkFailed(error=error))
 
 
-_NOTHING: Final = Part(0)
+_NOTHING: Final = FramePart(0)
 """The meta or payload of a frame that has none."""
 
 

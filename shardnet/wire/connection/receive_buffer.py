@@ -15,7 +15,7 @@ ALIGNMENT: Final = 64
 """Payloads start at a multiple of this address, as vector instructions like it."""
 
 
-class Inbox:
+class ReceiveBuffer:
     """Received bytes that are not taken yet. At most SCRATCH_BYTES."""
 
     __slots__ = ("_end", "_start", "_view")
@@ -29,7 +29,7 @@ class Inbox:
         return self._end - self._start
 
     def room(self) -> memoryview:
-        """Give the free space behind the waiting bytes, which move to the front."""
+        """Return the free space behind the waiting bytes, which move to the front."""
         waiting = self._end - self._start
         if self._start:
             self._view[:waiting] = self._view[self._start : self._end]
@@ -37,15 +37,15 @@ class Inbox:
         return self._view[self._end :]
 
     def filled(self, n: int) -> None:
-        """Take note that `n` bytes were put at the start of `room`."""
+        """Record that `n` bytes were put at the start of `room`."""
         self._end += n
 
     def peek(self, n: int) -> memoryview:
-        """Give the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
+        """Return the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
         return self._view[self._start : min(self._start + n, self._end)]
 
     def take(self, n: int) -> memoryview:
-        """Give what `peek` gives; the bytes wait no longer."""
+        """Return what `peek` gives; the bytes wait no longer."""
         start = self._start
         self._start = min(start + n, self._end)
         return self._view[start : self._start]
@@ -55,7 +55,7 @@ class Inbox:
         self._start = self._end = 0
 
 
-class Part:
+class FramePart:
     """The meta or the payload of a frame while it is filled. Takes the memory for it."""
 
     __slots__ = ("missing", "view")
@@ -66,17 +66,17 @@ class Part:
         """Bytes still to come."""
 
     def room(self) -> memoryview:
-        """Give the place of the bytes still to come."""
+        """Return the place of the bytes still to come."""
         return self.view[len(self.view) - self.missing :]
 
     def filled(self, n: int) -> None:
-        """Take note that `n` bytes were put at the start of `room`."""
+        """Record that `n` bytes were put at the start of `room`."""
         self.missing -= n
 
-    def fill_from(self, inbox: Inbox) -> bool:
-        """Copy what is waiting, as much as is missing. Gives whether nothing is missing now."""
+    def fill_from(self, received: ReceiveBuffer) -> bool:
+        """Copy what is waiting, as much as is missing. Returns whether nothing is missing now."""
         if self.missing:
-            data = inbox.take(self.missing)
+            data = received.take(self.missing)
             start = len(self.view) - self.missing
             self.view[start : start + len(data)] = data
             self.missing -= len(data)

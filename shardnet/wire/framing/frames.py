@@ -83,7 +83,7 @@ class Limits:
     rows_payload_bytes: int = 16 * MIB
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
-        """Give the largest meta and payload of `kind`, in bytes."""
+        """Return the largest meta and payload of `kind`, in bytes."""
         match kind:
             case FrameKind.HELLO:
                 return self.hello_meta_bytes, 0
@@ -153,7 +153,7 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
 
 
 def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
-    """Give the buffers to write for `frame`: header and meta joined, then the payload as it is.
+    """Return the buffers to write for `frame`: header and meta joined, then the payload as it is.
 
     The payload is not copied. Raises LocalProtocolError when the frame breaks the caps or its
     numbers do not fit: the peer would refuse it.

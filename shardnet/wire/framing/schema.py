@@ -51,6 +51,8 @@ PingPayload = Annotated[bytes, Meta(max_length=MAX_PING_BYTES)]
 MAX_EXPLANATION: Final = 2000
 Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 """Text for a person: an error's message, the reason of a plan."""
+Remedy = Explanation | msgspec.UnsetType
+"""What to do about a failure, in the imperative. The key is left out where nothing is known."""
 TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
 
 

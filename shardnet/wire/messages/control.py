@@ -15,6 +15,7 @@ from shardnet.wire.framing.schema import (
     U32,
     Address,
     Explanation,
+    Remedy,
     RequestId,
     Tagged,
     decode,
@@ -31,6 +32,7 @@ from shardnet.wire.messages.generation import (
     TextPiece,
     Unload,
 )
+from shardnet.wire.messages.handshake import ErrorReport
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
     MeasureLinks,
@@ -47,7 +49,6 @@ from shardnet.wire.messages.membership import (
     Status,
     StatusReply,
 )
-from shardnet.wire.messages.metas import ErrorReport
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
@@ -71,6 +72,7 @@ class Failed(Tagged, frozen=True, kw_only=True):
     request: RequestId
     code: U32
     message: Explanation
+    remedy: Remedy = msgspec.UNSET
 
 
 class Redirect(Tagged, frozen=True, kw_only=True):
@@ -123,8 +125,8 @@ _decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 
 
 def reported_error(report: ErrorReport | Failed, peer: str) -> ShardnetError:
-    """Make the exception that a peer reported; the message names the `peer`."""
-    return error_for_code(report.code, f"{peer}: {report.message}")
+    """Make the exception that a peer reported; its message begins with the name of the `peer`."""
+    return error_for_code(report.code, f"{peer}: {report.message}", remedy=report.remedy or "")
 
 
 def control_frame(message: ControlMessage) -> Frame:

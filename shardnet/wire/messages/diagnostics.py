@@ -30,6 +30,8 @@ MAX_VIEWS = 64
 MAX_REASON = 400
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 """Why an address does not answer; there may be a thousand in a report."""
+Advice = Reason | msgspec.UnsetType
+"""What to do about it. The key is left out where nothing is known."""
 MAX_TELLERS = 40
 
 Seen = Literal[
@@ -44,7 +46,7 @@ Seen = Literal[
     "failed",
     "not tried",
 ]
-"""What came of knocking at an address: the node answers; nothing listens; no answer to TCP at all;
+"""What came of dialling an address: the node answers; nothing listens; no answer to TCP at all;
 TCP answers and then nothing comes; no way there; and who or what else answers."""
 
 
@@ -110,6 +112,7 @@ class AddressView(Strict, frozen=True, kw_only=True):
     seen: Seen
     why: Reason = ""
     rtt_s: Seconds | None = None
+    remedy: Advice = msgspec.UNSET
 
 
 class PeerView(Strict, frozen=True, kw_only=True):
@@ -143,6 +146,7 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
     why: Reason
     n_times: Count
     age_s: Seconds
+    remedy: Advice = msgspec.UNSET
 
 
 class StageState(Strict, frozen=True, kw_only=True):

@@ -116,7 +116,7 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
 class ReportRequest(Tagged, frozen=True, kw_only=True):
     """Ask a node what it knows. Answered by one ReportReply, and Done.
 
-    With `probe` it first knocks at the addresses of all peers, with `with_peers` a ReportReply
+    With `probe` it first dials the addresses of all peers, with `with_peers` a ReportReply
     follows for each that it is linked to. `model` is one to look for, "" for none.
     """
 

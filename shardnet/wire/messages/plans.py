@@ -27,12 +27,12 @@ from shardnet.wire.framing.schema import (
     Rank,
     RequestId,
     Seconds,
+    Share,
     StreamLayers,
     Strict,
     Tagged,
 )
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.narrow import NarrowWire
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
@@ -90,6 +90,33 @@ class LeftOut(Strict, frozen=True, kw_only=True):
 
     node: Name
     name: Name
+    why: Explanation
+
+
+class WireError(Strict, frozen=True, kw_only=True):
+    """What a narrower wire does to the logits, measured over `n_rows` rows of one text.
+
+    `max_error` and `rms_error` are shares of the logits' standard deviation, `kl` is the mean
+    divergence in nats, `n_changed` counts the rows whose likeliest token is another.
+    """
+
+    n_rows: U32
+    n_changed: U32
+    max_error: Share
+    rms_error: Share
+    kl: Share
+
+
+class NarrowWire(Strict, frozen=True, kw_only=True):
+    """What the wire dtype that was asked for takes, saves and costs, rows of one hop in bytes.
+
+    `saves_ms` per token, less the time to round. Where there is no `error`, `why` says so.
+    """
+
+    row_bytes: Count
+    exact_row_bytes: Count
+    saves_ms: float | None
+    error: WireError | None
     why: Explanation
 
 

@@ -34,7 +34,7 @@ _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepData:
     """What a DATA frame says: the micro-batch and its activations.
 
     `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says.
@@ -46,7 +46,7 @@ class Step:
     payload: Buffer
 
 
-def data_frame(step: Step) -> Frame:
+def data_frame(step: StepData) -> Frame:
     """Make the DATA frame of `step`. The payload is not copied.
 
     Raises LocalProtocolError when the peer would refuse the frame.
@@ -72,7 +72,7 @@ def data_frame(step: Step) -> Frame:
     )
 
 
-def read_data(frame: Frame) -> Step:
+def read_data(frame: Frame) -> StepData:
     """Read a DATA frame. The payload is the frame's own.
 
     Raises RemoteProtocolError when a length, count, dtype, slot or position is not allowed, or
@@ -85,7 +85,7 @@ def read_data(frame: Frame) -> Step:
     fault = _fault(batch, dtype, width, len(frame.payload))
     if fault is not None:
         raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {fault}")
-    return Step(
+    return StepData(
         batch=batch,
         dtype=dtype,
         width=width,
@@ -162,7 +162,7 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
 
 
 def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:
-    """Say what is wrong with a step, whoever made it; None when all is well."""
+    """Describe what is wrong with a step, whoever made it; None when all is well."""
     if not batch.groups:
         return "it has no row group"
     n_rows = 0

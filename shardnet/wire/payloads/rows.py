@@ -49,7 +49,7 @@ class RowBlock:
         return self.width * self.kind.element_bytes
 
     def part(self, start: int, end: int) -> RowBlock:
-        """Give the rows `[start, end)` of these, without a copy."""
+        """Return the rows `[start, end)` of these, without a copy."""
         row_bytes = self.row_bytes
         return RowBlock(
             sequence_id=self.sequence_id,

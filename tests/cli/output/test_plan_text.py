@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shardnet.wire.messages.generation import LastRun, StageShare, Timing
+from shardnet.wire.messages.generation import LastRun, StageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
@@ -67,10 +67,10 @@ RUN = LastRun(
         ttft_s=0.1,
         decode_tok_s=16.2,
         total_s=1,
-        per_stage=[
-            StageShare(rank=0, compute_ms=33.0, queue_ms=0.25, wire_ms=0.4),
-            StageShare(rank=1, compute_ms=25.5, queue_ms=0.02, wire_ms=0.4),
-        ],
+        per_stage=(
+            StageTime(rank=0, compute_ms=33.0, queue_ms=0.25, wire_ms=0.4),
+            StageTime(rank=1, compute_ms=25.5, queue_ms=0.02, wire_ms=0.4),
+        ),
     ),
     n_tokens=47,
     ended_at_s=1.7e9,

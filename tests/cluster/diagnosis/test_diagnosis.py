@@ -7,6 +7,7 @@ from dataclasses import replace as replace_field
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from support.cluster.checkup_facts import (
     CLUSTER,
@@ -65,9 +66,11 @@ def the_one(of: Facts, topic: str, severity: Severity = Severity.PROBLEM) -> Fin
     return finding
 
 
-def refused(error: type[Exception], why: str, age_s: float = 5.0) -> RefusedHost:
+def refused(
+    error: type[Exception], why: str, age_s: float = 5.0, remedy: str | UnsetType = UNSET
+) -> RefusedHost:
     code = getattr(error, "code")  # noqa: B009
-    return RefusedHost(host="10.0.0.9", code=code, why=f"10.0.0.9:1: {why}", n_times=3, age_s=age_s)
+    return RefusedHost(host="10.0.0.9", code=code, why=why, n_times=3, age_s=age_s, remedy=remedy)
 
 
 def bert_at(*seen: str) -> Facts:
@@ -317,10 +320,10 @@ def test_a_peer_whose_mdns_is_off_is_not_expected_to_be_heard() -> None:
 @pytest.mark.parametrize(
     ("host", "severity"),
     [
-        (refused(AuthenticationError, "it holds another cluster key; run"), "problem"),
-        (refused(AuthenticationError, "it holds another cluster key; run", 500), "info"),
-        (refused(AuthenticationError, "it does not speak TLS; it is no node"), "info"),
-        (refused(VersionMismatchError, "the peer speaks version 2; install"), "problem"),
+        (refused(AuthenticationError, "it holds another cluster key", remedy="run"), "problem"),
+        (refused(AuthenticationError, "it holds another cluster key", 500, "run"), "info"),
+        (refused(AuthenticationError, "it does not speak TLS: it is no node"), "info"),
+        (refused(VersionMismatchError, "the peer speaks version 2", remedy="install"), "problem"),
         (refused(PeerSilentError, "no hello came within 5 s"), "info"),
     ],
 )
@@ -360,7 +363,9 @@ def test_without_a_node_only_what_shows_is_judged() -> None:
 def test_a_node_that_does_not_answer_or_gives_no_report_is_told() -> None:
     deaf = AddressView(address=BERT, seen="hangs", why=f"{BERT}: no answer within 2 s")
     assert "restart it" in the_one(facts(deaf=(deaf,)), "node").line
-    keyless = AddressView(address=BERT, seen="other key", why=f"{BERT}: no key; run `key join`")
+    keyless = AddressView(
+        address=BERT, seen="other key", why=f"{BERT}: no key", remedy="run `key join`"
+    )
     [line] = [f.line for f in diagnose(facts(deaf=(keyless,))) if "does not answer" in f.line]
     assert line.endswith(f"the node at {BERT} does not answer: no key; run `key join`")
     late = replace_field(facts(), replies=(), failure="it took longer than 10 s")

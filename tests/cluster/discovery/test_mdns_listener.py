@@ -1,4 +1,4 @@
-"""The ear: who is heard where, whatever else is on the network."""
+"""The listener: who is heard where, whatever else is on the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.cluster.watchers import Watcher, new_record, running
 
 from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.mdns_listener import MAX_HEARD, MulticastEar
+from shardnet.cluster.discovery.mdns_listener import MAX_HEARD, MdnsListener
 from shardnet.cluster.discovery.node_record import SERVICE_TYPE
 from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.types import NodeId
@@ -33,7 +33,7 @@ def answer(name: str, *, is_response: bool = True) -> bytes:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    """Look now and then: nobody tells that the ear has heard."""
+    """Look now and then: nobody tells that the listener has heard."""
     never = asyncio.Event()
     while not happened():
         with contextlib.suppress(TimeoutError):
@@ -42,35 +42,35 @@ async def until(happened: Callable[[], bool]) -> None:
 
 
 def test_a_node_is_noted_with_the_interface_it_was_heard_on() -> None:
-    ear = MulticastEar(SERVICE_TYPE)
-    ear.take(answer("a" * 32), "eth0")
-    ear.take(answer("a" * 32), "wlan0")
-    ear.take(answer("b" * 32, is_response=False), "eth0")
-    heard = [(heard.node, heard.interface) for heard in ear.heard()]
+    listener = MdnsListener(SERVICE_TYPE)
+    listener.take(answer("a" * 32), "eth0")
+    listener.take(answer("a" * 32), "wlan0")
+    listener.take(answer("b" * 32, is_response=False), "eth0")
+    heard = [(heard.node, heard.interface) for heard in listener.heard()]
     assert heard == [(NodeId("a" * 32), "eth0"), (NodeId("a" * 32), "wlan0")]
-    assert all(heard.at >= ear.since for heard in ear.heard())
+    assert all(heard.at >= listener.since for heard in listener.heard())
 
 
 def test_the_room_for_names_is_bounded() -> None:
-    ear = MulticastEar(SERVICE_TYPE)
+    listener = MdnsListener(SERVICE_TYPE)
     for number in range(MAX_HEARD + 50):
-        ear.take(answer(f"node-{number}"), "eth0")
-    assert len(ear.heard()) == MAX_HEARD
+        listener.take(answer(f"node-{number}"), "eth0")
+    assert len(listener.heard()) == MAX_HEARD
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: answer("a")[:40] + b))
 def test_nonsense_is_nothing(datagram: bytes) -> None:
-    MulticastEar(SERVICE_TYPE).take(datagram, "eth0")
+    MdnsListener(SERVICE_TYPE).take(datagram, "eth0")
 
 
 def test_an_announcement_is_heard_on_loopback_and_a_deaf_ear_says_so() -> None:
     async def main() -> None:
         anna, bert = Watcher(new_record("anna")), Watcher(new_record("bert"))
-        ear = anna._discovery.ear
-        assert ear.interfaces == ()
+        listener = anna._discovery.listener
+        assert listener.interfaces == ()
         async with running(anna), running(bert):
-            await until(lambda: bert.record.node in {heard.node for heard in ear.heard()})
-        assert ear.interfaces == ()
+            await until(lambda: bert.record.node in {heard.node for heard in listener.heard()})
+        assert listener.interfaces == ()
 
     asyncio.run(main())
 

@@ -22,8 +22,7 @@ from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.runtime.stage.loading import identify
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.narrow import NarrowWire
-from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.plans import ModelChoice, NarrowWire
 
 DEADLINE_S = 60.0
 

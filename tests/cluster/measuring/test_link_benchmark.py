@@ -25,9 +25,9 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.measurements import LinkMeasured, MeasureLinks
 from shardnet.wire.messages.membership import Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 FAR = NodeId("far")
 
@@ -72,7 +72,7 @@ class Ends:
 @asynccontextmanager
 async def linked() -> AsyncIterator[Ends]:
     def hello(name: str) -> Hello:
-        return Hello(purpose=Purpose.CONTROL, role=Role.NODE, node=name, name=name, version="0")
+        return Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node=name, name=name, version="0")
 
     async def nobody(control: ControlLink, message: Incoming) -> None:
         raise AssertionError(f"{message} was not expected")

@@ -30,8 +30,8 @@ from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo, Ping, ReportRequest, Status, StatusReply
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 CPU = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
 
@@ -68,7 +68,7 @@ class Lab:
         """Link to the node at `address` as one of another making."""
         host, port = address.split(":")
         hello = Hello(
-            purpose=Purpose.CONTROL, role=Role.NODE, node="fake", name="fake", version=version
+            purpose=Purpose.CONTROL, role=PeerRole.NODE, node="fake", name="fake", version=version
         )
         link = await tcp.connect(host, int(port), hello)
         serving = asyncio.create_task(_serve(ControlLink(link, handler)))
@@ -235,8 +235,8 @@ def test_a_list_comes_at_once_with_what_was_known_of_a_peer_that_hangs(
             client = await town.client(anna)
             await town.fake_node(anna, __version__, answer_once)
             await linked(client, "fake")
-            for patience_s in (30.0, 0.1):
-                monkeypatch.setattr(node_directory, "LISTED_S", patience_s)
+            for grace_s in (30.0, 0.1):
+                monkeypatch.setattr(node_directory, "LISTED_S", grace_s)
                 status = await client.status(with_peers=True)
                 assert [peer.name for peer in status.peers] == ["fake"]
             assert n_asked == 2

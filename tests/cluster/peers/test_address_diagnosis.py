@@ -12,7 +12,7 @@ import pytest
 
 from shardnet.api.client import dial
 from shardnet.cluster.peers import address_diagnosis
-from shardnet.cluster.peers.address_diagnosis import look, probe
+from shardnet.cluster.peers.address_diagnosis import probe, probe_address
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import ShardnetError
 from shardnet.transport import tcp
@@ -22,13 +22,15 @@ from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PREAMBLE
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import AddressView
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 KNOCK = partial(dial, handshake_s=30.0)
 IMPATIENT = partial(dial, handshake_s=0.3)
 """For where nobody answers."""
-BERT = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="bert-id", name="bert", version="0.1.0")
+BERT = Hello(
+    purpose=Purpose.CONTROL, role=PeerRole.NODE, node="bert-id", name="bert", version="0.1.0"
+)
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def test_what_is_no_node_of_this_version(said: bytes, seen: str) -> None:
 
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as talking:
             [listening] = talking.sockets
-            view, answer = await look(address(listening), KNOCK)
+            view, answer = await probe_address(address(listening), KNOCK)
             assert answer is None
             return view
 

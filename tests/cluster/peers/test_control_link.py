@@ -21,13 +21,13 @@ from shardnet.errors import (
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 from shardnet.wire.messages.stages import LoadProgress, RingBroken
 
 
 def hello(name: str) -> Hello:
-    return Hello(purpose=Purpose.CONTROL, role=Role.NODE, node=name, name=name, version="0")
+    return Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node=name, name=name, version="0")
 
 
 async def nobody(control: ControlLink, message: Incoming) -> None:

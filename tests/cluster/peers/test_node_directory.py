@@ -10,8 +10,8 @@ from typing import cast
 from msgspec.structs import replace
 from support.cluster.checkup_facts import info
 
-from shardnet.cluster.peers.advertisement import Presence
-from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, Neighbours
+from shardnet.cluster.peers.advertisement import Advertisement
+from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import LinkClosedError
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
@@ -48,11 +48,11 @@ async def gone(node: NodeInfo) -> NodeInfo:
 
 
 async def asked(*peers: Peer, status_s: float) -> Candidates:
-    lines = SimpleNamespace(linked=lambda: peers)
-    neighbours = Neighbours(
+    links = SimpleNamespace(linked=lambda: peers)
+    neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna"),
-        peers=cast(Peers, SimpleNamespace(lines=lines, address_of=lambda node: f"{node}:1")),
-        presence=cast(Presence, None),
+        peers=cast(Peers, SimpleNamespace(links=links, address_of=lambda node: f"{node}:1")),
+        advertisement=cast(Advertisement, None),
         status_s=status_s,
     )
     return await neighbours.candidates([])

@@ -13,7 +13,7 @@ from shardnet.cluster.peers.peer_table import (
     RETRY_S,
     SLOW_RETRY_S,
     KnownNode,
-    PeerBook,
+    PeerTable,
 )
 from shardnet.types import NodeId
 
@@ -21,21 +21,21 @@ M, A, Z = NodeId("m"), NodeId("a"), NodeId("z")
 HERE, THERE = "10.0.0.1:1", "10.0.0.2:1"
 
 
-def book() -> PeerBook:
-    return PeerBook(M)
+def book() -> PeerTable:
+    return PeerTable(M)
 
 
-def told(node: NodeId = Z, *addresses: str, now: float = 0.0) -> PeerBook:
+def told(node: NodeId = Z, *addresses: str, now: float = 0.0) -> PeerTable:
     made = book()
     made.tell(node, node, addresses or (HERE,), source=MDNS, now=now)
     return made
 
 
-def due(book: PeerBook, now: float) -> list[NodeId]:
+def due(book: PeerTable, now: float) -> list[NodeId]:
     return [known.node for known in book.due(now)]
 
 
-def entry(book: PeerBook, node: NodeId = Z) -> KnownNode:
+def entry(book: PeerTable, node: NodeId = Z) -> KnownNode:
     known = book.get(node)
     assert known is not None
     return known

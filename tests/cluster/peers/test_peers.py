@@ -25,8 +25,8 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import PeersKnown, Ping
-from shardnet.wire.messages.metas import Hello, Purpose, Role
 
 TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 PATIENT = LinkOptions(close_s=20)
@@ -41,7 +41,7 @@ class Member:
         self.name = name
         self.node = NodeId(name)
         self.addresses = [f"10.0.0.{ord(name[0])}:7433"]
-        self.lines: list[str] = []
+        self.links: list[str] = []
         self.n_heard = 0
         self.tasks = tasks
         self._running: asyncio.Task[None] | None = None
@@ -49,8 +49,8 @@ class Member:
         self.peers = Peers(
             node=self.node,
             name=name,
-            dial=lambda address: town.dial(self, address, Role.NODE),
-            knock=lambda address: town.dial(self, address, Role.CLIENT),
+            dial=lambda address: town.dial(self, address, PeerRole.NODE),
+            dial_as_client=lambda address: town.dial(self, address, PeerRole.CLIENT),
             handler=self._handle,
             tasks=tasks,
             own_hosts=lambda: HERE,
@@ -68,7 +68,7 @@ class Member:
     @property
     def linked(self) -> set[str]:
         """The names of the peers it is linked to."""
-        return {control.link.peer.name for control in self.peers.lines.linked()}
+        return {control.link.peer.name for control in self.peers.links.linked()}
 
     def run(self, *named: str) -> None:
         """Begin to look for peers."""
@@ -80,7 +80,7 @@ class Member:
         await self.peers.close()
 
     async def accept(self, link: Link) -> None:
-        if link.peer.role is Role.NODE:
+        if link.peer.role is PeerRole.NODE:
             self.peers.adopt(link)
         else:
             self.tasks.create_task(serve(ControlLink(link, self._handle)))
@@ -102,7 +102,7 @@ class Member:
 
     def said(self, part: str) -> int:
         """How many lines say so."""
-        return sum(part in line for line in self.lines)
+        return sum(part in line for line in self.links)
 
     async def _handle(self, control: ControlLink, message: Incoming) -> None:
         match message:
@@ -114,7 +114,7 @@ class Member:
         self._news.set()
 
     def _log(self, line: str) -> None:
-        self.lines.append(line)
+        self.links.append(line)
         self._news.set()
 
 
@@ -128,15 +128,15 @@ class Town:
         self.dialled: list[tuple[str, str]] = []
         self.closed: Callable[[Member, Member], bool] = lambda a, b: False
 
-    async def dial(self, who: Member, address: str, role: Role) -> Link:
+    async def dial(self, who: Member, address: str, role: PeerRole) -> Link:
         self.dialled.append((who.name, address))
         owner = self.owners.get(address)
         if owner is None or self.closed(who, owner):
             raise PeerUnreachableError(f"{address}: nothing listens there")
         await asyncio.sleep(self.slow_s.get(address, 0.0))
-        near, far = await memory_pair(hello(who, role), hello(owner, Role.NODE))
+        near, far = await memory_pair(hello(who, role), hello(owner, PeerRole.NODE))
         await owner.accept(far)
-        if role is Role.NODE:
+        if role is PeerRole.NODE:
             self.links.append((who, owner, near))
         return near
 
@@ -152,7 +152,7 @@ class Town:
         return [link for x, y, link in self.links if {x, y} == {a, b} and not link.closed]
 
 
-def hello(member: Member, role: Role) -> Hello:
+def hello(member: Member, role: PeerRole) -> Hello:
     return Hello(
         purpose=Purpose.CONTROL, role=role, node=member.node, name=member.name, version="0"
     )
@@ -178,7 +178,7 @@ async def town(*names: str) -> AsyncIterator[list[Member]]:
 
 async def is_used(member: Member, other: Member) -> bool:
     """Send a request over the link that requests use now."""
-    control = member.peers.lines.link_of(other.node)
+    control = member.peers.links.link_of(other.node)
     assert control is not None
     await control.ask(Ping(request=control.next_request()), Done)
     return True
@@ -196,7 +196,7 @@ def test_of_two_nodes_that_dial_each_other_at_once_the_smaller_ones_link_stays(f
             controls = await asyncio.gather(*(order if first == 0 else reversed(order)))
             for member, control in zip((a, b) if first == 0 else (b, a), controls, strict=True):
                 assert control is not None
-                member.peers.lines.watch(control, lost.append)
+                member.peers.links.watch(control, lost.append)
             [kept] = [link for who, _, link in a.town.links if who is a]
             [other] = [link for who, _, link in a.town.links if who is b]
             assert isinstance(other, MachineLink)
@@ -225,13 +225,13 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
                     await answer.wait()
                 await handle(control, message)
 
-            a.peers.lines._handler = slowly
+            a.peers.links._handler = slowly
             old = await b.peers.link_to(a.address)
             asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
             await begun.wait()
             a.peers._node_at.clear()
-            await a.peers._open(a.peers._book.known()[0], b.address)  # as if it had not known b's
-            new = a.peers.lines.link_of(b.node)
+            await a.peers._open(a.peers._table.known()[0], b.address)  # as if it had not known b's
+            new = a.peers.links.link_of(b.node)
             assert new is not None
             for _ in range(3):
                 await new.link.drain()
@@ -242,7 +242,7 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
             await asking
             assert isinstance(old.link, MachineLink)
             await old.link.wait_lost()
-            assert b.peers.lines.latest(old) is b.peers.lines.link_of(a.node)
+            assert b.peers.links.latest(old) is b.peers.links.link_of(a.node)
             assert await is_used(b, a)
 
     asyncio.run(main())
@@ -253,7 +253,7 @@ def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            a.peers.lines._retire_s = 3600.0
+            a.peers.links._retire_s = 3600.0
             await asyncio.gather(a.peers.find(b.address), b.peers.find(a.address))
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
@@ -269,12 +269,12 @@ def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
         async with town("a", "b") as (a, b):
             lost: list[str] = []
             first = await a.peers.link_to(b.address)
-            a.peers.lines.watch(first, lambda error: lost.append(str(error)))
+            a.peers.links.watch(first, lambda error: lost.append(str(error)))
             second = await b.peers._dial(a.address)  # b has given the first one up
             b.peers._link_up(second, dialled_at=a.address)
-            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 2)
+            await a.until(lambda: len(a.peers.links._peers[b.node].links) == 2)
             first.link.abort("the network between is cut")
-            await a.until(lambda: len(a.peers.lines._peers[b.node].lines) == 1)
+            await a.until(lambda: len(a.peers.links._peers[b.node].links) == 1)
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
             assert not second.closed
@@ -314,7 +314,7 @@ def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> Non
         async with town("a", "b", "c", "d") as (a, *others):
             for member in others[:2]:
                 await member.peers.link_to(a.address)
-            near = await a.town.dial(others[2], a.address, Role.CLIENT)  # clients are no peers
+            near = await a.town.dial(others[2], a.address, PeerRole.CLIENT)  # clients are no peers
             await near.close()
             with pytest.raises(LinkError, match="2 peers"):
                 await others[2].peers.link_to(a.address)
@@ -328,8 +328,8 @@ def test_leaving_waits_until_the_connection_of_a_peer_that_left_is_gone() -> Non
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            far = MachineLink(hello(b, Role.NODE), initiator=True, options=PATIENT)
-            near = MachineLink(hello(a, Role.NODE), initiator=False, options=PATIENT)
+            far = MachineLink(hello(b, PeerRole.NODE), initiator=True, options=PATIENT)
+            near = MachineLink(hello(a, PeerRole.NODE), initiator=False, options=PATIENT)
             join(far, near)
             await near.wait_up()
             a.peers.adopt(near)
@@ -453,7 +453,7 @@ def test_a_named_address_is_used_only_where_the_nodes_own_do_not_answer() -> Non
             await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
             assert a.town.dialled.count(("a", named)) == 1, "it is not asked who answers there"
             del a.town.owners[real]
-            a.peers._book.doubt(b.node, 0.0)
+            a.peers._table.doubt(b.node, 0.0)
             a.peers._changed.set()
             await a.until(lambda: a.report("b").address == named)
             assert "nothing listens" in a.report("b").failures[real]
@@ -516,9 +516,9 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
                 await member.until_linked(*others)
             await a.until(lambda: "c" in a.report("b").told_by)
             lost: list[ShardnetError] = []
-            control = a.peers.lines.link_of(b.node)
+            control = a.peers.links.link_of(b.node)
             assert control is not None
-            a.peers.lines.watch(control, lost.append)
+            a.peers.links.watch(control, lost.append)
             b._running.cancel()  # type: ignore[union-attr]
             a.town.cut(lambda x, y: b in (x, y))
             await a.until_linked("c")
@@ -527,7 +527,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             assert a.said("node b is gone") == 1
             assert not a.report("b").is_linked
             await a.until(lambda: "c" not in a.report("b").told_by)
-            a.peers.lines.watch(control, lost.append)
+            a.peers.links.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
 
     asyncio.run(main())
@@ -579,7 +579,7 @@ def test_another_link_goes_where_the_node_has_answered_us() -> None:
 
             async def dial(address: str) -> Link:
                 tried.append(address)
-                return await a.town.dial(a, address, Role.CLIENT)
+                return await a.town.dial(a, address, PeerRole.CLIENT)
 
             tried: list[str] = []
             await (await a.peers.dial_by(bridge, dial)).close()
@@ -603,10 +603,10 @@ def test_the_round_trip_is_measured() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
             await a.peers.link_to(b.address)
-            await a.until(lambda: a.peers.lines.rtt_s(b.node) is not None)
-            rtt_s = a.peers.lines.rtt_s(b.node)
+            await a.until(lambda: a.peers.links.rtt_s(b.node) is not None)
+            rtt_s = a.peers.links.rtt_s(b.node)
             assert rtt_s is not None
             assert rtt_s > 0
-            assert a.peers.lines.rtt_s(NodeId("nobody")) is None
+            assert a.peers.links.rtt_s(NodeId("nobody")) is None
 
     asyncio.run(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.cluster.peers.rejected_handshakes import Refusals
+from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.errors import AuthenticationError, RemoteProtocolError, ShardnetError
 from shardnet.wire.messages.diagnostics import MAX_REASON
 
@@ -13,7 +13,7 @@ ERRORS: list[ShardnetError] = [AuthenticationError("no key"), RemoteProtocolErro
 
 
 def test_refusals_are_counted_by_host_and_reason() -> None:
-    refusals = Refusals()
+    refusals = RejectedHandshakes()
     for now, error in ((1.0, ERRORS[0]), (2.0, ERRORS[1]), (5.0, ERRORS[0])):
         refusals.note("10.0.0.9", error, now)
     key, nonsense = refusals.report(now=7.0)
@@ -22,7 +22,7 @@ def test_refusals_are_counted_by_host_and_reason() -> None:
 
 
 def test_an_ipv4_host_that_came_by_ipv6_is_one_host() -> None:
-    refusals = Refusals()
+    refusals = RejectedHandshakes()
     refusals.note("::ffff:10.0.0.9", ERRORS[0], 1.0)
     refusals.note("10.0.0.9", ERRORS[0], 2.0)
     [only] = refusals.report(2.0)
@@ -30,7 +30,7 @@ def test_an_ipv4_host_that_came_by_ipv6_is_one_host() -> None:
 
 
 def test_a_long_reason_is_cut() -> None:
-    refusals = Refusals()
+    refusals = RejectedHandshakes()
     refusals.note("10.0.0.9", ShardnetError("é" * 10_000), 1.0)
     [only] = refusals.report(1.0)
     assert len(only.why.encode()) <= MAX_REASON
@@ -38,7 +38,7 @@ def test_a_long_reason_is_cut() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(ERRORS)), max_size=40))
 def test_the_latest_are_kept(notes: list[tuple[int, ShardnetError]]) -> None:
-    refusals = Refusals(most=4)
+    refusals = RejectedHandshakes(most=4)
     for now, (host, error) in enumerate(notes):
         refusals.note(f"10.0.0.{host}", error, float(now))
     latest = list(dict.fromkeys((f"10.0.0.{host}", error.code) for host, error in reversed(notes)))

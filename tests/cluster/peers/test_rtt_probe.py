@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.cluster.peers.rtt_probe import SAME_RTT, SAME_RTT_S, Sounding, choose
+from shardnet.cluster.peers.rtt_probe import SAME_RTT, SAME_RTT_S, ProbeAnswer, choose
 from shardnet.types import NodeId
 
 ORDER = ["lan", "wifi", "vpn"]
 
 
-def answered(**rtts_ms: float) -> list[Sounding]:
+def answered(**rtts_ms: float) -> list[ProbeAnswer]:
     return [
-        Sounding(address=address, node=NodeId("n"), name="n", rtt_s=ms / 1000)
+        ProbeAnswer(address=address, node=NodeId("n"), name="n", rtt_s=ms / 1000)
         for address, ms in rtts_ms.items()
     ]
 

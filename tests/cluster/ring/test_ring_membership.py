@@ -11,7 +11,7 @@ import pytest
 from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingMembership
 from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.runtime.stage.compute import Activations, Samples, SlotOperation
+from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -21,10 +21,11 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
+    SlotOperation,
     StepId,
     WireDType,
 )
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 
 class BrokenCompute:
@@ -108,7 +109,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
 
 def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
         near, far = await memory_pair(node, node)
         dialled, answer = asyncio.Event(), asyncio.Event()
 
@@ -135,7 +136,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
     """A cancellation would be nobody's error: the head's ring would seem to be connected."""
 
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
         near, far = await memory_pair(node, node)
         dialled = asyncio.Event()
 
@@ -198,7 +199,7 @@ def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -
     async def main() -> None:
         hello = Hello(
             purpose=Purpose.DATA,
-            role=Role.NODE,
+            role=PeerRole.NODE,
             node="n",
             name="n",
             version="0",

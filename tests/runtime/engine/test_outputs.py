@@ -18,7 +18,7 @@ from shardnet.runtime.engine.outputs import (
     RowsReady,
     output_bytes,
 )
-from shardnet.runtime.stage.compute import PromptLogprobs
+from shardnet.runtime.stage.compute import ScoredToken
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, TokenLogprobs
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -48,9 +48,9 @@ def rows_of(events: Sequence[OutputEvent], kind: OutputKind = OutputKind.HIDDEN)
     ]
 
 
-def scored(position: int) -> PromptLogprobs:
+def scored(position: int) -> ScoredToken:
     logprobs = TokenLogprobs(token_id=position, logprob=-1.0, top=())
-    return PromptLogprobs(sequence_id=SEQUENCE, position=position, logprobs=logprobs)
+    return ScoredToken(sequence_id=SEQUENCE, position=position, logprobs=logprobs)
 
 
 @given(data=st.data())

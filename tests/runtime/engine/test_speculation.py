@@ -23,8 +23,8 @@ from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
-from shardnet.runtime.stage.compute import Activations, Samples, SequenceOpened, SlotOperation
-from shardnet.types import DType, Epoch, MicroBatch, SamplingParams
+from shardnet.runtime.stage.compute import Activations, Samples
+from shardnet.types import DType, Epoch, MicroBatch, OpenSequence, SamplingParams, SlotOperation
 
 NGRAM = Speculation(make_draft_source=lambda wake: NgramDrafts())
 
@@ -212,7 +212,7 @@ class EightTokens:
         self._params: dict[int, SamplingParams] = {}
 
     def operate(self, operation: SlotOperation) -> None:
-        if isinstance(operation, SequenceOpened):
+        if isinstance(operation, OpenSequence):
             self._params[operation.slot] = operation.sampling
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Samples:

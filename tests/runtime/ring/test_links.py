@@ -11,24 +11,20 @@ from shardnet.errors import CapacityError, RemoteProtocolError
 from shardnet.runtime.ring import links
 from shardnet.runtime.ring.links import LinkSource, TailLink
 from shardnet.runtime.ring.pipeline import StepAnswer
-from shardnet.runtime.stage.compute import PromptLogprobs, SequenceClosed, StepFailed
+from shardnet.runtime.stage.compute import ScoredToken, StepFailed
 from shardnet.transport.memory import memory_pair
-from shardnet.types import Epoch, OutputKind, SequenceId, TokenLogprobs
+from shardnet.types import CloseSequence, Epoch, OutputKind, SequenceId, SlotId, TokenLogprobs
 from shardnet.wire.framing.frames import Frame
-from shardnet.wire.messages import metas
-from shardnet.wire.messages.metas import (
-    CloseSequence,
+from shardnet.wire.messages.extras import (
     Extras,
-    Hello,
-    Purpose,
-    Role,
+    PromptLogprobs,
     RowLogprobs,
     StageTiming,
     TopLogprob,
-    error_frame,
     extras_frame,
-    sequence_frame,
 )
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
@@ -42,7 +38,7 @@ def received(kind: Callable[..., LinkSource | TailLink], *frames: Frame) -> obje
     async def main() -> object:
         hello = Hello(
             purpose=Purpose.DATA,
-            role=Role.NODE,
+            role=PeerRole.NODE,
             node="n",
             name="other",
             version="0",
@@ -92,7 +88,7 @@ def rows(step: int, position: int = 5, payload: bytes = bytes(8)) -> Frame:
 
 
 def test_an_answer_has_the_rows_and_prompt_logprobs_that_came_before_it() -> None:
-    scored = metas.PromptLogprobs(
+    scored = PromptLogprobs(
         sequence_id=1, position=5, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)]
     )
     frames = [rows(4, 5), rows(4, 6, b"abcdefgh"), extras(4, Extras(prompt_logprobs=[scored]))]
@@ -104,7 +100,7 @@ def test_an_answer_has_the_rows_and_prompt_logprobs_that_came_before_it() -> Non
     ]
     logprobs = TokenLogprobs(token_id=8, logprob=-1.5, top=((8, -1.5),))
     assert answer.prompt_logprobs == [
-        PromptLogprobs(sequence_id=SequenceId(1), position=5, logprobs=logprobs)
+        ScoredToken(sequence_id=SequenceId(1), position=5, logprobs=logprobs)
     ]
 
 
@@ -135,7 +131,10 @@ def test_more_rows_than_a_step_may_have_are_refused(monkeypatch: pytest.MonkeyPa
             ],
             "logprobs of row 2 came with 2 tokens",
         ),
-        ([sequence_frame(CloseSequence(sequence_id=1, slot=0), epoch=EPOCH)], "not travel"),
+        (
+            [sequence_frame(CloseSequence(sequence_id=SequenceId(1), slot=SlotId(0)), epoch=EPOCH)],
+            "not travel",
+        ),
     ],
 )
 def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
@@ -148,7 +147,10 @@ def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
     [
         (rows(3), "ROWS, which does not travel"),
         (tokens(3), "TOKENS, which does not travel"),
-        (sequence_frame(CloseSequence(sequence_id=1, slot=0), epoch=1), "SEQUENCE of epoch 1"),
+        (
+            sequence_frame(CloseSequence(sequence_id=SequenceId(1), slot=SlotId(0)), epoch=1),
+            "SEQUENCE of epoch 1",
+        ),
     ],
 )
 def test_what_a_stage_may_not_send(frame: Frame, message: str) -> None:
@@ -157,9 +159,11 @@ def test_what_a_stage_may_not_send(frame: Frame, message: str) -> None:
 
 
 def test_operations_and_failed_steps_pass() -> None:
-    operation = sequence_frame(CloseSequence(sequence_id=9, slot=4), epoch=EPOCH)
+    operation = sequence_frame(
+        CloseSequence(sequence_id=SequenceId(9), slot=SlotId(4)), epoch=EPOCH
+    )
     closed = received(LinkSource, operation)
-    assert isinstance(closed, SequenceClosed)
+    assert isinstance(closed, CloseSequence)
     assert (closed.sequence_id, closed.slot) == (9, 4)
     failed = received(LinkSource, error_frame(CapacityError("full"), epoch=EPOCH, step=6))
     assert isinstance(failed, StepFailed)

@@ -8,16 +8,11 @@ import pytest
 
 from shardnet.errors import CapacityError, PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, step_answer
-from shardnet.runtime.stage.compute import (
-    Activations,
-    SequenceOpened,
-    StepArrived,
-    StepComputed,
-    StepFailed,
-)
+from shardnet.runtime.stage.compute import Activations, StepArrived, StepComputed, StepFailed
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OpenSequence,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -76,9 +71,7 @@ class Watched:
 def test_inputs_come_out_in_the_order_they_went_in() -> None:
     async def main() -> None:
         watched = Watched()
-        opened = SequenceOpened(
-            sequence_id=SequenceId(1), slot=SlotId(0), sampling=SamplingParams()
-        )
+        opened = OpenSequence(sequence_id=SequenceId(1), slot=SlotId(0), sampling=SamplingParams())
         watched.pipeline.operate(opened)
         watched.pipeline.send(batch(1))
         assert await watched.pipeline.receive() == opened

@@ -13,17 +13,23 @@ from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
 from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.scheduling.sequences import (
-    CloseSlot,
     FinishReason,
-    FreeSlot,
-    OpenSlot,
+    OperateSlot,
     SequenceFailed,
     SequenceFinished,
     SequenceRequest,
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    CloseSequence,
+    Epoch,
+    FreeSlot,
+    OpenSequence,
+    SequenceId,
+    StepId,
+)
 
 CONTEXT = 1024
 LIMITS = StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8, exact_rows=4)
@@ -135,7 +141,9 @@ def test_how_a_sequence_ends() -> None:
         SequenceFinished(sequence_id=SequenceId(1), reason=FinishReason.LENGTH),
     ]
     [close] = one.scheduler.next_instructions()
-    assert close == CloseSlot(sequence_id=SequenceId(1), slot=close.slot)  # type: ignore[union-attr]
+    assert isinstance(close, OperateSlot)
+    slot = close.operation.slot
+    assert close == OperateSlot(operation=CloseSequence(sequence_id=SequenceId(1), slot=slot))
     assert one.scheduler.book.booked_blocks == 0
 
 
@@ -302,7 +310,7 @@ def test_the_youngest_is_paused_when_the_room_runs_out_and_goes_on_later() -> No
     for number in (1, 2, 3):
         assert one.said[SequenceId(number)] == text_of(prompt(number, 10), 600, CONTEXT)
     assert one.finished == {1, 2, 3}
-    resumed = [i for i in one.instructions if isinstance(i, OpenSlot) and i.is_resumed]
+    resumed = [i for i in one.instructions if isinstance(i, OperateSlot) and i.is_resumed]
     assert len(resumed) == one.paused.total()
 
 
@@ -349,7 +357,7 @@ def test_a_second_turn_continues_the_warm_slot() -> None:
     second = (*first, *answer, 1, 2, 3)
     one.scheduler.submit(request(2, second, max_tokens=5))
     one.run()
-    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    opened = one.operations(OpenSequence)
     assert opened[1].slot == opened[0].slot
     assert opened[1].n_kept == 119  # the last token of the answer was never computed
     assert one.groups()[before].n_rows == 4
@@ -365,7 +373,7 @@ def test_a_common_beginning_is_copied_and_both_go_on() -> None:
     one.run()
     one.scheduler.submit(request(3, (*system, 1, 2), max_tokens=10))
     one.run()
-    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    opened = one.operations(OpenSequence)
     assert [o.n_kept for o in opened] == [0, 90, 91]
     assert opened[1].source == opened[0].slot != opened[1].slot
     assert one.said[SequenceId(3)] == one.said[SequenceId(1)]
@@ -389,7 +397,7 @@ def test_a_request_for_every_row_of_the_prompt_shares_nothing() -> None:
     for number in (1, 2):
         one.scheduler.submit(request(number, prompt(1, 80), max_tokens=2, whole_prompt=True))
         one.run()
-    assert [i.n_kept for i in one.instructions if isinstance(i, OpenSlot)] == [0, 0]
+    assert [o.n_kept for o in one.operations(OpenSequence)] == [0, 0]
 
 
 def test_warm_slots_are_given_up_when_room_is_short_the_shared_ones_last() -> None:
@@ -401,10 +409,10 @@ def test_warm_slots_are_given_up_when_room_is_short_the_shared_ones_last() -> No
     one.run()
     one.scheduler.submit(request(3, 100, max_tokens=3))
     one.run()
-    slots = {i.sequence_id: i.slot for i in one.instructions if isinstance(i, OpenSlot)}
+    slots = {o.sequence_id: o.slot for o in one.operations(OpenSequence)}
     one.scheduler.submit(request(4, 600, max_tokens=3))
     one.run()
-    freed = [i.slot for i in one.instructions if isinstance(i, FreeSlot)]
+    freed = [o.slot for o in one.operations(FreeSlot)]
     assert freed == [slots[SequenceId(2)], slots[SequenceId(3)]]
     assert one.finished == {1, 2, 3, 4}
 
@@ -453,7 +461,7 @@ def test_deterministic_sequences_reuse_whole_chunks_alone() -> None:
     second = (*first, *one.said[SequenceId(1)], 5)
     one.scheduler.submit(request(2, second, max_tokens=3, deterministic=True))
     one.run()
-    opened = [i for i in one.instructions if isinstance(i, OpenSlot)]
+    opened = one.operations(OpenSequence)
     assert [o.n_kept for o in opened] == [0, 128]
 
 

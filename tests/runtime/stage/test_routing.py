@@ -23,7 +23,7 @@ from shardnet.types import (
     SlotId,
     StepId,
 )
-from shardnet.wire.messages.metas import Extras, StageExperts, StageTiming, extras_frame
+from shardnet.wire.messages.extras import Extras, StageExperts, StageTiming, extras_frame
 
 SHAPE = RoutingShape(n_layers=3, top_k=2)
 

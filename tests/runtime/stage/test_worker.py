@@ -13,7 +13,6 @@ from shardnet.errors import LinkClosedError, UsageError
 from shardnet.runtime.stage.compute import (
     Activations,
     Samples,
-    SlotFreed,
     StageInput,
     StageOutput,
     StepArrived,
@@ -25,6 +24,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageWorker
 from shardnet.types import (
     Epoch,
+    FreeSlot,
     MicroBatch,
     RowGroup,
     SamplingParams,
@@ -237,7 +237,7 @@ class TogetherStage(Compute):
         self.passes: list[list[int]] = []
         self.has_begun = threading.Event()
 
-    def operate(self, operation: SlotFreed) -> None:
+    def operate(self, operation: FreeSlot) -> None:
         self.passes.append([])
 
     def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
@@ -288,7 +288,7 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
             await asyncio.to_thread(compute.has_begun.wait, DEADLINE_S)
             for step in (2, 3, 4, 5):
                 inputs.put_nowait(arrived(step))
-            inputs.put_nowait(SlotFreed(slot=SlotId(3)))
+            inputs.put_nowait(FreeSlot(slot=SlotId(3)))
             for step in (6, 7):
                 inputs.put_nowait(arrived(step))
             inputs.put_nowait(arrived(8))
@@ -307,7 +307,7 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
             *([StepComputed] * 3),
             StepFailed,
             StepComputed,
-            SlotFreed,
+            FreeSlot,
             *([StepComputed] * 3),
         ]
 

@@ -23,7 +23,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.bulk import BulkMessage, bulk_frame, read_bulk
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 Serve = Callable[[Link], Awaitable[None]]
 Script = Callable[[BulkMessage], list[tuple[BulkMessage, bytes]] | None]
@@ -31,7 +31,7 @@ Script = Callable[[BulkMessage], list[tuple[BulkMessage, bytes]] | None]
 
 
 def hello(name: str) -> Hello:
-    return Hello(purpose=Purpose.BULK, role=Role.NODE, node=name, name=name, version="0")
+    return Hello(purpose=Purpose.BULK, role=PeerRole.NODE, node=name, name=name, version="0")
 
 
 class Sources:

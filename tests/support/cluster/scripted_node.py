@@ -18,10 +18,10 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.control import ControlMessage, Redirect
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 
-NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=[])
+NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 
 
 class ScriptedNode:
@@ -121,7 +121,7 @@ async def client_of(node: ScriptedNode) -> AsyncIterator[Client]:
 @asynccontextmanager
 async def serving(node: ScriptedNode) -> AsyncIterator[Link]:
     """Let the node serve one link, and give its other end."""
-    hello = Hello(purpose=Purpose.CONTROL, role=Role.NODE, node="n", name="n", version="0")
+    hello = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
     near, node.link = await memory_pair(hello, hello)
     serving = asyncio.create_task(_serve(node))
     try:

@@ -9,6 +9,7 @@ from shardnet.errors import BusyError
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    OpenSequence,
     OutputKind,
     RowGroup,
     SamplingParams,
@@ -27,31 +28,31 @@ from shardnet.wire.messages.bulk import (
     bulk_frame,
 )
 from shardnet.wire.messages.control import control_frame
-from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.extras import (
     Extras,
-    Hello,
-    OpenSequence,
-    Purpose,
-    Role,
     RowLogprobs,
-    Sampling,
     StageExperts,
     StageTiming,
     TopLogprob,
-    error_frame,
     extras_frame,
-    hello_frame,
-    sequence_frame,
 )
-from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
+from shardnet.wire.messages.generation import Cancel
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
+from shardnet.wire.messages.sequences import sequence_frame
+from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 HELLO = Hello(
-    purpose=Purpose.DATA, role=Role.NODE, node="n1", name="nas", version="0.1.0", ring="r", epoch=3
+    purpose=Purpose.DATA,
+    role=PeerRole.NODE,
+    node="n1",
+    name="nas",
+    version="0.1.0",
+    ring="r",
+    epoch=3,
 )
 
-STEP = Step(
+STEP = StepData(
     batch=MicroBatch(
         epoch=Epoch(3),
         step=StepId(7),
@@ -69,7 +70,7 @@ STEP = Step(
 )
 """Two rows of a prompt's end and one generated row; the tail samples the last of each."""
 
-INT8_STEP = Step(
+INT8_STEP = StepData(
     batch=MicroBatch(
         epoch=Epoch(3),
         step=StepId(7),
@@ -93,7 +94,7 @@ INT8_ROWS = (
 """What INT8_STEP carries, before it was rounded."""
 WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()
 
-SAMPLING = Sampling.of(SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42))
+SAMPLING = SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42)
 
 ROWS = RowBlock(
     sequence_id=SequenceId(9),
@@ -106,6 +107,7 @@ ROWS = RowBlock(
 EXAMPLES: dict[str, Frame] = {
     "hello": hello_frame(HELLO),
     "error": error_frame(BusyError("another ring is running")),
+    "error-remedy": error_frame(BusyError("another ring is running", remedy="ask again later")),
     "heartbeat": Frame(kind=FrameKind.HEARTBEAT, epoch=3, step=7),
     "bye": Frame(kind=FrameKind.BYE),
     "control": control_frame(Cancel(request=300)),
@@ -113,7 +115,9 @@ EXAMPLES: dict[str, Frame] = {
     "data-int8": data_frame(INT8_STEP),
     "tokens": tokens_frame([411, 31999], epoch=3, step=7),
     "tokens-none": tokens_frame([], epoch=3, step=8),
-    "sequence": sequence_frame(OpenSequence(sequence_id=9, slot=4, sampling=SAMPLING), epoch=3),
+    "sequence": sequence_frame(
+        OpenSequence(sequence_id=SequenceId(9), slot=SlotId(4), sampling=SAMPLING), epoch=3
+    ),
     "extras": extras_frame(
         Extras(
             timings=[StageTiming(0, 1500, 20), StageTiming(1, 1600, 35)],

@@ -16,10 +16,19 @@ _INTEGERS = {
 
 
 def fields_of(kind: type[Any]) -> str:
-    """Write a struct's fields in order: `name: type`, with `= default` where there is one."""
+    """Write a struct's fields in order: `name: type`, with `= default` where there is one.
+
+    A field that may be left out is `name?`.
+    """
     info = mi.type_info(kind)
     assert isinstance(info, mi.StructType)
-    return ", ".join(f"{f.encode_name}: {_type(f.type)}{_default(f)}" for f in info.fields)
+    return ", ".join(f"{_key(f)}: {_type(f.type)}{_default(f)}" for f in info.fields)
+
+
+def _key(field: mi.Field) -> str:
+    has_default = field.default, field.default_factory
+    may_be_left_out = not field.required and has_default == (msgspec.NODEFAULT,) * 2
+    return f"{field.encode_name}?" if may_be_left_out else field.encode_name
 
 
 def _default(field: mi.Field) -> str:

@@ -18,16 +18,20 @@ from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TokenGenerated
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
-from shardnet.runtime.stage.compute import (
-    Activations,
-    Samples,
-    SequenceClosed,
-    SequenceOpened,
-    SlotFreed,
-    SlotOperation,
-)
+from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.types import Epoch, MicroBatch, SamplingParams, SequenceId, SlotId, WireDType
+from shardnet.types import (
+    CloseSequence,
+    Epoch,
+    FreeSlot,
+    MicroBatch,
+    OpenSequence,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    SlotOperation,
+    WireDType,
+)
 
 VOCAB = 50
 WIDTH = 8192
@@ -61,16 +65,16 @@ class FakeCompute:
 
     def operate(self, operation: SlotOperation) -> None:
         match operation:
-            case SequenceOpened(slot=slot, n_kept=n_kept, source=source):
+            case OpenSequence(slot=slot, n_kept=n_kept, source=source):
                 assert slot not in self.owners
                 self.owners[slot] = operation.sequence_id
                 held = self.history.get(slot if source is None else source, [])
                 assert len(held) >= n_kept
                 self.history[slot] = held[:n_kept]
-            case SequenceClosed(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
                 assert self.owners.pop(slot) == sequence_id
                 del self.history[slot][n_kept:]
-            case SlotFreed(slot=slot):
+            case FreeSlot(slot=slot):
                 assert slot not in self.owners
                 del self.history[slot]
 

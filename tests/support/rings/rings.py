@@ -19,7 +19,7 @@ from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.types import Epoch, RoutingShape
-from shardnet.wire.messages.metas import Hello, Purpose, Role
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)
 
@@ -114,7 +114,7 @@ async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
 async def _pair(over: str, options: LinkOptions) -> tuple[Link, Link]:
     hello = Hello(
         purpose=Purpose.DATA,
-        role=Role.NODE,
+        role=PeerRole.NODE,
         node="n",
         name="n",
         version="0",

@@ -21,13 +21,14 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
-from shardnet.runtime.stage.compute import Samples, SequenceOpened
+from shardnet.runtime.stage.compute import Samples
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.types import (
     Epoch,
     KvDType,
     LayerRange,
     MicroBatch,
+    OpenSequence,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -82,7 +83,7 @@ class TorchStages:
         """Open a sequence in a slot on every stage."""
         for compute in self.computes:
             compute.operate(
-                SequenceOpened(
+                OpenSequence(
                     sequence_id=SequenceId(slot), slot=SlotId(slot), sampling=sampling, **rest
                 )
             )

@@ -10,20 +10,31 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
-    CloseSlot,
-    FreeSlot,
     Instruction,
-    OpenSlot,
+    OperateSlot,
     Outcome,
     SendStep,
     SequenceFailed,
     SequenceFinished,
     TokenSampled,
 )
-from shardnet.types import MicroBatch, RowGroup, SequenceId, SlotId, blocks_for
+from shardnet.types import (
+    CloseSequence,
+    FreeSlot,
+    MicroBatch,
+    OpenSequence,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    SlotOperation,
+    blocks_for,
+)
+
+Operation = TypeVar("Operation", OpenSequence, CloseSequence, FreeSlot)
 
 VOCABULARY = 12
 STOP_ID = 3
@@ -72,27 +83,27 @@ class ToyStage:
     def n_blocks(self) -> int:
         return sum(slot.n_blocks for slot in self.slots.values())
 
-    def carry_out(self, instruction: OpenSlot | CloseSlot | FreeSlot) -> None:
-        match instruction:
-            case OpenSlot(slot=slot, source=None):
+    def carry_out(self, operation: SlotOperation) -> None:
+        match operation:
+            case OpenSequence(slot=slot, source=None):
                 held = self.slots.setdefault(slot, ToySlot())
                 assert held.owner is None
-                held.trim(instruction.n_kept)
-                held.owner = instruction.sequence_id
-            case OpenSlot(slot=slot, source=source):
+                held.trim(operation.n_kept)
+                held.owner = operation.sequence_id
+            case OpenSequence(slot=slot, source=source):
                 assert slot not in self.slots
                 assert source is not None
-                kept = self.slots[source].tokens[: instruction.n_kept]
-                assert len(kept) == instruction.n_kept
+                kept = self.slots[source].tokens[: operation.n_kept]
+                assert len(kept) == operation.n_kept
                 self.slots[slot] = ToySlot(
-                    tokens=kept, n_blocks=blocks_for(len(kept)), owner=instruction.sequence_id
+                    tokens=kept, n_blocks=blocks_for(len(kept)), owner=operation.sequence_id
                 )
-            case CloseSlot(slot=slot):
+            case CloseSequence(slot=slot):
                 held = self.slots[slot]
-                assert held.owner == instruction.sequence_id
+                assert held.owner == operation.sequence_id
                 held.owner = None
-                held.trim(instruction.n_kept)
-                if not instruction.n_kept:
+                held.trim(operation.n_kept)
+                if not operation.n_kept:
                     del self.slots[slot]
             case FreeSlot(slot=slot):
                 assert self.slots.pop(slot).owner is None
@@ -133,6 +144,11 @@ class ToyRing:
     def __post_init__(self) -> None:
         self.stage = ToyStage(room_blocks=self.scheduler.room_blocks)
 
+    def operations(self, kind: type[Operation]) -> list[Operation]:
+        """The slot operations of one kind, in order."""
+        told = (i.operation for i in self.instructions if isinstance(i, OperateSlot))
+        return [operation for operation in told if isinstance(operation, kind)]
+
     def pump(self) -> list[SendStep]:
         """Carry out everything that the scheduler wants sent. Returns the steps."""
         steps = []
@@ -144,9 +160,10 @@ class ToyRing:
                 assert len(batch.token_ids) == batch.n_rows > 0
                 self.in_flight.append((batch, self.stage.compute(batch)))
             else:
-                self.stage.carry_out(instruction)
-                if isinstance(instruction, CloseSlot) and instruction.is_pause:
-                    self.paused[instruction.sequence_id] += 1
+                operation = instruction.operation
+                self.stage.carry_out(operation)
+                if isinstance(operation, CloseSequence) and instruction.is_pause:
+                    self.paused[operation.sequence_id] += 1
         self.sent += steps
         assert len(self.in_flight) <= self.scheduler.max_in_flight
         assert self.stage.n_blocks <= self.scheduler.book.booked_blocks <= self.stage.room_blocks

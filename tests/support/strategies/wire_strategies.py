@@ -1,4 +1,4 @@
-"""Hypothesis strategies for frames and messages, and a machine pair that needs no socket."""
+"""Hypothesis strategies for frames and messages, and a connection pair that needs no socket."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
+    SlotOperation,
     StepId,
     WireDType,
 )
-from shardnet.wire.connection.connection import Event, HelloAnswer, LinkMachine
+from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnection
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
-from shardnet.wire.messages.metas import (
-    Extras,
-    Hello,
-    Purpose,
-    Role,
-    SlotOperation,
-    extras_frame,
-    sequence_frame,
-)
-from shardnet.wire.payloads.data import Step, data_frame, tokens_frame
+from shardnet.wire.messages.extras import Extras, extras_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
+from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
@@ -43,11 +38,11 @@ _WHERE = {"epoch": U32, "step": U64}
 def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -> Hello:
     if purpose is Purpose.DATA:
         changes = {"ring": "r1", "epoch": 3, **changes}
-    return Hello(purpose=purpose, role=Role.NODE, node=node, name=node, version="0", **changes)
+    return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **changes)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
+def steps(draw: st.DrawFn) -> StepData:
     n_groups = draw(st.integers(1, 4))
     slots = draw(st.lists(U32, min_size=n_groups, max_size=n_groups, unique=True))
     ids = draw(st.lists(U64, min_size=n_groups, max_size=n_groups, unique=True))
@@ -68,7 +63,7 @@ def steps(draw: st.DrawFn) -> Step:
     width = draw(st.one_of(st.integers(1, 8), st.just(20_000)))
     fill = draw(st.binary(min_size=1, max_size=4))
     n_bytes = n_rows * dtype.row_bytes(width)
-    return Step(
+    return StepData(
         batch=MicroBatch(
             epoch=Epoch(draw(U32)),
             step=StepId(draw(U64)),
@@ -93,6 +88,10 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
     )
 
 
+def slot_operations() -> st.SearchStrategy[SlotOperation]:
+    return values(SequenceMessage).map(lambda message: message.operation())
+
+
 def control_frames() -> st.SearchStrategy[Frame]:
     return values(ControlMessage).map(control_frame)
 
@@ -108,23 +107,23 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
     return st.one_of(
         steps().map(data_frame),
         st.builds(tokens_frame, st.lists(U32, max_size=5), epoch=U32, step=U64),
-        st.builds(sequence_frame, values(SlotOperation), epoch=U32),
+        st.builds(sequence_frame, slot_operations(), epoch=U32),
         st.builds(extras_frame, values(Extras), epoch=U32, step=U64),
         st.builds(lambda block, **where: rows_frames(block, **where)[0], row_blocks(), **_WHERE),
         st.builds(Frame, kind=st.just(FrameKind.HEARTBEAT), epoch=U32, step=U64),
     )
 
 
-def feed(machine: LinkMachine, data: bytes, cuts: list[int] | None = None) -> list[Event]:
-    """Let `machine` receive `data`, in pieces that end at `cuts` and wherever its buffers end."""
+def feed(connection: LinkConnection, data: bytes, cuts: list[int] | None = None) -> list[Event]:
+    """Let `connection` receive `data`, cut at `cuts` and wherever its buffers end."""
     events: list[Event] = []
     borders = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts or [])})
     for start, end in itertools.pairwise(borders):
         while start < end:
-            room = machine.get_buffer()
+            room = connection.get_buffer()
             n = min(len(room), end - start)
             room[:n] = data[start : start + n]
-            events += machine.received(n)
+            events += connection.received(n)
             start += n
     return events
 
@@ -137,14 +136,14 @@ class Pair:
     """An initiator and an acceptor, and what each has seen."""
 
     def __init__(self, a: Hello, b: Hello | HelloAnswer, limits_b: Limits | None = None) -> None:
-        self.a = LinkMachine(a, initiator=True)
-        self.b = LinkMachine(b, initiator=False, limits=limits_b)
+        self.a = LinkConnection(a, initiator=True)
+        self.b = LinkConnection(b, initiator=False, limits=limits_b)
         self.seen_a: list[Event] = []
         self.seen_b: list[Event] = []
         self.move(to_b=joined(self.a.start()), to_a=joined(self.b.start()))
 
     def move(self, *, to_a: bytes = b"", to_b: bytes = b"") -> None:
-        """Deliver bytes, and what the machines answer, until nobody has anything to say."""
+        """Deliver bytes, and what the connections answer, until nobody has anything to say."""
         while to_a or to_b:
             self.seen_b += feed(self.b, to_b)
             self.seen_a += feed(self.a, to_a)

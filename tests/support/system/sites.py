@@ -54,7 +54,7 @@ def open_site(
         for number in range(n_machines):
             prefix = hosts[number].prefix if hosts else ()
             machines.append(
-                stack.enter_context(_machine(folder / f"machine-{number}", prefix, environment))
+                stack.enter_context(_connection(folder / f"machine-{number}", prefix, environment))
             )
         if with_key:
             assert machines[0].run("key", "new").code == 0
@@ -62,7 +62,7 @@ def open_site(
 
 
 @contextlib.contextmanager
-def _machine(
+def _connection(
     folder: Path, prefix: tuple[str, ...], environment: Mapping[str, str]
 ) -> Iterator[Machine]:
     folder.mkdir()

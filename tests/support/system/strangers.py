@@ -12,7 +12,7 @@ from typing import Any
 from support.system.nodes import NodeProcess
 
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
-from shardnet.wire.messages.metas import Hello, Purpose, Role, hello_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
 
@@ -21,7 +21,7 @@ def hello(**fields: Any) -> bytes:
     """A client's hello as it goes over the wire; `fields` overrides those of a control link."""
     defaults: dict[str, Any] = {
         "purpose": Purpose.CONTROL,
-        "role": Role.CLIENT,
+        "role": PeerRole.CLIENT,
         "node": "0" * 32,
         "name": "odd",
     }

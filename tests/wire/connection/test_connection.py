@@ -1,4 +1,4 @@
-"""The link state machine: two machines in plain calls, no sockets."""
+"""The connection state machine: two of them in plain calls, no sockets."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from shardnet.wire.connection.connection import (
     Event,
     FrameReceived,
     HelloReceived,
+    LinkConnection,
     LinkFailed,
-    LinkMachine,
     LinkState,
     PeerLeft,
     ProgressReported,
@@ -46,8 +46,8 @@ from shardnet.wire.connection.receive_buffer import ALIGNMENT, SCRATCH_BYTES
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.control import control_frame
 from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import Hello, Purpose, error_frame, hello_frame
-from shardnet.wire.payloads.data import Step, data_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, error_frame, hello_frame
+from shardnet.wire.payloads.data import StepData, data_frame
 
 
 def failure(events: list[Event]) -> Exception:
@@ -100,7 +100,7 @@ def test_an_acceptor_may_refuse_by_name() -> None:
 
 def test_an_initiator_cannot_answer() -> None:
     with pytest.raises(LocalProtocolError, match="no hello to answer"):
-        LinkMachine(lambda peer: peer, initiator=True)
+        LinkConnection(lambda peer: peer, initiator=True)
 
 
 def test_a_hello_for_another_ring_is_refused_on_both_sides() -> None:
@@ -118,13 +118,13 @@ def test_a_data_link_to_no_ring_is_refused() -> None:
 @pytest.mark.parametrize("version", [0, 2, 65535])
 def test_a_version_mismatch_is_named_on_both_sides(version: int) -> None:
     other = PREAMBLE[:6] + struct.pack("<H", version)
-    acceptor = LinkMachine(hello(), initiator=False)
+    acceptor = LinkConnection(hello(), initiator=False)
     error = failure(feed(acceptor, other))
     assert isinstance(error, VersionMismatchError)
     assert f"version {version}, we speak 1" in str(error)
     assert joined(acceptor.take_outgoing()) == PREAMBLE  # so the other side can say it too
 
-    initiator = LinkMachine(hello(), initiator=True)
+    initiator = LinkConnection(hello(), initiator=True)
     assert isinstance(failure(feed(initiator, other)), VersionMismatchError)
     assert initiator.take_outgoing() == []
 
@@ -132,34 +132,34 @@ def test_a_version_mismatch_is_named_on_both_sides(version: int) -> None:
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\0", b"shardnet", b"SSH-2.0"])
 @pytest.mark.parametrize("initiator", [True, False])
 def test_another_protocol_is_refused_and_shown(data: bytes, initiator: bool) -> None:
-    machine = LinkMachine(hello(), initiator=initiator)
-    error = failure(feed(machine, data))
+    connection = LinkConnection(hello(), initiator=initiator)
+    error = failure(feed(connection, data))
     assert isinstance(error, RemoteProtocolError)
     assert repr(data[:16]) in str(error)
-    assert machine.take_outgoing() == []
+    assert connection.take_outgoing() == []
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01", b"\x15\x03\x03\0\x02\x02\x74"])
 @pytest.mark.parametrize("initiator", [True, False])
 def test_tls_is_taken_for_a_peer_with_a_key(data: bytes, initiator: bool) -> None:
-    machine = LinkMachine(hello(), initiator=initiator)
-    error = failure(feed(machine, data))
+    connection = LinkConnection(hello(), initiator=initiator)
+    error = failure(feed(connection, data))
     assert isinstance(error, AuthenticationError)
     assert "`shardnet key join`" in str(error)
-    assert machine.take_outgoing() == []
+    assert connection.take_outgoing() == []
 
 
 def test_another_protocol_is_refused_at_its_first_wrong_byte() -> None:
-    machine = LinkMachine(hello(), initiator=False)
-    assert feed(machine, b"shrd") == []
-    assert isinstance(failure(feed(machine, b"!")), RemoteProtocolError)
+    connection = LinkConnection(hello(), initiator=False)
+    assert feed(connection, b"shrd") == []
+    assert isinstance(failure(feed(connection, b"!")), RemoteProtocolError)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind is not FrameKind.HELLO])
 def test_the_first_frame_must_be_a_hello(kind: FrameKind) -> None:
-    machine = LinkMachine(hello(), initiator=False)
+    connection = LinkConnection(hello(), initiator=False)
     frame = error_frame(PlanError("no")) if kind is FrameKind.ERROR else Frame(kind=kind)
-    error = failure(feed(machine, PREAMBLE + raw(frame)))
+    error = failure(feed(connection, PREAMBLE + raw(frame)))
     if kind is FrameKind.ERROR:
         assert isinstance(error, PlanError)
     else:
@@ -167,9 +167,9 @@ def test_the_first_frame_must_be_a_hello(kind: FrameKind) -> None:
 
 
 def test_any_error_instead_of_a_hello_ends_the_link() -> None:
-    machine = LinkMachine(hello(), initiator=True)
+    connection = LinkConnection(hello(), initiator=True)
     refusal = error_frame(PlanError("no"), step=3, sequence=4)
-    assert isinstance(failure(feed(machine, PREAMBLE + raw(refusal))), PlanError)
+    assert isinstance(failure(feed(connection, PREAMBLE + raw(refusal))), PlanError)
 
 
 def test_a_second_hello_is_refused() -> None:
@@ -180,8 +180,8 @@ def test_a_second_hello_is_refused() -> None:
 
 
 def test_before_the_hello_nothing_above_4_kib_is_taken() -> None:
-    machine = LinkMachine(hello(), initiator=False)
-    events = feed(machine, PREAMBLE + header(FrameKind.HELLO, meta=4097))
+    connection = LinkConnection(hello(), initiator=False)
+    events = feed(connection, PREAMBLE + header(FrameKind.HELLO, meta=4097))
     assert "claims 4097 bytes of meta; at most 4096" in str(failure(events))
 
 
@@ -236,8 +236,8 @@ def test_any_chunking_gives_the_same_events(
     assert [e.frame for e in expected if isinstance(e, FrameReceived)] == [
         frame for frame in frames if frame.kind is not FrameKind.HEARTBEAT
     ]
-    for machine, borders in ((cut.b, cuts), (single.b, list(range(min(len(stream), 2000))))):
-        assert _comparable(feed(machine, stream, borders)) == _comparable(expected)
+    for connection, borders in ((cut.b, cuts), (single.b, list(range(min(len(stream), 2000))))):
+        assert _comparable(feed(connection, stream, borders)) == _comparable(expected)
 
 
 def _comparable(events: list[Event]) -> list[object]:
@@ -247,13 +247,13 @@ def _comparable(events: list[Event]) -> list[object]:
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_any_chunking_of_the_handshake_gives_the_same_events(cuts: list[int]) -> None:
     stream = PREAMBLE + raw(hello_frame(hello("b"))) + raw(Frame(kind=FrameKind.BYE))
-    machine = LinkMachine(hello(), initiator=True)
-    assert feed(machine, stream, cuts) == [HelloReceived(hello=hello("b")), PeerLeft()]
+    connection = LinkConnection(hello(), initiator=True)
+    assert feed(connection, stream, cuts) == [HelloReceived(hello=hello("b")), PeerLeft()]
 
 
 @settings(max_examples=30, deadline=None)
 @given(steps())
-def test_frames_keep_their_content(step: Step) -> None:
+def test_frames_keep_their_content(step: StepData) -> None:
     made = pair(Purpose.DATA)
     frame = data_frame(step)
     made.move(to_b=joined(made.a.send(frame)))
@@ -356,9 +356,9 @@ def test_bye_is_a_clean_end() -> None:
     made.move(to_b=joined(made.a.send(Frame(kind=FrameKind.BYE))))
     assert made.seen_b == [PeerLeft()]
     assert made.b.eof() == []
-    for machine in (made.a, made.b):
+    for connection in (made.a, made.b):
         with pytest.raises(LinkClosedError):
-            machine.send(Frame(kind=FrameKind.HEARTBEAT))
+            connection.send(Frame(kind=FrameKind.HEARTBEAT))
 
 
 def test_frames_still_come_after_our_own_bye() -> None:
@@ -394,9 +394,9 @@ def test_eof_without_bye_is_an_event_of_its_own(data: bytes, when: str) -> None:
 
 def test_eof_during_the_handshake() -> None:
     for data in (b"", PREAMBLE):
-        machine = LinkMachine(hello(), initiator=False)
-        assert feed(machine, data) == []
-        assert "during the handshake" in str(failure(machine.eof()))
+        connection = LinkConnection(hello(), initiator=False)
+        assert feed(connection, data) == []
+        assert "during the handshake" in str(failure(connection.eof()))
 
 
 def test_an_error_about_a_step_or_a_sequence_goes_on() -> None:
@@ -434,7 +434,7 @@ def test_events_before_a_fault_in_the_same_bytes_are_kept() -> None:
 
 
 def test_nothing_is_sent_before_the_link_is_up() -> None:
-    machine = LinkMachine(hello(), initiator=True)
-    machine.start()
+    connection = LinkConnection(hello(), initiator=True)
+    connection.start()
     with pytest.raises(LocalProtocolError, match="before the preamble"):
-        machine.send(Frame(kind=FrameKind.HEARTBEAT))
+        connection.send(Frame(kind=FrameKind.HEARTBEAT))

@@ -23,19 +23,19 @@ from shardnet.wire.messages.control import (
     read_control,
     reported_error,
 )
+from shardnet.wire.messages.extras import Extras, extras_frame, read_extras
 from shardnet.wire.messages.generation import Cancel
-from shardnet.wire.messages.metas import (
+from shardnet.wire.messages.handshake import (
     ErrorReport,
-    Extras,
     Hello,
-    Sampling,
-    SlotOperation,
     error_frame,
-    extras_frame,
     hello_frame,
     read_error,
-    read_extras,
     read_hello,
+)
+from shardnet.wire.messages.sequences import (
+    Sampling,
+    SequenceMessage,
     read_sequence,
     sequence_frame,
 )
@@ -72,8 +72,9 @@ def test_hello_round_trip(hello: Hello) -> None:
     assert read_hello(hello_frame(hello)) == hello
 
 
-@given(values(SlotOperation))
-def test_sequence_round_trip(operation: Any) -> None:
+@given(values(SequenceMessage))
+def test_sequence_round_trip(message: Any) -> None:
+    operation = message.operation()
     assert read_sequence(sequence_frame(operation, epoch=1)) == operation
 
 
@@ -90,6 +91,12 @@ def test_any_error_text_fits_its_frame(text: str) -> None:
     assert (report.code, report.sequence, frame.step) == (PlanError.code, 9, 4)
     if text.isascii() and len(text) <= 2000:
         assert report.message == text
+
+
+def test_a_remedy_travels_beside_the_message_and_only_where_there_is_one() -> None:
+    report = read_error(error_frame(PlanError("no plan fits", remedy="add a node")))
+    assert (report.message, report.remedy) == ("no plan fits", "add a node")
+    assert b"remedy" not in error_frame(PlanError("no plan fits")).meta
 
 
 def test_sampling_carries_every_sampling_parameter() -> None:
@@ -145,6 +152,10 @@ def test_a_reported_error_has_its_class_and_names_the_peer() -> None:
     error = reported_error(report, "nas")
     assert type(error) is PlanError
     assert str(error) == "nas: no plan fits"
+    assert error.remedy == ""
+    advised = Failed(request=1, code=PlanError.code, message="no plan fits", remedy="add a node")
+    error = reported_error(advised, "nas")
+    assert (error.message, error.remedy) == ("nas: no plan fits", "add a node")
     unknown = reported_error(ErrorReport(code=9999, message="new"), "nas")
     assert type(unknown) is ShardnetError
 

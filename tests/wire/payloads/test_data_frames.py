@@ -13,7 +13,7 @@ from support.strategies.wire_strategies import U32, U64, steps
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.payloads.data import Step, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 
 
 def group(sequence_id: int = 1, slot: int = 0, **changes: int) -> RowGroup:
@@ -21,17 +21,17 @@ def group(sequence_id: int = 1, slot: int = 0, **changes: int) -> RowGroup:
     return RowGroup(sequence_id=SequenceId(sequence_id), slot=SlotId(slot), **fields)
 
 
-def step_of(*groups: RowGroup, width: int = 4, dtype: WireDType = WireDType.BFLOAT16) -> Step:
+def step_of(*groups: RowGroup, width: int = 4, dtype: WireDType = WireDType.BFLOAT16) -> StepData:
     n_rows = sum(g.n_rows for g in groups)
     batch = MicroBatch(
         epoch=Epoch(1), step=StepId(2), groups=groups, token_ids=tuple(range(n_rows))
     )
     payload = bytes(n_rows * dtype.row_bytes(width))
-    return Step(batch=batch, dtype=dtype, width=width, payload=payload)
+    return StepData(batch=batch, dtype=dtype, width=width, payload=payload)
 
 
 @given(steps())
-def test_data_round_trip(step: Step) -> None:
+def test_data_round_trip(step: StepData) -> None:
     assert read_data(data_frame(step)) == step
 
 
@@ -113,7 +113,7 @@ def test_a_malformed_meta_is_the_peers_fault(meta: bytes, what: str) -> None:
         replace(step_of(group()), width=0),
     ],
 )
-def test_what_a_peer_would_refuse_is_not_sent(step: Step) -> None:
+def test_what_a_peer_would_refuse_is_not_sent(step: StepData) -> None:
     with pytest.raises(LocalProtocolError, match="step 2"):
         data_frame(step)
 

@@ -1,0 +1,106 @@
+"""EXTRAS frames: what goes with a step beside its rows or tokens.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 11). Knows nothing of what
+is done with a message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    U64,
+    Count,
+    Rank,
+    Row,
+    Strict,
+    decode,
+    encode,
+)
+
+
+class StageTiming(Row, frozen=True, array_like=True):
+    """How long one step took in one stage, microseconds, by that stage's own clock."""
+
+    rank: Rank
+    compute_us: Count
+    queue_us: Count
+
+
+class TopLogprob(Row, frozen=True, array_like=True):
+    """One of the most likely tokens of a row."""
+
+    token_id: U32
+    logprob: float
+
+
+class RowLogprobs(Row, frozen=True, array_like=True):
+    """The logprobs of sampled row number `row` of the step, counted over sampled rows from 0."""
+
+    row: U32
+    token_id: U32
+    logprob: float
+    top: Annotated[list[TopLogprob], Meta(max_length=1024)]
+
+
+class PromptLogprobs(Row, frozen=True, array_like=True):
+    """The logprobs of the prompt's token at a position, of the row before it."""
+
+    sequence_id: U64
+    position: U32
+    token_id: U32
+    logprob: float
+    top: Annotated[list[TopLogprob], Meta(max_length=1024)]
+
+
+class StageExperts(Row, frozen=True, array_like=True):
+    """The experts that a sequence's rows of the step visited in the layers of one stage.
+
+    `experts` is int16, little-endian: row by row, in a row layer by layer from `first_layer` on, in
+    a layer `top_k`, the best first; -1 where the layer has none.
+    """
+
+    sequence_id: U64
+    first_layer: U32
+    n_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    top_k: Annotated[int, Meta(ge=1, le=32_767)]
+    experts: Annotated[bytes, Meta(max_length=1 << 24)]
+
+
+class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
+    """What goes with a step beside its tokens. It precedes the step's own frame.
+
+    Empty lists are left out. `routing` has the parts of all stages so far, in their order.
+    """
+
+    timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+    logprobs: Annotated[list[RowLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+
+
+_extras_decoder = msgspec.msgpack.Decoder(Extras)
+
+
+def extras_frame(extras: Extras, *, epoch: int, step: int) -> Frame:
+    """Make an EXTRAS frame for a step."""
+    return Frame(kind=FrameKind.EXTRAS, epoch=epoch, step=step, meta=encode(extras))
+
+
+def read_extras(frame: Frame) -> Extras:
+    """Read an EXTRAS frame. Raises RemoteProtocolError when it breaks the schema."""
+    return decode(_extras_decoder, frame)

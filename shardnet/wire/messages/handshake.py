@@ -1,0 +1,113 @@
+"""HELLO and ERROR frames: who is at the ends of a link, and what went wrong on it.
+
+Knows the fields, their types and their bounds (docs/protocol.md sections 6 and 7). Knows nothing of
+what is done with a message.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.errors import ShardnetError
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.framing.schema import (
+    MAX_EXPLANATION,
+    U32,
+    U64,
+    Explanation,
+    Name,
+    Rank,
+    Remedy,
+    Strict,
+    decode,
+    encode,
+)
+
+
+class Purpose(enum.Enum):
+    """What a link is for."""
+
+    CONTROL = "control"
+    DATA = "data"
+    BULK = "bulk"
+
+
+class PeerRole(enum.Enum):
+    """Who is at an end of a link."""
+
+    NODE = "node"
+    CLIENT = "client"
+
+
+class Hello(Strict, frozen=True, kw_only=True):
+    """The first frame of each side: who it is and what the link is for.
+
+    On data links `ring` and `epoch` name the ring and `rank` is the sender's.
+    """
+
+    purpose: Purpose
+    role: PeerRole
+    node: Name
+    name: Name
+    version: Annotated[str, Meta(max_length=64)]
+    ring: Name = ""
+    epoch: U32 = 0
+    rank: Rank = 0
+
+
+class ErrorReport(Strict, frozen=True, kw_only=True):
+    """The meta of an ERROR frame. Without sequence and step it is about the link, and ends it."""
+
+    code: U32
+    message: Explanation
+    sequence: U64 | None = None
+    remedy: Remedy = msgspec.UNSET
+
+
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_error_decoder = msgspec.msgpack.Decoder(ErrorReport)
+
+
+def hello_frame(hello: Hello) -> Frame:
+    """Make the HELLO frame."""
+    return Frame(kind=FrameKind.HELLO, meta=encode(hello))
+
+
+def read_hello(frame: Frame) -> Hello:
+    """Read a HELLO frame. Raises RemoteProtocolError when it breaks the schema."""
+    return decode(_hello_decoder, frame)
+
+
+def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -> str:
+    """Return an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
+
+    For fields without a remedy beside them: the text of an error has its remedy at the end.
+    """
+    raw = str(cause).encode("utf-8", "replace")[:most_bytes]
+    return raw.decode("utf-8", "ignore")
+
+
+def explained(
+    error: ShardnetError, most_bytes: int = MAX_EXPLANATION
+) -> tuple[str, str | msgspec.UnsetType]:
+    """Return an error's message and its remedy as they may travel, each of at most `most_bytes`."""
+    remedy = explanation(error.remedy, most_bytes) if error.remedy else msgspec.UNSET
+    return explanation(error.message, most_bytes), remedy
+
+
+def error_frame(
+    error: ShardnetError, *, epoch: int = 0, step: int = 0, sequence: int | None = None
+) -> Frame:
+    """Make an ERROR frame: about a step or a sequence, or else about the link, which it ends."""
+    message, remedy = explained(error)
+    report = ErrorReport(code=error.code, message=message, sequence=sequence, remedy=remedy)
+    return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=encode(report))
+
+
+def read_error(frame: Frame) -> ErrorReport:
+    """Read an ERROR frame. Raises RemoteProtocolError when it breaks the schema."""
+    return decode(_error_decoder, frame)

@@ -1,0 +1,152 @@
+"""SEQUENCE frames: slot operations, and how a sequence is sampled and what else it gives.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 11). Knows nothing of what
+is done with a message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, assert_never
+
+import msgspec
+from msgspec import Meta
+
+from shardnet import types
+from shardnet.types import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_IDS,
+    OutputParams,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    SlotOperation,
+)
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.framing.schema import U32, U64, Count, Tagged, Travelling, decode, encode
+
+
+class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
+    """The fields of `types.SamplingParams`, as they travel."""
+
+    temperature: float = 0.0
+    top_k: Count = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[tuple[tuple[U32, float], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    min_tokens: U32 = 0
+    seed: U64 = 0
+    sample_index: U32 = 0
+    n_logprobs: U32 | None = None
+
+    def params(self) -> SamplingParams:
+        """Return the parameters, not checked: the caller decides what `check` failing means."""
+        return SamplingParams(**msgspec.structs.asdict(self))
+
+
+class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
+    """The fields of `types.OutputParams`, as they travel."""
+
+    n_prompt_logprobs: U32 | None = None
+    logit_rows: U32 | None = None
+    hidden_rows: U32 | None = None
+    hidden_mean: bool = False
+    before_norm: bool = False
+    routing: bool = False
+
+    def params(self) -> OutputParams:
+        """Return the parameters, not checked: the caller decides what `check` failing means."""
+        return OutputParams(**msgspec.structs.asdict(self))
+
+
+class OpenSequence(Tagged, frozen=True, kw_only=True):
+    """A sequence takes a slot; the tail learns how to sample it and what else it is to give.
+
+    The first `n_kept` positions stay, or are copied from the slot `source`. Its output begins at
+    position `n_prompt`; `stop_ids` are those that `min_tokens` holds back.
+    """
+
+    sequence_id: U64
+    slot: U32
+    sampling: Sampling
+    n_kept: U32 = 0
+    source: U32 | None = None
+    n_prompt: U32 = 0
+    stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
+    outputs: Outputs = Outputs()
+
+    def operation(self) -> types.OpenSequence:
+        """Return the operation; its parameters are unchecked."""
+        return types.OpenSequence(
+            sequence_id=SequenceId(self.sequence_id),
+            slot=SlotId(self.slot),
+            sampling=self.sampling.params(),
+            n_kept=self.n_kept,
+            source=None if self.source is None else SlotId(self.source),
+            n_prompt=self.n_prompt,
+            stop_ids=self.stop_ids,
+            outputs=self.outputs.params(),
+        )
+
+
+class CloseSequence(Tagged, frozen=True, kw_only=True):
+    """A sequence has ended. Its slot keeps the first `n_kept` positions, without any it is free."""
+
+    sequence_id: U64
+    slot: U32
+    n_kept: U32 = 0
+
+    def operation(self) -> types.CloseSequence:
+        """Return the operation."""
+        return types.CloseSequence(
+            sequence_id=SequenceId(self.sequence_id), slot=SlotId(self.slot), n_kept=self.n_kept
+        )
+
+
+class FreeSlot(Tagged, frozen=True, kw_only=True):
+    """A slot that no sequence owns gives its positions and blocks back."""
+
+    slot: U32
+
+    def operation(self) -> types.FreeSlot:
+        """Return the operation."""
+        return types.FreeSlot(slot=SlotId(self.slot))
+
+
+SequenceMessage = OpenSequence | CloseSequence | FreeSlot
+"""How a `types.SlotOperation` travels. Outside of this module only the operation is used."""
+
+_decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
+
+
+def _message(operation: SlotOperation) -> SequenceMessage:
+    match operation:
+        case types.OpenSequence():
+            return OpenSequence(
+                sequence_id=operation.sequence_id,
+                slot=operation.slot,
+                sampling=Sampling.of(operation.sampling),
+                n_kept=operation.n_kept,
+                source=operation.source,
+                n_prompt=operation.n_prompt,
+                stop_ids=operation.stop_ids,
+                outputs=Outputs.of(operation.outputs),
+            )
+        case types.CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+            return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+        case types.FreeSlot(slot=slot):
+            return FreeSlot(slot=slot)
+        case _:
+            assert_never(operation)
+
+
+def sequence_frame(operation: SlotOperation, *, epoch: int) -> Frame:
+    """Make a SEQUENCE frame: a slot operation, carried out in the order of the data frames."""
+    return Frame(kind=FrameKind.SEQUENCE, epoch=epoch, meta=encode(_message(operation)))
+
+
+def read_sequence(frame: Frame) -> SlotOperation:
+    """Read a SEQUENCE frame. Raises RemoteProtocolError when it breaks the schema."""
+    return decode(_decoder, frame).operation()
