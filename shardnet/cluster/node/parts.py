@@ -203,7 +203,7 @@ def build_services(
         peers=links.peers,
         discovery=settings.discovery,
         refusals=links.refusals,
-        dial_as_client=links.dialer.dial_as_client,
+        dial_as_client=links.dialer.probe,
         reader=stage.reader,
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,
