@@ -24,7 +24,7 @@ from shardnet.types import (
 )
 from shardnet.wire.connection import connection as machine_module
 from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
-from shardnet.wire.connection.receive_buffer import Part
+from shardnet.wire.connection.receive_buffer import FramePart
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import (
     FetchDigests,
@@ -63,7 +63,7 @@ SMALL = Limits(
 )
 
 
-class RecordingPart(Part):
+class RecordingPart(FramePart):
     """A part that notes how much memory it takes."""
 
     taken: list[int]
@@ -76,7 +76,7 @@ class RecordingPart(Part):
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     RecordingPart.taken = []
-    monkeypatch.setattr(machine_module, "Part", RecordingPart)
+    monkeypatch.setattr(machine_module, "FramePart", RecordingPart)
     return RecordingPart.taken
 
 

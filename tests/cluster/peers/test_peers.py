@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shardnet.cluster.machine.addresses import Interface, rank
-from shardnet.cluster.peers import peer_links as peer_lines_module
+from shardnet.cluster.peers import peer_links as peer_links_module
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peers import PeerReport, Peers, PeerTimes
 from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
-from shardnet.transport.asyncio_link import MachineLink
+from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import join, memory_pair
 from shardnet.types import NodeId
@@ -199,7 +199,7 @@ def test_of_two_nodes_that_dial_each_other_at_once_the_smaller_ones_link_stays(f
                 member.peers.links.watch(control, lost.append)
             [kept] = [link for who, _, link in a.town.links if who is a]
             [other] = [link for who, _, link in a.town.links if who is b]
-            assert isinstance(other, MachineLink)
+            assert isinstance(other, AsyncioLink)
             assert await is_used(a, b)
             assert await is_used(b, a)
             await other.wait_lost()
@@ -240,7 +240,7 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
             assert old.ended is None
             answer.set()
             await asking
-            assert isinstance(old.link, MachineLink)
+            assert isinstance(old.link, AsyncioLink)
             await old.link.wait_lost()
             assert b.peers.links.latest(old) is b.peers.links.link_of(a.node)
             assert await is_used(b, a)
@@ -308,7 +308,7 @@ def test_a_node_that_meets_itself_says_so_and_goes_on() -> None:
 
 
 def test_no_more_peers_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_lines_module, "MAX_PEERS", 2)
+    monkeypatch.setattr(peer_links_module, "MAX_PEERS", 2)
 
     async def main() -> None:
         async with town("a", "b", "c", "d") as (a, *others):
@@ -328,15 +328,15 @@ def test_leaving_waits_until_the_connection_of_a_peer_that_left_is_gone() -> Non
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            far = MachineLink(hello(b, PeerRole.NODE), initiator=True, options=PATIENT)
-            near = MachineLink(hello(a, PeerRole.NODE), initiator=False, options=PATIENT)
+            far = AsyncioLink(hello(b, PeerRole.NODE), initiator=True, options=PATIENT)
+            near = AsyncioLink(hello(a, PeerRole.NODE), initiator=False, options=PATIENT)
             join(far, near)
             await near.wait_up()
             a.peers.adopt(near)
             transport = far._transport
             assert transport is not None
             transport.pause_reading()
-            transport.writelines(far._machine.send(Frame(kind=FrameKind.BYE)))
+            transport.writelines(far._connection.send(Frame(kind=FrameKind.BYE)))
             await a.until(lambda: a.said("b is gone") == 1)
             assert not near._lost.is_set()
             asyncio.get_running_loop().call_later(0.02, transport.resume_reading)
