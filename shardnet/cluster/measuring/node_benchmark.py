@@ -79,7 +79,7 @@ class NodeBenchmark:
         *_, key = self._subject(message, "this node")
         figure = self._cache.get(key)
         if figure is None:
-            raise UsageError("not measured yet: `shardnet plan` does it")
+            raise UsageError("this node is not measured yet", remedy="run `shardnet plan`")
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
 
     def _subject(
@@ -120,7 +120,7 @@ def _dtype(name: str) -> DType:
         return DType(name)
     except ValueError:
         raise UsageError(
-            f"figures for dtype {name} were asked for: known are bfloat16, float16 and float32"
+            f"dtype {name} was asked for in a measurement, expected bfloat16, float16 or float32"
         ) from None
 
 

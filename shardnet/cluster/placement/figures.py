@@ -265,4 +265,6 @@ class Placement:
 
 def _check(holds: bool, what: str, value: float) -> None:
     if not (holds and math.isfinite(value)):
-        raise UsageError(f"{what} of {value} cannot have been measured: measure that node again")
+        raise UsageError(
+            f"{what} of {value} cannot have been measured", remedy="measure that node again"
+        )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shardnet.cluster.measuring import link_benchmark
 from shardnet.cluster.measuring.link_benchmark import (
     FIRST_PAYLOAD_BYTES,
-    QUICK_RATE_BYTES,
     GOOD_FOR_S,
     PAYLOADS_S,
+    QUICK_RATE_BYTES,
     LinkBenchmark,
     best_rate,
 )
