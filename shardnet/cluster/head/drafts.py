@@ -1,6 +1,6 @@
-"""How a request's tokens are guessed ahead: by look-up in its text, or by a small model here.
+"""Draft tokens for requests: by n-gram look-up in the text, or by a small model on this node.
 
-Knows which draft model this node, as a head, has loaded. Must not know how guesses are verified.
+Knows which draft model this head has loaded. Must not know how drafts are verified.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ OFF, NGRAM = "off", "ngram"
 
 
 class Drafts:
-    """Makes speculation for requests. Holds at most one draft model.
+    """Makes the speculation of requests. Holds at most one draft model.
 
-    `spare_bytes` gives the memory that a draft model may take, `threads` those it computes with.
+    `spare_bytes` returns the memory that a draft model may take, `threads` its compute threads.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Drafts:
     async def speculation(
         self, how: str, most: int, *, vocab_size: int, context: int
     ) -> Speculation | None:
-        """Give what a request asked for with `how`: off, ngram or the path of a draft model.
+        """Make the speculation that `how` asks for: off, ngram or the path of a draft model.
 
-        `most` caps the tokens guessed at once, 0 leaves the number to what pays. Raises UsageError
-        for a cap beyond 31, and what loading a draft model raises.
+        At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
+        Raises UsageError if `most` is above 31, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
@@ -74,8 +74,8 @@ class Drafts:
             path = find_folder(name)
             if path is None:
                 raise CheckpointError(
-                    f"--speculate {name}: there is no checkpoint folder on the head; name one that "
-                    "is there"
+                    f"--speculate {name}: there is no such checkpoint folder on the head",
+                    remedy="name one that is there",
                 )
             key = (path, stamp(path), vocab_size, context)
             if self._model is None or self._key != key:

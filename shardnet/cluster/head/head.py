@@ -1,7 +1,7 @@
-"""The head's side of a node: plans for clients, and the one ring that this node leads.
+"""The one ring that this node leads: found for a request, built, unloaded.
 
-Knows which ring stands, whether a request can use it, and when it must give way. Must not know how
-clients are told (clients.py) nor how a stage runs.
+Knows whether a request can use the ring, and when another one replaces it. Must not know how plans
+are made (planning.py), how clients are answered (clients.py) nor how a stage runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import RingBroken
 
 CLOSE_S = 3.0
-"""How long a leaving head waits for its stages to be freed."""
+"""How long a head that shuts down waits for its stages to be freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lead:
-    """A ring that this node leads, its plan, and the texts' tokenizer if the checkpoint has one.
+    """A ring that this node leads, its plan, and the tokenizer if the checkpoint has one.
 
-    `load_s` is what loading took for the request at hand, 0 where the ring stood already.
+    `load_s`: seconds that loading took for the current request, 0 if the ring was built already.
     """
 
     plan: Plan
@@ -59,10 +59,10 @@ class Head:
         self._lead: Lead | None = None
         self._epoch = 0
         self._building: Ring | None = None
-        """The ring that will stand if nothing goes wrong."""
+        """The ring that is being built."""
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register the messages of stages to their head."""
+        """Register the messages that stages send to their head."""
         handlers.register(RingBroken, self._stage_reports_broken)
 
     async def _stage_reports_broken(self, control: ControlLink, message: RingBroken) -> None:
@@ -71,17 +71,17 @@ class Head:
 
     @property
     def model(self) -> str | None:
-        """The model of the ring that stands, None without one."""
+        """The model of the ring, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
     @property
     def n_requests(self) -> int:
-        """Requests that wait or run on the ring that stands."""
+        """Requests that wait or run on the ring."""
         return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
 
     @property
     def load(self) -> RingLoad | None:
-        """What the ring that stands has in hand, None without one."""
+        """Counters of the ring's engine, None without a ring."""
         if self._lead is None or self._lead.ring.broken is not None:
             return None
         return RingLoad(**asdict(self._lead.ring.engine.counters))
@@ -99,7 +99,7 @@ class Head:
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
     ) -> AsyncIterator[Lead | Elsewhere]:
-        """Give a ring for `choice`, built if none stands, that nobody unloads meanwhile.
+        """Yield a ring for `choice`, built if needed, that is not unloaded within the context.
 
         Raises BusyError when another model's requests run, and what planning or loading raises.
         """
@@ -123,8 +123,8 @@ class Head:
         """
         if self._building is not None:
             raise BusyError(
-                f"this node is loading {self._building.spec.model}: stop the command that asked "
-                "for it, or wait until that ends"
+                f"this node is loading {self._building.spec.model}",
+                remedy="stop the command that asked for it, or wait until that ends",
             )
         async with self._changing:
             elsewhere = self.elsewhere()
@@ -139,9 +139,9 @@ class Head:
             return None
 
     async def close(self) -> None:
-        """End the ring, requests or not, within a few seconds.
+        """End the ring within CLOSE_S, even if requests run.
 
-        One that is being built is freed by who builds it, as soon as who asked for it has gone.
+        A ring that is being built is freed by its builder, once the client has gone.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S), self._changing:
@@ -150,7 +150,7 @@ class Head:
         self._lead = None
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
-        """Take a stage's word that a ring is broken, the one that is being built among them."""
+        """End `ring`, built or being built, since one of its stages reported it broken."""
         for ours in (self._building, self._lead.ring if self._lead is not None else None):
             if ours is not None and ours.name == ring:
                 ours.lost(f"the ring broke: {error}")
@@ -187,16 +187,16 @@ class Head:
             return elsewhere
 
     def _ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
-        """Return another head whose ring with this node, standing or being built, would do."""
+        """Return another head whose ring with this node, built or being built, has the model."""
         elsewhere = self._other_head()
         is_same = elsewhere is not None and elsewhere.model == choice.model
         return elsewhere if is_same and not choice.nodes else None
 
     async def _standing(self, choice: ModelChoice) -> Lead | None:
-        """Return the ring that stands if it is what `choice` asks for, unchanged on disk.
+        """Return the ring if it is what `choice` asks for and its checkpoint is unchanged.
 
-        A client that names no nodes takes any ring with its model; settings it leaves open match,
-        but for wire dtype, quantisation and KV dtype: without them nothing is rounded.
+        A client that names no nodes takes any ring with its model. Settings that it leaves open
+        match, but for wire dtype, quantisation and KV dtype: their absence means lossless.
         """
         lead = self._lead
         if lead is None or lead.ring.broken is not None or lead.plan.choice.model != choice.model:

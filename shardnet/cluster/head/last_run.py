@@ -1,7 +1,6 @@
-"""The last generation that a machine has led: its plan, and what became of it.
+"""Keep the plan and the timing of the last generation that was led on this machine.
 
-Knows where it is kept: by the head that led it, and in a file, so that it outlives a run without a
-node. Must not know how a run is made or shown.
+Knows the file, so that the last run outlives its process. Must not know how a run is made or shown.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _decoder = msgspec.json.Decoder(LastRun)
 
 
 def write_last_run(folder: Path, run: LastRun) -> None:
-    """Keep `run` in the cache `folder`. Raises OSError when it cannot be written."""
+    """Write `run` to the cache `folder`. Raises OSError if it cannot be written."""
     write_whole(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(run)))
 
 
 def read_last_run(folder: Path) -> LastRun | None:
-    """Return the run that was led on this machine last, None where none is kept.
+    """Return the last run of this machine, None if there is none.
 
-    A file that is damaged or another version's counts as none.
+    A file that is damaged or of another version counts as none.
     """
     try:
         return _decoder.decode((folder / FILE_NAME).read_bytes())

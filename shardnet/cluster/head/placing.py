@@ -74,7 +74,8 @@ def make_plan(
         placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
     except PlanError as error:
         if silent:
-            raise PlanError(f"{error}; {silent_words(silent)}") from None
+            message = f"{error.message}; {silent_words(silent)}"
+            raise PlanError(message, remedy=error.remedy) from None
         raise
     by_node = {node.node: node for node in nodes}
     saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
@@ -131,7 +132,7 @@ def _placed(
     exactly = bool(choice.nodes or layers)
     if layers is not None and not choice.nodes:
         if len(layers) > len(candidates):
-            raise PlanError(_too_few_nodes(len(layers), candidates))
+            raise _too_few_nodes(len(layers), candidates)
         candidates = candidates[: len(layers)]
 
     def resident() -> Placement:
@@ -150,8 +151,8 @@ def _placed(
         return resident()
     if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
         raise UsageError(
-            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers; "
-            f"give {shape.n_layers} or fewer, or auto for as few as must be"
+            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers",
+            remedy=f"give {shape.n_layers} or fewer, or auto for as few as needed",
         )
     if choice.stream_layers == "auto":
         try:
@@ -164,20 +165,21 @@ def _placed(
     placement = streaming(choice.stream_layers)
     if placement is None:
         raise PlanError(
-            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes; "
-            "use --stream-layers auto"
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes",
+            remedy="use --stream-layers auto",
         )
     return placement
 
 
-def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> str:
+def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> PlanError:
     known = "only one node is known"
     if len(candidates) > 1:
         names = ", ".join(candidate.name for candidate in candidates[:LISTED])
         known = f"only {len(candidates)} nodes are known ({names})"
-    return (
-        f"--layers has {n_ranges} ranges, one for each node, and {known}: name "
-        f"{n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give fewer ranges"
+    return PlanError(
+        f"--layers has {n_ranges} ranges, one for each node, and {known}",
+        remedy=f"name {n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give "
+        "fewer ranges",
     )
 
 
@@ -195,9 +197,9 @@ def _chunk_s(
     measured: Measured,
     disks: Mapping[str, float | None],
 ) -> float | None:
-    """Seconds that a chunk computes in all stages and waits for their disks.
+    """Return the seconds that a chunk takes in all stages, reading from their disks included.
 
-    None where a stage, or the disk that it streams from, was not measured.
+    None if a stage, or the disk that it streams from, was not measured.
     """
     total_s = 0.0
     for stage in placement.stages:
@@ -212,9 +214,9 @@ def _chunk_s(
 
 
 def _sending_s(placement: Placement, links: Links, size_bytes: int) -> float | None:
-    """Seconds that so many bytes take over all links that carry activations, one after another.
+    """Return the seconds that `size_bytes` take over all links that carry activations, in sum.
 
-    None where one of them was not measured.
+    None if one of them was not measured.
     """
     total_s = 0.0
     for sender, receiver in pairwise(stage.node for stage in placement.stages):

@@ -36,7 +36,9 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
     elif lead.tokenizer is None:
-        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: give the prompt as --token-ids")
+        raise UsageError(
+            f"{lead.plan.facts.path} has no tokenizer", remedy="give the prompt as --token-ids"
+        )
     elif message.messages is not None:
         template = ChatTemplate.find(Path(lead.plan.facts.path), lead.tokenizer.template)
         text = template.render([msgspec.to_builtins(said) for said in message.messages])
@@ -44,7 +46,7 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             text, bos="off"
         )  # the template writes it where it belongs
     elif not message.prompt:
-        raise UsageError("the prompt is empty: give some text, or ids with --token-ids")
+        raise UsageError("the prompt is empty", remedy="give some text, or ids with --token-ids")
     else:
         token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
     check_token_ids(token_ids, vocab_size, lead.tokenizer)
@@ -60,7 +62,9 @@ def text_stream(message: Generate, lead: Lead) -> TextStream:
     Raises UsageError for stop texts if the checkpoint has no tokenizer.
     """
     if lead.tokenizer is None and message.stop:
-        raise UsageError(f"{lead.plan.facts.path} has no tokenizer: --stop needs one")
+        raise UsageError(
+            f"{lead.plan.facts.path} has no tokenizer, which --stop needs", remedy="omit --stop"
+        )
     return TextStream(
         lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
     )
@@ -96,7 +100,8 @@ def _check_routing(lead: Lead) -> None:
     if shape is None:
         raise UsageError(
             f"{lead.plan.facts.path} is a {config.family} model without experts: "
-            "there is no routing to record; ask without it"
+            "there is no routing to record",
+            remedy="omit routing",
         )
     row_bytes = shape.width * OutputKind.ROUTING.element_bytes
     if row_bytes > MAX_ROUTING_BYTES:

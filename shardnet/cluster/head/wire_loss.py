@@ -1,7 +1,7 @@
-"""What the narrower wire of a plan saves and costs: measured by the head, and kept on disk.
+"""Measure what the narrower wire dtype of a plan saves and costs, and cache it on disk.
 
-Knows that the error belongs to model, borders, dtype and wire dtype, and that a client may give up
-waiting. Must not know how logits are compared (runtime/stage/wire_loss.py) nor how plans are made.
+Knows that the error depends on model, stage borders, dtype and wire dtype, and that a client may
+cancel. Must not know how logits are compared (runtime/stage/wire_loss.py) nor how plans are made.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import NarrowWire, WireError
 
 METHOD = 1
-"""Counts up whenever a new measurement would give another figure than an old one."""
+"""Version of the measurement: figures of another one are measured again."""
 
 Progress = Callable[[int, int], None]
 
 
 class _Key(Strict, frozen=True, kw_only=True):
-    """What an error belongs to."""
+    """What an error depends on."""
 
     method: int
     model_id: str
@@ -42,7 +42,7 @@ class _Key(Strict, frozen=True, kw_only=True):
     wire_dtype: str
 
 
-class _Kept(Strict, frozen=True, kw_only=True):
+class _Cached(Strict, frozen=True, kw_only=True):
     """The file of one error."""
 
     key: _Key
@@ -50,9 +50,9 @@ class _Kept(Strict, frozen=True, kw_only=True):
 
 
 class WireLoss:
-    """Measures on a thread of its own and keeps what it found in the folder `cache`.
+    """Measures on a thread of its own and caches the errors in the folder `cache`.
 
-    `threads` tells how many compute threads a stage of this node would have.
+    `threads` returns how many compute threads a stage of this node has.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class WireLoss:
         self._thread = Executor("shardnet-wire", niceness=10)
 
     async def narrow(self, plan: Plan, on_progress: Progress) -> NarrowWire:
-        """Say what the plan's wire dtype saves and costs.
+        """Measure the time that the plan's wire dtype saves and the error that it causes.
 
-        `on_progress` gets (bytes done, bytes in all) of the checkpoint; cancelling ends the
-        measurement. What cannot be measured is said in `why`.
+        `on_progress` takes (bytes done, bytes in all) of the checkpoint. Cancelling ends the
+        measurement. If the error cannot be measured, `why` of the result gives the reason.
         """
         config, own = plan.facts.config, WireDType.own(plan.dtype)
         saves_ms: float | None = 0.0
@@ -95,7 +95,7 @@ class WireLoss:
         self._thread.close()
 
     async def _saves_ms(self, plan: Plan) -> float | None:
-        """Milliseconds per token: what the links save, less the time to round on every hop."""
+        """Return the milliseconds per token that links save, less the conversion on every hop."""
         if plan.wire_saved_s is None:
             return None
         width = plan.facts.config.hidden_size
@@ -137,16 +137,16 @@ class WireLoss:
         )
         error = WireError(**asdict(measured))
         try:
-            write_whole(path, msgspec.json.encode(_Kept(key=key, error=error)))
+            write_whole(path, msgspec.json.encode(_Cached(key=key, error=error)))
         except OSError as failure:
             self._log(f"the error of a narrower wire is not kept: {failure}")
         return error
 
 
 def _read(path: Path, key: _Key) -> WireError | None:
-    """Read the file of one error; None where there is none that is whole and of this key."""
+    """Read the cached error of `key`, None if its file is missing or damaged."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        kept = msgspec.json.decode(path.read_bytes(), type=_Cached)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return kept.error if kept.key == key else None

@@ -1,6 +1,6 @@
-"""What this machine has measured of itself, kept from start to start: a file per model shape.
+"""Cache what this machine has measured of itself: a file per model shape.
 
-Knows of what a figure speaks, and which files to believe. Must not know how anything is measured.
+Knows what a figure depends on, and which files are valid. Must not know how anything is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardnet.types import DType, KvDType
 FOLDER = "figures"
 
 UNSTEADY_GOOD_FOR_S = 300.0
-"""A figure of a device that was busy is measured again when it is older."""
+"""A figure from a busy device is measured again when it is older."""
 
 _SHAPE_FIELDS = (
     "family",
@@ -39,12 +39,12 @@ _SHAPE_FIELDS = (
     "attention_soft_cap",
     "experts",
 )
-"""Of a config, what decides how long a step takes."""
+"""Fields of a config that the time of a step depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureKey:
-    """Of what a figure speaks: figures of equal keys are the same."""
+    """What a figure depends on."""
 
     shape: tuple[tuple[str, str], ...]
     dtype: str
@@ -70,7 +70,7 @@ class FigureKey:
         version: str,
         host: str,
     ) -> FigureKey:
-        """Take of `config` what matters. `cores` are those the process may use."""
+        """Make the key of a model on a device. `cores` are those that the process may use."""
         shape = tuple((name, str(getattr(config, name))) for name in _SHAPE_FIELDS)
         return cls(
             shape=shape,
@@ -97,16 +97,15 @@ def _kind(quantization: Quantization | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What was measured, and when: seconds since 1970."""
+    """What was measured, and when in seconds since 1970."""
 
     stage: StageFigures
     measured_at_s: float
 
 
 class FigureCache:
-    """Figures by key, in memory and in the cache `folder`. `log` hears once why a disk fails.
-
-    `now_s` gives the seconds since 1970.
+    """Figures by key, in memory and in the cache `folder`. `log` gets a line once if the disk
+    fails. `now_s` returns the seconds since 1970.
     """
 
     def __init__(
@@ -119,11 +118,13 @@ class FigureCache:
         self._log = log
         self._now_s = now_s
         self._known: dict[FigureKey, Figure] = {}
-        self._has_told = False
+        self._has_logged = False
 
     def get(self, key: FigureKey) -> Figure | None:
-        """Return what is known. A file that is damaged or speaks of something else is ignored, and
-        what was measured on a busy machine is known for some minutes only.
+        """Return the figure of `key`, None without one.
+
+        A damaged file counts as none, and so does a figure from a busy device after
+        UNSTEADY_GOOD_FOR_S.
         """
         if key not in self._known:
             found = _read(self._folder / key.file_name, key)
@@ -138,15 +139,15 @@ class FigureCache:
         return known
 
     def put(self, key: FigureKey, figure: Figure) -> None:
-        """Keep a figure. Where the disk does not take it, it lives as long as this process."""
+        """Cache a figure, in memory alone if the disk fails."""
         self._known[key] = figure
         content = json.dumps({"key": asdict(key), "figure": asdict(figure)}, indent=1)
         try:
             write_whole(self._folder / key.file_name, content.encode())
         except OSError as error:
-            if not self._has_told:
+            if not self._has_logged:
                 self._log(f"figures are not kept in {self._folder}: {error}")
-            self._has_told = True
+            self._has_logged = True
 
 
 def _read(path: Path, key: FigureKey) -> Figure | None:

@@ -1,6 +1,6 @@
-"""How fast this node's links are: round trip and bandwidth, measured over the control links.
+"""Measure this node's links over their control links: round trip and bandwidth.
 
-Knows how to measure one link within a second or two, and for how long a figure is good. Must not
+Knows how to measure one link within a second or two, and for how long a figure is valid. Must not
 know which links a plan needs.
 """
 
@@ -28,18 +28,18 @@ GOOD_FOR_S: Final = 300.0
 
 N_ROUND_TRIPS: Final = 9
 PAUSE_S: Final = 0.003
-"""Between two round trips: in a ring, too, the cores have fallen asleep when a frame comes."""
+"""Pause between two round trips, so that cores go idle as they do between steps of a ring."""
 ROUND_TRIPS_S: Final = 0.5
-"""On a slow link fewer round trips do, at least three."""
+"""Time limit of the round trips of a slow link, of which at least three are measured."""
 
 FIRST_PAYLOAD_BYTES: Final = 16 * 1024
 GROWTH: Final = 4
 N_PAYLOADS: Final = 3
 PAYLOADS_S: Final = 1.0
-"""No payload is sent that would, as far as is known, take longer than what is left of this."""
+"""Time limit of all payloads: none is sent that is expected to exceed what is left of it."""
 
 GIVE_UP_S: Final = 10.0
-"""A link that takes so long to measure is left without a figure."""
+"""A link that takes longer to measure has no figure."""
 
 QUICK_RATE_BYTES: Final = 256 * 1024
 QUICK_RATE_S: Final = 1.0
@@ -54,10 +54,11 @@ class _Known:
 
 
 class LinkBenchmark:
-    """Figures by peer. `link_of` gives the link to a node, `turn` waits for the compute thread.
+    """Measures links and keeps the figures by peer.
 
-    `turn` raises BusyError while sequences are open here; then only what is known is told.
-    `now_s` is a monotonic clock.
+    `link_of` returns the link to a node. `turn` waits for the compute thread, and raises BusyError
+    while sequences are open here; then only known figures are returned. `now_s` is a monotonic
+    clock.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LinkBenchmark:
         self._measuring = asyncio.Lock()
 
     async def measure(self, message: MeasureLinks) -> LinksMeasured:
-        """Answer with a figure for each node that has one, after measuring what is not fresh."""
+        """Measure links to the nodes of `message` without a fresh figure; return all figures."""
         rows = []
         for name in message.nodes:
             node = NodeId(name)
@@ -155,7 +156,7 @@ async def measure_link(
 
 
 async def _repeat(once: Callable[[], Awaitable[object]]) -> Sequence[float]:
-    """Time several round trips; the first one only warms up."""
+    """Time several round trips in seconds, after one to warm up."""
     await once()
     times: list[float] = []
     began = time.perf_counter()
@@ -177,8 +178,8 @@ async def best_rate(
 ) -> float:
     """Send payloads, each larger than the last one, and return the best rate of the largest.
 
-    `send` takes a size and gives the seconds of the round trip, which takes `empty_s` without a
-    payload. In bytes per second.
+    `send` takes a size in bytes and returns the seconds of the round trip, which takes `empty_s`
+    without a payload. The rate is in bytes per second.
     """
     size = FIRST_PAYLOAD_BYTES
     ends_s = now_s() + PAYLOADS_S

@@ -1,7 +1,7 @@
-"""What a head gathers before it plans: how fast every candidate is, and every link between two.
+"""Gather what a head needs before it plans: the speed of every candidate and of every link.
 
 Knows the order in which nodes measure, so that no two disturb each other, and that a node which
-cannot be measured is planned with all the same. Must not know how a node measures, nor plan.
+cannot be measured remains a candidate. Must not know how a node measures, nor plan.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardnet.wire.messages.membership import NodeInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured for one model shape: nodes by their id, links by (sender, receiver).
+    """Figures for one model shape: of nodes by id, of links by (sender, receiver).
 
-    `told` is what each node said, or why it has no figures, for people.
+    `told` has each node's own report, or why it has no figures, for people.
     """
 
     speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Measured:
 
     @property
     def ways(self) -> list[WayMeasured]:
-        """The links, as they are told."""
+        """The figures of links as a message."""
         return [
             WayMeasured(
                 sender=sender,
@@ -64,10 +64,10 @@ NOTHING_MEASURED = Measured()
 
 
 class Instruments(Protocol):
-    """How nodes are asked, the own one too."""
+    """How nodes are measured, this one included."""
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Have a node measure itself. Raises what it reports, and LinkError when it is lost."""
+        """Have a node measure itself. Raises the error it reports, LinkError if it is lost."""
 
     async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
         """Have a node measure its links. Raises as `measure_stage`."""
@@ -78,7 +78,7 @@ OnMeasured = Callable[[int, int], None]
 
 
 class _Count:
-    """Counts what is done of `n_all`, and tells it."""
+    """Counts what is done of `n_all`, and reports it."""
 
     def __init__(self, n_all: int, on_measured: OnMeasured) -> None:
         self._n_all = n_all
@@ -100,8 +100,8 @@ async def gather(
     """Have all nodes measured for the model of `stage`, then all links between two of them.
 
     Machines measure at the same time, the nodes of one machine one after the other. A link is
-    measured by the node with the smaller id. What fails is left out, and said. `on_measured`, which
-    must not raise, is told of each node and link that is done.
+    measured by the node with the smaller id. What fails is left out, and `told` gives the reason.
+    `on_measured` is called after each node and link, and must not raise.
     """
     count = _Count(len(nodes) * (len(nodes) + 1) // 2, on_measured)
     told = await _all_nodes(nodes, stage, instruments, count)
@@ -130,7 +130,7 @@ def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]
     """
     circle: list[NodeId | None] = [*sorted(nodes)]
     if len(circle) % 2:
-        circle.append(None)  # whoever meets it rests
+        circle.append(None)  # its partner rests
     rounds = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -201,7 +201,7 @@ async def _all_links(
                 if row.node == pair[1]:
                     speed = LinkSpeed(round_trip_s=row.round_trip_s, bytes_per_s=row.bytes_per_s)
                     links[pair] = speed
-        except ShardnetError:  # planned with as if it were slow, which the plan says
+        except ShardnetError:  # assumed to be slow, which the plan says
             pass
         count.one_more()
 

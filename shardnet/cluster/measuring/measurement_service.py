@@ -1,7 +1,7 @@
-"""Measuring as a node takes part in it: for its own plans, and when other heads ask.
+"""Measure for this node's own plans and for other heads.
 
-Knows who measures what here and who is asked elsewhere. Must not know how a figure comes about, nor
-what a plan makes of it.
+Knows which part measures what here, and which node is asked elsewhere. Must not know how a figure
+is measured, nor how a plan uses it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardnet.wire.messages.stages import LoadProgress
 
 
 class MeasurementService:
-    """Asks this `node` and others; `control_to` gives the link to another one."""
+    """Has this `node` and others measured; `control_to` returns the link to another one."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class MeasurementService:
         again: bool = False,
         on_measured: OnMeasured,
     ) -> Measured:
-        """Have the nodes and the links between them measured for a model of this machine.
+        """Have the nodes and the links between them measured for a model.
 
-        With `again` what they remember does not do. `on_measured` is as for `gather`.
+        With `again` known figures are measured too. `on_measured` is as for `gather`.
         """
         ask = await self._ask(choice, facts, dtype, again=again)
         payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
@@ -68,9 +68,9 @@ class MeasurementService:
     async def known(
         self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType
     ) -> Measured:
-        """Tell what this node knows of itself, without measuring."""
+        """Return the known figures of this node, without measuring."""
         ask = await self._ask(choice, facts, dtype, again=False)
-        return await gather([node], ask, 0, _Remembering(self._own))
+        return await gather([node], ask, 0, _KnownFigures(self._own))
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
         """Have a node measure itself (measurement.Instruments)."""
@@ -121,16 +121,16 @@ class MeasurementService:
         )
 
 
-class _Remembering:
-    """Instruments that measure nothing."""
+class _KnownFigures:
+    """Instruments that return known figures only."""
 
     def __init__(self, own: NodeBenchmark) -> None:
         self._own = own
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Tell what is known. Raises UsageError where nothing is."""
+        """Return the known figure. Raises UsageError without one."""
         return self._own.known(message)
 
     async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Tell of no link."""
+        """Return no figures."""
         return LinksMeasured(request=0, links=[])

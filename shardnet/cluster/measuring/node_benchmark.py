@@ -1,6 +1,7 @@
-"""How fast this node is with a model: measured once, then known.
+"""Measure how fast this node is with a model, once.
 
-Knows when to measure and when to remember. Must not plan, nor know what other nodes measure.
+Knows when to measure and when a known figure is valid. Must not plan, nor know what other nodes
+measure.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class NodeBenchmark:
     async def measure(
         self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None]
     ) -> StageMeasured:
-        """Answer with what is known or, where nothing is, with what is measured now.
+        """Return the known figure of a model, else measure it now.
 
-        `asker` names who sent the config, for messages. Raises BusyError when sequences are open
-        here and nothing is known, CheckpointError for a config this node cannot read, UsageError
-        for a dtype it does not know, CapacityError when there is no memory to measure in.
+        `asker` names the sender of the config in errors. `on_progress` takes (bytes done, bytes in
+        all). Raises BusyError if nothing is known and sequences are open here, CheckpointError for
+        a config this node cannot read, UsageError for an unknown dtype, CapacityError without the
+        memory to measure in.
         """
         config, dtype, quantization, key = self._subject(message, asker)
         kv_dtype = KvDType(message.kv_dtype)
@@ -75,11 +77,11 @@ class NodeBenchmark:
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
 
     def known(self, message: MeasureStage) -> StageMeasured:
-        """Answer with what is known, without the disk. Raises UsageError where nothing is."""
+        """Return the known figure of a model, without the disk. Raises UsageError without one."""
         *_, key = self._subject(message, "this node")
         figure = self._cache.get(key)
         if figure is None:
-            raise UsageError("not measured yet: `shardnet plan` does it")
+            raise UsageError("this node is not measured yet", remedy="run `shardnet plan`")
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
 
     def _subject(
@@ -102,7 +104,7 @@ class NodeBenchmark:
         return config, dtype, quantization, key
 
     async def _disk(self, message: MeasureStage) -> float | None:
-        """Return the bytes per second of the disk with the checkpoint, None where there is none."""
+        """Return the bytes per second of the checkpoint's disk, None without a checkpoint here."""
         path = find_folder(message.model) if message.model else None
         if path is None:
             return None
@@ -120,7 +122,7 @@ def _dtype(name: str) -> DType:
         return DType(name)
     except ValueError:
         raise UsageError(
-            f"figures for dtype {name} were asked for: known are bfloat16, float16 and float32"
+            f"dtype {name} was asked for in a measurement, expected bfloat16, float16 or float32"
         ) from None
 
 

@@ -59,7 +59,7 @@ class Dispatcher:
         return replace(self._own_hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
     async def accept(self, link: Link) -> None:
-        """Take a link that is up."""
+        """Serve a link whose handshake is done."""
         if link.peer.purpose is Purpose.DATA:
             self._host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
@@ -70,7 +70,7 @@ class Dispatcher:
             self._tasks.create_task(self._serve_client(link))
 
     def tell_clients(self, error: ShardnetError) -> None:
-        """Tell every client why it gets nothing more."""
+        """Send `error` to every client, since this node is leaving."""
         for link in self._client_links:
             if not link.closed:
                 link.send(error_frame(error))
@@ -80,7 +80,7 @@ class Dispatcher:
         await asyncio.gather(*(link.close() for link in self._client_links))
 
     async def _serve_client(self, link: Link) -> None:
-        """Serve a client until it leaves. One that breaks the protocol is worth a line."""
+        """Serve a client until it leaves. Log one that breaks the protocol."""
         self._client_links.add(link)
         try:
             await ControlLink(link, self._handle).serve()

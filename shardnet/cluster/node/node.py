@@ -68,12 +68,12 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where others reach this node best, "" where it does not listen."""
+        """The address at which others reach this node best, "" if it does not listen."""
         return self._links.advertisement.address
 
     @property
     def cluster(self) -> str | None:
-        """The fingerprint of this node's cluster, None where it has no key."""
+        """The fingerprint of this node's cluster, None if it has no key."""
         return self._settings.cluster
 
     async def client(self) -> Link:
@@ -86,7 +86,7 @@ class Node:
         return near
 
     async def listen(self, host: str, port: int) -> tcp.Listener:
-        """Listen on `host`, "" for all interfaces. Raises ConfigurationError if that cannot be."""
+        """Listen on `host`, "" for all interfaces. Raises ConfigurationError if it cannot."""
         listener = await tcp.listen(
             host,
             port,
@@ -100,25 +100,25 @@ class Node:
         return listener
 
     def _refused(self, host: str, error: ShardnetError) -> None:
-        """Take note of a handshake of `host` that failed."""
+        """Count a failed handshake of `host`, for reports."""
         self._links.refusals.note(host, error, time.monotonic())
 
     async def keep_peers(self) -> None:
-        """Keep links to the peers that were named and to all that are found."""
+        """Keep links to the configured peers and to all that are discovered, until cancelled."""
         await self._links.peers.run(self._settings.peers)
 
     async def discover(self) -> None:
-        """Be found and find others, until cancelled."""
+        """Advertise this node and discover others, until cancelled."""
         if self._settings.discovery is not None:
             await self._links.advertisement.discover(self._settings.discovery, self._links.peers)
 
     async def close(self) -> None:
-        """Unload what this node leads, leave what it follows, end the threads.
+        """Unload the ring that this node leads, leave the one it is a member of, end the threads.
 
-        Clients that wait for something are told why they get nothing.
+        Waiting clients get an error that says so.
         """
         self._services.dispatcher.tell_clients(
-            PeerFailedError("the node is leaving; start it again or ask another one")
+            PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )
         await self.head.close()
         self._services.drafts.close()
@@ -132,7 +132,7 @@ class Node:
 
 @asynccontextmanager
 async def running(settings: NodeSettings) -> AsyncIterator[Node]:
-    """Run a node that is not listening, for the process it is in; see `listening`."""
+    """Run a node that does not listen, for clients in this process; see `listening`."""
     async with asyncio.TaskGroup() as tasks:
         node = Node(settings, tasks)
         keeping = tasks.create_task(node.keep_peers())

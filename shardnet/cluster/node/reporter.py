@@ -1,7 +1,7 @@
-"""What this node reports: itself, its view of every peer, and on demand what its peers report.
+"""Report this node, its view of every peer, and on demand the reports of its peers.
 
-Knows where each fact lies, and how long peers are waited for. Tells members of the cluster and
-processes of this machine, nobody else. Must not judge: that is diagnosis.py's.
+Knows where each fact is found, and how long peers are waited for. Reports to members of the cluster
+and to processes of this machine only. Must not judge: that is the diagnosis's part.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportReque
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 PROBES_AT_ONCE: Final = 32
-"""Addresses that are probed together: more of them would use up the places for handshakes."""
+"""Addresses that are probed at once: more would use up the peer's slots for handshakes."""
 IDENTIFY_S: Final = 3.0
-"""How long looking at a checkpoint may take."""
+"""How long identifying a checkpoint may take."""
 
 
 class NodeReporter:
@@ -120,12 +120,13 @@ class NodeReporter:
         address = control.link.peer_address
         if self._cluster is None and not is_loopback(host_of(address)):
             raise AuthenticationError(
-                "a node without a cluster key tells only its own machine what it knows; run "
-                "`shardnet key new` on one machine and `shardnet key join` on the others"
+                "a node without a cluster key reports only to its own machine",
+                remedy="run `shardnet key new` on one machine and `shardnet key join` on the "
+                "others",
             )
 
     async def _relay(self, control: ControlLink, message: ReportRequest, peer: ControlLink) -> None:
-        """Ask one peer and pass its answer on, or why there is none."""
+        """Ask one peer for its report and pass it on, or the reason why there is none."""
         node, name = peer.link.peer.node, peer.link.peer.name
         try:
             reply = await self._ask(message, peer)
@@ -306,7 +307,7 @@ def _unreached(address: str, error: ShardnetError) -> AddressView:
 
 
 def _remembered(known: PeerReport, address: str) -> AddressView:
-    """What came of the last attempt at an address."""
+    """Return the outcome of the last attempt at an address."""
     if address == known.address:
         return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
     why = explanation(known.failures.get(address, ""), MAX_REASON)

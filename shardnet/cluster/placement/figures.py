@@ -1,7 +1,7 @@
-"""The planner's inputs and its result: what a model weighs, what nodes and links can do, a plan.
+"""Inputs and result of the planner: sizes of a model, speeds of nodes and links, a placement.
 
-Knows sizes and times as plain figures, and what a stage adds up to. Pure. Must not know how the
-figures were found, nor how a plan is chosen from them.
+Knows sizes and times as plain figures, and the memory of a stage. Pure. Must not know how the
+figures were measured, nor how a plan is chosen from them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 
 MARGIN = 0.02
-"""Share of a stage's predicted memory that is kept free for what nothing predicts."""
+"""Share of a stage's predicted memory that is kept free for what is not predicted."""
 
 
 class Objective(enum.Enum):
-    """What a plan makes least. The value is the name used in flags.
+    """What a plan minimises. The value is the name used in flags.
 
     LATENCY is the seconds per token of one sequence: all stages and all hops of one trip.
     THROUGHPUT is the slowest stage's seconds per step, its sending included: what bounds the tokens
@@ -34,7 +34,7 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedSizes:
-    """What a model weighs with `flags`, which round weights, keys and values, or both.
+    """Sizes of a model with `flags`, which quantise weights, keys and values, or both.
 
     `spared_bytes` as in ModelShape.
     """
@@ -50,10 +50,10 @@ class QuantizedSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """What it means to stream a layer from disk, in bytes.
+    """Bytes of streaming a layer from disk.
 
-    `read_bytes` of a layer are read at every step and not kept. A stage that streams any takes
-    `working_bytes` besides: what products reorder, and rows that wait for others in a layer.
+    `read_bytes` of a layer are read at every step and not kept. A stage that streams any needs
+    `working_bytes` more: for packed weights of linears, and rows that wait within a layer.
     """
 
     read_bytes: int
@@ -62,17 +62,17 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a model weighs in the dtype it will compute in. All sizes in bytes.
+    """Sizes of a model in the dtype that it computes in, in bytes.
 
     `context` is the positions of the one sequence there must be room for. `kv_block_bytes` is one
     layer's KV cache of one block of positions, `activation_bytes` the peak of one stage's
     intermediate results and `activation_position_bytes` how much of it each position of the context
-    adds.
-    `hop_bytes` is one row's activations as they travel from stage to stage. `lighter` are the ways
-    to round what of it is not, those of one flag first. `layer_read_bytes` is what one row reads of
-    a layer, None where that is all of it: experts it does not visit. `layer_bytes` is what the
-    largest layer weighs, and `spared_bytes` how much less each one does, () where all are alike.
-    `streaming` is None where its weights have to be made of what is on disk.
+    adds. `hop_bytes` is one row's activations as they travel from stage to stage.
+    `quantized_sizes` are those with more of it quantised, those of one flag first.
+    `layer_read_bytes` is what one row reads of a layer, None if that is all of it; it is less if
+    there are experts. `layer_bytes` is the size of the largest layer, and `spared_bytes` how much
+    less each one takes, () if all are equal.
+    `streaming` is None if weights have to be converted on loading, so cannot be streamed.
     """
 
     n_layers: int
@@ -162,11 +162,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpeed:
-    """What a node has measured of one model shape, in seconds.
+    """Times that a node has measured for one model shape, in seconds.
 
     `layer_s` is one layer at 1 row and decides plans; `layer_256_s`, one layer at 256 rows, says
     what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides.
-    Raises UsageError for a figure that is no time: other nodes tell these.
+    Raises UsageError for an impossible time, since other nodes report these.
     """
 
     layer_s: float
@@ -183,9 +183,9 @@ class StageSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """What was measured of the way from one node to another.
+    """Figures of the link from one node to another.
 
-    Raises UsageError for figures that no link has.
+    Raises UsageError for impossible figures.
     """
 
     round_trip_s: float
@@ -200,7 +200,7 @@ class LinkSpeed:
         return self.round_trip_s / 2 + self.send_s(size_bytes)
 
     def send_s(self, size_bytes: int) -> float:
-        """Seconds that the sender is busy with it; what flies costs the sender nothing."""
+        """Seconds that the sender is busy; latency costs the sender nothing."""
         return size_bytes / self.bytes_per_s
 
 
@@ -228,8 +228,8 @@ class CandidateNode:
 class StagePlan:
     """One stage of a plan, with the memory it is predicted to take.
 
-    `compute_s` is the predicted time of one row in this stage and `hop_s` of its way to the next
-    stage, from the tail to the head; None where it was not measured, `hop_s` also in a ring of one.
+    `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
+    stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `n_streamed` of its layers are streamed from disk.
     """
 
@@ -265,4 +265,6 @@ class Placement:
 
 def _check(holds: bool, what: str, value: float) -> None:
     if not (holds and math.isfinite(value)):
-        raise UsageError(f"{what} of {value} cannot have been measured: measure that node again")
+        raise UsageError(
+            f"{what} of {value} cannot have been measured", remedy="measure that node again"
+        )

@@ -94,8 +94,8 @@ def place_exactly(
     """
     if len(ring) > shape.n_layers:
         raise PlanError(
-            f"{len(ring)} nodes were named and the model has {shape.n_layers} layers: "
-            "name at most one node per layer"
+            f"{len(ring)} nodes were named and the model has {shape.n_layers} layers",
+            remedy="name at most one node per layer",
         )
     is_measured = not unmeasured_nodes(ring)
     if is_measured:
@@ -213,7 +213,8 @@ def _check_layers(
         if needed > candidate.memory_bytes:
             raise PlanError(
                 f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
-                f"{part} (needs {size(needed)}): give it fewer layers or a smaller --context"
+                f"{part} (needs {size(needed)})",
+                remedy="give it fewer layers or a smaller --context",
             )
 
 
@@ -223,18 +224,20 @@ def _check_ranges(
     """Raise PlanError unless the ranges are one per node and join from 0 to the end."""
     if len(layers) != len(ring):
         raise PlanError(
-            f"--layers names {len(layers)} ranges for {len(ring)} nodes: give one range per node"
+            f"--layers names {len(layers)} ranges for {len(ring)} nodes",
+            remedy="give one range per node",
         )
     expected = 0
     for part in layers:
         if part.start != expected:
             fault = "leaves a gap" if part.start > expected else "overlaps"
             raise PlanError(
-                f"--layers {fault}: range {part} should start at {expected}; ranges must join"
+                f"--layers {fault}: range {part} should start at {expected}",
+                remedy="let each range start where the one before ends",
             )
         expected = part.end
     if expected != shape.n_layers:
         raise PlanError(
-            f"--layers ends at {expected} and the model has {shape.n_layers} layers: "
-            f"end the last range at {shape.n_layers}"
+            f"--layers ends at {expected} and the model has {shape.n_layers} layers",
+            remedy=f"end the last range at {shape.n_layers}",
         )

@@ -1,6 +1,6 @@
-"""How many layers nodes have memory for, and what would make a model fit.
+"""Count the layers that nodes have memory for, and find what would make a model fit.
 
-Knows memory alone. Pure. Must not know times: which ring is the fastest is the search's affair.
+Knows memory alone. Pure. Must not know times: the search finds the fastest ring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class StageRole(IntFlag):
-    """What a stage has besides its layers: nothing, the embedding, the LM head or both."""
+    """What a stage holds besides its layers: nothing, the embedding, the LM head or both."""
 
     MIDDLE = 0
     FIRST = 1
@@ -30,7 +30,7 @@ Room = tuple[int, int, int, int]
 """The layers that a node has memory for, by StageRole. Alone it is all of them or 0."""
 
 Fits = Callable[[ModelShape, Sequence[int]], bool]
-"""Says whether the model fits nodes with so many bytes of memory."""
+"""Whether a model fits nodes with these bytes of memory."""
 
 
 def role_of(rank: int, n_stages: int) -> StageRole:
@@ -53,7 +53,7 @@ def room_of(shape: ModelShape, memory_bytes: int) -> Room:
         return shape.memory_bytes(LayerRange(start, start + n))
 
     def room(role: StageRole) -> int:
-        # A stage that is only first or only last leaves a layer to others, one in the middle two.
+        # A stage that is only first or only last leaves one layer to others, one in the middle two.
         most = n_layers - (not role & StageRole.FIRST) - (not role & StageRole.LAST)
         return bisect_right(range(1, most + 1), memory_bytes, key=lambda n: needed(n, role))
 
@@ -136,7 +136,7 @@ def context_that_fits(shape: ModelShape, memory: Sequence[int], fits: Fits) -> i
 def node_that_helps(shape: ModelShape, memory: Sequence[int], fits: Fits) -> int | None:
     """Return the least memory, in whole MiB as bytes, of one more node that makes it fit.
 
-    None when not even a node for the whole model helps: the ring has too many nodes already.
+    None if not even a node that holds the whole model helps: the ring has too many nodes.
     """
     return _least(shape, lambda extra: fits(shape, [*memory, extra]))
 
@@ -146,7 +146,7 @@ def memory_that_helps(
 ) -> int | None:
     """Return the least memory, in whole MiB as bytes, with which the node at `index` makes it fit.
 
-    None when no memory there helps, for another stage lacks its own.
+    None if no memory there helps, since another stage lacks memory too.
     """
     before, after = memory[:index], memory[index + 1 :]
     return _least(shape, lambda raised: fits(shape, [*before, raised, *after]))

@@ -1,4 +1,4 @@
-"""What the two objectives make of a ring while it grows: its worth so far, and what it can reach.
+"""Cost and lower bound of an unfinished ring, for each of the two objectives.
 
 Knows the numbers of one problem. Pure. Must not know how paths are chosen and kept
 (placement/search.py).
@@ -16,7 +16,7 @@ from shardnet.cluster.placement.split import Problem, Stage, cost_of, layers_wit
 
 
 class Rules(Protocol):
-    """What an objective makes of paths. A path's worth is a number; the least is the best.
+    """How an objective rates paths: by a number, the worth, of which the least is the best.
 
     A path is dropped unless worth and floor together stay below `limit`, and so is a ring unless
     it does.
@@ -45,7 +45,7 @@ def rules_for(problem: Problem, limit_s: float) -> Rules:
 
 
 class _SumRules:
-    """For the least sum over stages and hops: a path is worth its seconds besides its layers."""
+    """Least sum over stages and hops: the worth of a path is its seconds without its layers."""
 
     def __init__(self, problem: Problem, limit_s: float) -> None:
         self._problem = problem
@@ -70,7 +70,7 @@ class _SumRules:
     def _layers_s(self, mask: int, others: int) -> float:
         """Return the least seconds for all layers, every node of a set taking at least one.
 
-        More may go to `others`, too, as if the ways to them took nothing.
+        Nodes of `others` may take layers too, as if hops to them were free.
         """
         known_s = self._floors.get((mask, others))
         if known_s is not None:
@@ -99,7 +99,7 @@ class _SumRules:
 
 
 class _SlowestRules:
-    """For the least slowest stage: a path is worth the layers it does below the best, negated."""
+    """Least slowest stage: the worth is minus the layers that fit below the limit of time."""
 
     def __init__(self, problem: Problem, limit_s: float) -> None:
         self._problem, self._limit_s = problem, limit_s

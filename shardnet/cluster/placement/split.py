@@ -1,4 +1,4 @@
-"""How a ring's layers are divided over its stages, and what a trip round it then costs.
+"""Divide a ring's layers over its stages, and compute what a trip round it costs.
 
 Knows nodes as indices and times as numbers. Pure. Must not know which rings there are to choose
 from (placement/search.py), nor models, memory sizes or names.
@@ -23,8 +23,8 @@ class Problem:
     """One model and the nodes that could run it, as numbers. Times in seconds, for one row.
 
     Of each node: `room`, the layers it has memory for; `layer_s`, above 0; `embed_s` and `head_s`,
-    what it takes besides as the head and as the tail. From node to node: `hop_s` for activations
-    and `home_s` for the tail's token, as far as the objective counts them.
+    its extra time as the head and as the tail. From node to node: `hop_s` for activations and
+    `home_s` for the tail's token, as far as the objective counts them.
     """
 
     objective: Objective
@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSplit:
-    """A choice: nodes in ring order, the layers of each, and what the objective makes of it."""
+    """Nodes in ring order, the number of layers of each, and the cost under the objective."""
 
     nodes: tuple[int, ...]
     counts: tuple[int, ...]
@@ -52,7 +52,7 @@ class RingSplit:
 
 
 class Stage(NamedTuple):
-    """A stage before it has layers: room for how many, seconds for each, seconds besides."""
+    """A stage without layers yet: room for how many, seconds for each, fixed seconds."""
 
     room: int
     layer_s: float
@@ -63,7 +63,7 @@ _LAYER_S = attrgetter("layer_s")
 
 
 def stages_of(problem: Problem, nodes: Sequence[int]) -> list[Stage]:
-    """List the stages of a ring. What a stage spends besides its layers includes its hop."""
+    """List the stages of a ring. The fixed seconds of a stage include its hop."""
     head, tail = nodes[0], nodes[-1]
     if len(nodes) == 1:
         fixed_s = problem.embed_s[head] + problem.head_s[head]
@@ -98,7 +98,7 @@ def cost_of(problem: Problem, nodes: Sequence[int], limit_s: float = math.inf) -
 
 
 def best_split(problem: Problem, nodes: Sequence[int]) -> RingSplit | None:
-    """Divide the layers as the objective likes best. None when they do not fit.
+    """Divide the layers at the least cost. None if they do not fit.
 
     Exact. For one sequence the fastest stages get all they have room for; stages of equal speed
     share evenly.
@@ -123,7 +123,7 @@ def even_split(problem: Problem, nodes: Sequence[int]) -> RingSplit | None:
 
 
 def given_split(problem: Problem, nodes: Sequence[int], counts: Sequence[int]) -> RingSplit:
-    """Say what a ring costs whose layers were divided by someone else."""
+    """Return the split with `counts` layers on each node, and its cost."""
     return _ring(problem, nodes, stages_of(problem, nodes), counts)
 
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in the words a person needs: rates, times, what lacks and the ways out.
+"""Explain a plan to people: rates, times, what memory is lacking, and what would help.
 
 Knows the finished choice and its figures. Pure. Must not choose.
 """
@@ -36,11 +36,11 @@ from shardnet.cluster.placement.streams import (
 from shardnet.types import LayerRange
 
 LISTED = 8
-"""Of how many nodes a sentence names the figures."""
+"""At most so many nodes are named in a sentence."""
 
 
 def choice_words(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSplit) -> str:
-    """Say why the best ring is this one, against the best that is not."""
+    """Explain why this ring was chosen, against the best alternative."""
     split = (
         f"{_names(candidates, ring)}: about {_number(ring)} ({_parts(candidates, problem, ring)})"
     )
@@ -63,7 +63,7 @@ def choice_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Ri
 
 
 def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSplit) -> str:
-    """Say what a ring that was asked for makes, and which node of it would be faster alone."""
+    """Explain the rate of a ring that was asked for, and which of its nodes is faster alone."""
     words = f"about {_rate(ring)} ({_parts(candidates, problem, ring)})"
     alone = best_single(problem)
     if len(ring.nodes) > 1 and alone and alone.cost_s < ring.cost_s:
@@ -72,7 +72,7 @@ def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Rin
 
 
 def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
-    """Say what of a ring was not measured, as an addition to other words; empty if all was."""
+    """List what of a ring was not measured, as a suffix; empty if all was measured."""
     words = ""
     if nodes := unmeasured_nodes(ring):
         names = ", ".join(candidate.name for candidate in nodes[:LISTED])
@@ -90,7 +90,7 @@ def exclusion_words(
     ring: RingSplit,
     node: int,
 ) -> str:
-    """Say why the ring does without this node: what the best ring next to it with it would make."""
+    """Explain why a node is left out: the rate of the best neighbouring ring with it."""
     with_it = best_of(problem, rings_with(node, ring.nodes))
     if with_it is None:
         memory_bytes = candidates[node].memory_bytes
@@ -105,7 +105,7 @@ def exclusion_words(
 
 
 def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> str:
-    """Say that no ring of these nodes holds the model, what lacks where, and the ways out."""
+    """Explain that no ring of these nodes holds the model: what lacks where, and the ways out."""
     rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
     most = [max(room) for room in rooms]
     words = _needs_words(shape) + _have_words(candidates, most)
@@ -120,7 +120,7 @@ def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> s
 
 
 def ring_shortfall_words(shape: ModelShape, ring: Sequence[CandidateNode]) -> str:
-    """Say that exactly this ring does not hold the model, what lacks where, and the ways out."""
+    """Explain that this ring does not hold the model: what lacks where, and the ways out."""
     rooms = rooms_of(shape, [candidate.memory_bytes for candidate in ring])
     held = [room[role_of(rank, len(ring))] for rank, room in enumerate(rooms)]
     words = _needs_words(shape) + _have_words(ring, held)
@@ -130,7 +130,7 @@ def ring_shortfall_words(shape: ModelShape, ring: Sequence[CandidateNode]) -> st
 
 
 def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -> str:
-    """Say which stages stream how much from disk, why, and what it costs."""
+    """Explain which stages stream how much from disk, why, and at what cost."""
     names = "+".join(stage.candidate.name for stage in ring.stages[:LISTED])
     why = "layers are streamed as was asked" if was_asked else "no memory for the whole model"
     parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]
@@ -197,7 +197,7 @@ def _quantizations(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list
 
 
 def _streamed_way(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits) -> str | None:
-    """Name streaming with what it would be like; None where these nodes cannot."""
+    """Suggest streaming with its cost; None if these nodes cannot."""
     if shape.streaming is None:
         return None
     if fits is fits_in_order:
@@ -211,7 +211,7 @@ def _streamed_way(shape: ModelShape, candidates: Sequence[CandidateNode], fits: 
 
 
 def size(size_bytes: int) -> str:
-    """Write a size for a person, rounded up: what is asked for in these words is enough."""
+    """Write a size for people, rounded up so that it is enough if used as a flag."""
     if size_bytes < 2**30:
         return f"{math.ceil(size_bytes / 2**20)} MiB"
     return f"{math.ceil(size_bytes / 2**30 * 100) / 100:.2f} GiB"

@@ -105,7 +105,7 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
         async with asyncio.timeout(60):
-            with pytest.raises(BusyError, match=f"is loading {MODEL}: stop the command"):
+            with pytest.raises(BusyError, match=f"is loading {MODEL}; stop the command"):
                 await head.unload()
         assert not asking.done()
         asking.cancel()
