@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_ring import random_1b
-from shardnet_cli.finding.local_processes import local_processes
-from shardnet_cli.flags.cluster_access import Access
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.transport.loop import run
 from shardnet.wire.messages.generation import LastRun
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.flags.cluster_access import Access
 
 PROMPT = tuple(range(2, 34))
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 from bench_steps import make_step
-from shardnet_cli.finding.local_processes import local_processes
-from shardnet_cli.flags.cluster_access import Access
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.head.head import Elsewhere
@@ -43,6 +41,8 @@ from shardnet.types import (
     SlotId,
 )
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.flags.cluster_access import Access
 
 MAX_CONTEXT = 4096
 

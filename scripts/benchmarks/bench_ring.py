@@ -23,8 +23,6 @@ from pathlib import Path
 import msgspec
 import torch
 from bench_steps import make_step
-from shardnet_cli.finding.local_processes import local_processes
-from shardnet_cli.flags.cluster_access import Access
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import Timing
@@ -47,6 +45,8 @@ from shardnet.types import (
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.metas import Sampling
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.flags.cluster_access import Access
 
 READ_BYTES = 1536 * 2**20
 CHUNKS_TO_TRY = (64, 128, 256, 512)

@@ -30,9 +30,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))  # real nodes, and networks to put them in
 
-from shardnet_cli.flags.options import parse_size  # noqa: E402
 from support.system.netns import Host, open_network  # noqa: E402
 from support.system.nodes import Command, Machine, NodeProcess, Result  # noqa: E402
+
+from shardnet_cli.flags.options import parse_size  # noqa: E402
 
 MODEL = "/proc/self/cwd/model"
 NAMES = ("anna", "bert", "cleo")

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from shardnet_cli.finding.local_processes import local_processes
-from shardnet_cli.flags.cluster_access import Access
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -27,6 +25,8 @@ from shardnet.runtime.stage.wire_loss import measure_logit_error
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.flags.cluster_access import Access
 
 PROMPT = (1, 2, 3, 4)
 ROWS = (1, 256)

@@ -349,7 +349,7 @@ def model_shape(
     products stay in, None for `dtype`. The shape also says what it would weigh if more of it were
     rounded than `rounding` says.
     """
-    form = WeightForm(dtype=dtype, rounded=rounding.weights, products=stored)
+    form = WeightForm(dtype=dtype, quantization=rounding.weights, linear_dtype=stored)
     weights = _weighed(config, form, context, rounding.kv_dtype)
     return ModelShape(
         n_layers=config.n_layers,
@@ -369,7 +369,9 @@ def model_shape(
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         ),
         lighter=tuple(
-            _weighed(config, replace(form, rounded=more.weights), context, more.kv_dtype, flags)
+            _weighed(
+                config, replace(form, quantization=more.weights), context, more.kv_dtype, flags
+            )
             for flags, more in rounding.more()
         ),
     )

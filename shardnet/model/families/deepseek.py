@@ -21,9 +21,9 @@ from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.families.llama import llama_layer
 from shardnet.model.families.qwen3_moe import load_experts
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import AttentionKind, Step, attention
+from shardnet.model.layers.attention import AttentionKind, ForwardStep, attention
 from shardnet.model.layers.decoder_layer import Layer
-from shardnet.model.layers.experts import Choice, Router, SparseMlp, best_experts, best_groups
+from shardnet.model.layers.experts import Router, Routing, SparseMlp, best_experts, best_groups
 from shardnet.model.layers.modules import GatedMlp
 from shardnet.model.layers.norms import Norm, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
@@ -66,7 +66,11 @@ class LatentAttention:
             o_proj=weights.linear(f"{attn}.o_proj"),
         )
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+    @property
+    def fusible(self) -> None:
+        """None: it has linear layers inside attention."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
         n_rows, latent = hidden.shape[0], self.latent
         queries = self.queries(hidden).view(n_rows, -1, latent.nope_size + latent.rope_size)
@@ -118,7 +122,7 @@ class LatentQueries:
         return self.q_b_proj(self.q_a_layernorm(queries))
 
 
-def _by_head(rows: Tensor, weights: Tensor, step: Step) -> Tensor:
+def _by_head(rows: Tensor, weights: Tensor, step: ForwardStep) -> Tensor:
     """Multiply the heads of [T, H, A] by the [A, B] of each in [H, A, B]: [T, H, B].
 
     As in attention, rows that are no prompt chunk are computed one by one, so that their bits do
@@ -140,14 +144,14 @@ class SoftmaxGroupRouter:
     experts: Experts
     gate: Linear
 
-    def __call__(self, hidden: Tensor) -> Choice:
+    def __call__(self, hidden: Tensor) -> Routing:
         """Choose for every row."""
         config = self.experts
         scores = self.gate(hidden.float()).softmax(-1)  # [T, X]
         group_scores = scores.view(len(scores), config.n_groups, -1).amax(-1)
         left = best_groups(scores, group_scores, config.top_groups, 0.0)
         weights, experts = best_experts(left, config.top_k)
-        return Choice(experts=experts, weights=weights * config.answer_scale)
+        return Routing(experts=experts, weights=weights * config.answer_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,7 @@ class SigmoidGroupRouter:
     gate: Linear
     bias: Tensor  # [X], float32
 
-    def __call__(self, hidden: Tensor) -> Choice:
+    def __call__(self, hidden: Tensor) -> Routing:
         """Choose for every row."""
         config = self.experts
         scores = row_sigmoid(self.gate(hidden.float()))  # [T, X]
@@ -169,7 +173,7 @@ class SigmoidGroupRouter:
         weights = scores.gather(-1, experts)
         if config.normalize_top_k:
             weights = weights / (_row_sum(weights) + 1e-20)
-        return Choice(experts=experts, weights=weights * config.answer_scale)
+        return Routing(experts=experts, weights=weights * config.answer_scale)
 
 
 def _row_sum(weights: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from shardnet.model.families.qwen3 import load_qwen3_layer
 from shardnet.model.families.qwen3_moe import load_qwen3_moe_layer
 from shardnet.model.fused.decode_graphs import Capture, find_capture
 from shardnet.model.fused.decoder import DecoderStage
-from shardnet.model.layers.attention import Step
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
 
@@ -37,10 +37,10 @@ from shardnet.types import LayerRange
 class FamilyStage(Protocol):
     """What a family's file brings: embedding, layers and head of one stage."""
 
-    def embed(self, step: Step) -> Tensor:
+    def embed(self, step: ForwardStep) -> Tensor:
         """Token ids to hidden states [T, E]; first stage only."""
 
-    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+    def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each.
 
         What comes out of a layer lasts until the next is asked for, of the last one for good.

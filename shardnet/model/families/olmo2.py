@@ -52,6 +52,10 @@ class _WholeNorm:
     queries: Norm  # [H x D]
     keys: Norm  # [KV heads x D]
 
+    @property
+    def per_head(self) -> None:
+        """None: it normalizes over all heads."""
+
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalize every row of [T, H + KV heads, D]."""
         queries = self.queries(heads[:, : self.n_heads].flatten(1))

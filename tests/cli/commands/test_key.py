@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from shardnet_cli.commands import key as key_commands
 
 from shardnet.cluster.machine.cluster_key import ClusterKey, load_key
+from shardnet_cli.commands import key as key_commands
 
 
 class Terminal(io.StringIO):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from shardnet_cli.flags.config import config_path, read_config
-from shardnet_cli.flags.options import parse_size
-from shardnet_cli.main import app
 from typer.core import TyperGroup
 
 from shardnet.errors import ConfigurationError
+from shardnet_cli.flags.config import config_path, read_config
+from shardnet_cli.flags.options import parse_size
+from shardnet_cli.main import app
 
 
 def group() -> TyperGroup:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import pytest
 import typer
+from typer.core import TyperGroup
+from typer.testing import CliRunner
+
 from shardnet_cli.flags.option_groups import takes_groups
 from shardnet_cli.flags.ring_options import RingOptions
 from shardnet_cli.main import app
-from typer.core import TyperGroup
-from typer.testing import CliRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-from shardnet_cli.flags.prompts_file import read_prompt, read_prompts
-from shardnet_cli.output.generation_output import ListedTexts
 
 from shardnet.api import (
     GenerationEvent,
@@ -23,6 +21,8 @@ from shardnet.api import (
     Usage,
 )
 from shardnet.errors import CapacityError
+from shardnet_cli.flags.prompts_file import read_prompt, read_prompts
+from shardnet_cli.output.generation_output import ListedTexts
 
 SAMPLING = SamplingParams(temperature=0.5, seed=4)
 

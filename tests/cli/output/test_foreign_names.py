@@ -7,12 +7,12 @@ import sys
 
 import pytest
 from rich.console import Console
-from shardnet_cli.commands.nodes import _table
-from shardnet_cli.main import app
-from shardnet_cli.output.exit_codes import StreamedText, say, write_out
 from typer.testing import CliRunner
 
 from shardnet.wire.messages.membership import NodeInfo
+from shardnet_cli.commands.nodes import _table
+from shardnet_cli.main import app
+from shardnet_cli.output.exit_codes import StreamedText, say, write_out
 
 NAME = "\x1b[31m[/b]\x9b2J\nerror: forged"
 SHOWN = r"\u001b[31m[/b]\u009b2J error: forged"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shardnet_cli.output.narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
 
 from shardnet.wire.messages.narrow import NarrowWire, WireError
 from shardnet.wire.messages.plans import NodeProgress, PlannedStage, PlanReply
+from shardnet_cli.output.narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
 
 ERROR = WireError(n_rows=64, n_changed=2, max_error=0.0312, rms_error=0.00891, kl=0.000212)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+
+from shardnet.wire.messages.generation import LastRun, StageShare, Timing
+from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
+from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     number_words,
@@ -11,10 +15,6 @@ from shardnet_cli.output.plan_text import (
     run_json,
     run_text,
 )
-
-from shardnet.wire.messages.generation import LastRun, StageShare, Timing
-from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
-from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 
 
 def stage(rank: int, name: str, compute_ms: float | None, hop_ms: float | None) -> PlannedStage:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from shardnet_cli.output.progress import LoadBars
 
 from shardnet.wire.messages.plans import NodeProgress
+from shardnet_cli.output.progress import LoadBars
 
 
 def test_a_node_that_is_waited_for_is_told_once_and_counts_are_not(

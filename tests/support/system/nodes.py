@@ -25,7 +25,6 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
-from shardnet_cli.main import app
 from support.system.netns import namespace_of
 from support.system.parrot import LONG
 from support.system.warm_start import WarmProcess, is_possible
@@ -36,6 +35,7 @@ from shardnet.cluster.machine.local_nodes import RUNTIME_DIR_VARIABLE
 from shardnet.cluster.measuring.figure_cache import FOLDER
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.main import app
 
 START_S = 120.0
 """How long a node may take to its ready line."""

@@ -180,8 +180,8 @@ LLAMA_BAD = {
     "a kind that is a number": (with_key("model", 7), "model must be of type str"),
     "no tokens": (with_key("tokens", None), "tokens is missing or empty"),
     "tokens that are numbers": (with_key("tokens", [1, 2]), "tokens must be an array of str"),
-    "a token twice": (element("tokens", 300, "▁the"), "'▁the' is there 2 times"),
-    "a token that is no UTF-8": (element("tokens", 300, "a\udcff"), "tokens[300] is no UTF-8"),
+    "a token twice": (element("tokens", 300, "▁the"), "'▁the' occurs 2 times"),
+    "a token that is no UTF-8": (element("tokens", 300, "a\udcff"), "tokens[300] is not UTF-8"),
     "an empty token": (element("tokens", 300, ""), "piece 300 has 0 characters"),
     "a huge token": (element("tokens", 300, "a" * 9999), "piece 300 has 9999 characters"),
     "scores too few": (with_key("scores", [0.0]), "scores must have one number for each"),
@@ -206,7 +206,7 @@ GPT2_BAD = {
     "a way nobody knows": (with_key("pre", "chatglm"), "pre = 'chatglm' is not supported; supp"),
     "no merges": (with_key("merges", None), "merges is missing or empty"),
     "a merge of one": (element("merges", 5, "ab"), "merges[5] is 'ab', not two tokens"),
-    "a merge of no tokens": (element("merges", 5, "q zqz"), "needs 'zqz', which is no token"),
+    "a merge of no tokens": (element("merges", 5, "q zqz"), "needs 'zqz', which is not a token"),
     "a token twice": (element("tokens", 9, "a"), "tokens 9 and "),
 }
 

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#include "products.h"
+#include "linear.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
