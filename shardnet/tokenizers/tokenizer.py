@@ -82,11 +82,11 @@ class Tokenizer:
         Raises CheckpointError as `load` does, except for a missing tokenizer.
         """
         folder = tokenizer_place(path)  # a GGUF file has nothing beside it
-        read = read_tokenizer(folder)
-        if read is None:
+        loaded = read_tokenizer(folder)
+        if loaded is None:
             return None
-        id_of = read.backend.token_to_id
-        if not read.backend.get_vocab_size():
+        id_of = loaded.backend.token_to_id
+        if not loaded.backend.get_vocab_size():
             raise CheckpointError(
                 f"{folder}: the tokenizer has no tokens",
                 remedy="fetch its files again",
@@ -94,21 +94,23 @@ class Tokenizer:
         bos_id = _read_bos_id(folder, id_of)
         return cls.of(
             replace(
-                read,
-                bos_id=read.bos_id if bos_id is None else bos_id,
-                eos_ids=_read_eos_ids(folder, id_of) or read.eos_ids,
-                adds_bos=_adds_bos(folder, read.adds_bos),
+                loaded,
+                bos_id=loaded.bos_id if bos_id is None else bos_id,
+                eos_ids=_read_eos_ids(folder, id_of) or loaded.eos_ids,
+                adds_bos=_adds_bos(folder, loaded.adds_bos),
             )
         )
 
     @classmethod
-    def of(cls, read: LoadedTokenizer) -> Tokenizer:
+    def of(cls, loaded: LoadedTokenizer) -> Tokenizer:
         """Make the tokenizer from its file alone, without the files beside it."""
-        if read.adds_bos and read.bos_id is not None:
-            read.backend.post_processor = processors.TemplateProcessing(
-                single="bos $A", special_tokens=[("bos", read.bos_id)]
+        if loaded.adds_bos and loaded.bos_id is not None:
+            loaded.backend.post_processor = processors.TemplateProcessing(
+                single="bos $A", special_tokens=[("bos", loaded.bos_id)]
             )
-        return cls(read.backend, bos_id=read.bos_id, eos_ids=read.eos_ids, template=read.template)
+        return cls(
+            loaded.backend, bos_id=loaded.bos_id, eos_ids=loaded.eos_ids, template=loaded.template
+        )
 
     def encode(self, text: str, *, bos: Bos = "auto", parse_special: bool = True) -> list[int]:
         """Encode text to token ids.
@@ -267,10 +269,10 @@ def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
     if by_default is None:
         return None
     path = folder / "tokenizer_config.json"
-    said = read_object(path).get("add_bos_token")
-    if not isinstance(said, bool | None):
-        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {said!r}")
-    return by_default if said is None else said
+    value = read_object(path).get("add_bos_token")
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {value!r}")
+    return by_default if value is None else value
 
 
 def _ids_under(path: Path, key: str) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
-    "stored": weight_form(checkpoint, choice).products.value,
+    "stored": weight_form(checkpoint, choice).linear_dtype.value,
     "counted": stage.weight_bytes,
     "loaded": loaded - idle,
     "most": max(during),

@@ -38,8 +38,8 @@ class GivenUp(Exception):
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", PIECE)
     monkeypatch.setattr(pack_cache, "_PIECE_BYTES", PIECE)
-    monkeypatch.setattr(quantized_linear, "_PACKED_AT_A_TIME", PIECE)
-    monkeypatch.setattr(quantized_linear, "_ROUNDED_AT_A_TIME", PIECE)
+    monkeypatch.setattr(quantized_linear, "_NATIVE_CHUNK_WEIGHTS", PIECE)
+    monkeypatch.setattr(quantized_linear, "_TORCH_CHUNK_WEIGHTS", PIECE)
 
 
 def load_range(

@@ -215,7 +215,7 @@ class _Bucket:
     def replay(self, place: int) -> None:
         """Replay the graph before the layer `place`."""
         piece = self.pieces[place]
-        assert piece is not None, "a layer beside it is captured"
+        assert piece is not None, "one of its two layers is captured"
         piece()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.tensors.model_tensor import ModelTensor, as_stored
 from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import head_tensors, is_rounded, layer_tensors
 from shardnet.stage.estimate.memory_estimate import WeightForm
@@ -35,7 +34,7 @@ def dtype_in_place(checkpoint: Checkpoint) -> DType | None:
     for layer in range(config.n_layers):
         for name, shape in layer_tensors(config, layer).items():
             if is_rounded(name, shape):
-                found.add(_lies_in(checkpoint, name))
+                found.add(_stored_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
@@ -44,7 +43,7 @@ def products_dtype(checkpoint: Checkpoint) -> DType | None:
     found = {dtype_in_place(checkpoint)}
     for name, shape in head_tensors(checkpoint.config).items():
         if is_rounded(name, shape):
-            found.add(_lies_in(checkpoint, name))
+            found.add(_stored_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
@@ -70,13 +69,8 @@ def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
     )
 
 
-def _lies_in(checkpoint: Checkpoint, name: str) -> DType | None:
+def _stored_dtype(checkpoint: Checkpoint, name: str) -> DType | None:
     tensor = checkpoint.tensors.get(name)
-    return None if tensor is None or _is_converted(tensor) else _DTYPES.get(tensor.dtype)
-
-
-def _is_converted(tensor: ModelTensor) -> bool:
-    """Say whether a parameter is anything else than one contiguous matrix in one file."""
-    if tensor.make is not as_stored or len(tensor.sources) != 1 or len(tensor.shape) != 2:
-        return True
-    return tensor.sources[0].strides is not None
+    if tensor is None or not tensor.is_stored_matrix:
+        return None
+    return _DTYPES.get(tensor.dtype)

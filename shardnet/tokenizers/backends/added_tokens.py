@@ -77,10 +77,10 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
             )
         found[token_id] = NamedToken(text=text, token_id=token_id, special=text in special)
     where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
-    said = config.get("added_tokens_decoder") or {}
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{where} must be an object, not {type(said).__name__}")
-    for key, entry in said.items():
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise CheckpointError(f"{where} must be an object, not {type(decoder).__name__}")
+    for key, entry in decoder.items():
         token = _described(key, entry, f"{where}[{key!r:.80}]", special)
         found[token.token_id] = token
     for text in special & vocabulary.keys():
@@ -103,9 +103,9 @@ def check_id(token_id: int, where: str) -> None:
 
 def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
     texts = set()
-    for said in (read_object(folder / "special_tokens_map.json"), config):
-        entries = [said.get(role) for role in _ROLES]
-        more = said.get("additional_special_tokens")
+    for source in (read_object(folder / "special_tokens_map.json"), config):
+        entries = [source.get(role) for role in _ROLES]
+        more = source.get("additional_special_tokens")
         for entry in [*entries, *(more if isinstance(more, list) else [])]:
             text = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(text, str):
@@ -120,10 +120,10 @@ def _described(key: str, entry: object, where: str, special: set[str]) -> NamedT
             remedy="fetch the file again",
         )
     check_id(int(key), where)
-    said = entry if isinstance(entry, dict) else {}
-    match said:
+    fields = entry if isinstance(entry, dict) else {}
+    match fields:
         case {"content": str(text)} if text:
-            flags = {name: said.get(name, False) for name in _FLAGS}
+            flags = {name: fields.get(name, False) for name in _FLAGS}
             if all(isinstance(flag, bool) for flag in flags.values()):
                 flags["special"] |= text in special
                 return NamedToken(text=text, token_id=int(key), **flags)

@@ -38,7 +38,7 @@ def _character_of_byte() -> dict[int, str]:
 def ranked_backend(
     ranks: Sequence[bytes],
     named: Collection[NamedToken],
-    split: Pretokenizer,
+    pretokenizer: Pretokenizer,
     *,
     first_id: int,
     where: str,
@@ -64,14 +64,14 @@ def ranked_backend(
         if character not in vocabulary:
             raise CheckpointError(f"{where}: no rank is the single byte 0x{byte:02X}")
     merges = merges_of(vocabulary, vocabulary)
-    return merged_backend(vocabulary, merges, named, split, where=where)
+    return merged_backend(vocabulary, merges, named, pretokenizer, where=where)
 
 
 def merged_backend(
     vocabulary: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
     named: Collection[NamedToken],
-    split: Pretokenizer,
+    pretokenizer: Pretokenizer,
     *,
     where: str,
     prefix_space: bool = False,
@@ -98,13 +98,13 @@ def merged_backend(
                     "not a token"
                 )
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=words, merges=list(merges), ignore_merges=split.whole_words)
+        models.BPE(vocab=words, merges=list(merges), ignore_merges=pretokenizer.whole_words)
     )
     try:
-        backend.pre_tokenizer = split.pre_tokenizer(prefix_space=prefix_space)
+        backend.pre_tokenizer = pretokenizer.pre_tokenizer(prefix_space=prefix_space)
     except ValueError as error:
         raise CheckpointError(f"{where}: invalid pattern to split words: {error}") from error
-    normalizer = split.normalizer()
+    normalizer = pretokenizer.normalizer()
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.decoder = decoders.ByteLevel()

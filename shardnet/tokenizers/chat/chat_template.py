@@ -63,13 +63,15 @@ class ChatTemplate:
         file = folder / "chat_template.jinja"
         if file.is_file():
             return cls(source=_read_text(file), where=str(file), tokens=tokens)
-        for name, said in (
+        for name, content in (
             ("tokenizer_config.json", config),
             ("chat_template.json", _read_json(folder / "chat_template.json")),
         ):
-            if said.get("chat_template") is not None:
+            if content.get("chat_template") is not None:
                 where = f"{folder / name}: chat_template"
-                return cls(source=_named(said["chat_template"], where), where=where, tokens=tokens)
+                return cls(
+                    source=_named(content["chat_template"], where), where=where, tokens=tokens
+                )
         if own is not None:
             return own
         raise UsageError(
@@ -85,7 +87,7 @@ class ChatTemplate:
         its own text, CheckpointError for a template that is damaged, does something forbidden, or
         exceeds its time or memory.
         """
-        asked = {
+        request = {
             "template": self.source,
             "variables": {
                 **self.tokens,
@@ -98,23 +100,23 @@ class ChatTemplate:
             "most_bytes": MAX_TEXT_BYTES,
             "seconds": seconds,
         }
-        answer = self._run(json.dumps(asked), seconds)
-        if "refused" in answer:
-            raise UsageError(f"{self.where} refuses these messages: {answer['refused']}")
-        if "text" not in answer:
-            line = f" line {answer['line']}" if answer.get("line") else ""
+        reply = self._run(json.dumps(request), seconds)
+        if "refused" in reply:
+            raise UsageError(f"{self.where} refuses these messages: {reply['refused']}")
+        if "text" not in reply:
+            line = f" line {reply['line']}" if reply.get("line") else ""
             raise CheckpointError(
-                f"{self.where}{line}: {answer['failed']}",
+                f"{self.where}{line}: {reply['failed']}",
                 remedy=_AGAIN,
             )
-        return str(answer["text"])
+        return str(reply["text"])
 
-    def _run(self, asked: str, seconds: int) -> dict[str, Any]:
+    def _run(self, request: str, seconds: int) -> dict[str, Any]:
         """Run the renderer process, with its limits, and return its reply."""
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
-                input=asked.encode(),
+                input=request.encode(),
                 capture_output=True,
                 timeout=WAIT_FACTOR * seconds,
                 check=False,
@@ -125,15 +127,15 @@ class ChatTemplate:
         if done.returncode == _OUT_OF_TIME:
             raise self._loops(seconds)
         try:
-            answer = json.loads(done.stdout)
+            reply = json.loads(done.stdout)
         except ValueError:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise CheckpointError(
                 f"{self.where}: rendering it ended with code {done.returncode} ({last})",
                 remedy=_AGAIN,
             ) from None
-        assert isinstance(answer, dict)
-        return answer
+        assert isinstance(reply, dict)
+        return reply
 
     def _loops(self, seconds: int) -> CheckpointError:
         return CheckpointError(
@@ -142,25 +144,25 @@ class ChatTemplate:
         )
 
 
-def _named(said: object, where: str) -> str:
+def _named(value: object, where: str) -> str:
     """Return the template, of several the one named default."""
-    if isinstance(said, list):
-        named = {e.get("name"): e.get("template") for e in said if isinstance(e, dict)}
-        said = named.get("default")
-    if not isinstance(said, str):
+    if isinstance(value, list):
+        named = {e.get("name"): e.get("template") for e in value if isinstance(e, dict)}
+        value = named.get("default")
+    if not isinstance(value, str):
         raise CheckpointError(
             f"{where} is neither a template nor a list with one named default",
             remedy=_AGAIN,
         )
-    return said
+    return value
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that the files define, by their names in templates."""
     found = {}
-    for said in (_read_json(folder / "special_tokens_map.json"), config):
+    for source in (_read_json(folder / "special_tokens_map.json"), config):
         for name in _TOKEN_NAMES:
-            token = said.get(name)
+            token = source.get(name)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 found[name] = text
@@ -172,18 +174,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
+        value = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not readable as JSON ({error})",
             remedy=_AGAIN,
         ) from error
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(
             f"{path}: expected a JSON object",
             remedy=_AGAIN,
         )
-    return said
+    return value
 
 
 def _read_text(path: Path, most_bytes: int = MAX_TEMPLATE_BYTES) -> str:

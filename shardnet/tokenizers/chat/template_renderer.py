@@ -38,22 +38,22 @@ class Generation(jinja2.ext.Extension):
 
 def main() -> None:
     """Render the request on standard input."""
-    asked = json.load(sys.stdin)
-    limit(asked["memory_bytes"], asked["seconds"])
-    answer: dict[str, Any]
+    request = json.load(sys.stdin)
+    limit(request["memory_bytes"], request["seconds"])
+    reply: dict[str, Any]
     try:
-        answer = {"text": render(asked["template"], asked["variables"], asked["most_bytes"])}
+        reply = {"text": render(request["template"], request["variables"], request["most_bytes"])}
     except RefusedByTemplateError as error:
-        answer = {"refused": str(error)}
+        reply = {"refused": str(error)}
     except jinja2.TemplateSyntaxError as error:
-        answer = {"failed": error.message or "syntax error", "line": error.lineno}
+        reply = {"failed": error.message or "syntax error", "line": error.lineno}
     except MemoryError:
-        answer = {"failed": f"it needs more than {asked['memory_bytes'] >> 20} MiB"}
+        reply = {"failed": f"it needs more than {request['memory_bytes'] >> 20} MiB"}
     except RecursionError:
-        answer = {"failed": "it calls itself without end"}
+        reply = {"failed": "it calls itself without end"}
     except Exception as error:  # an untrusted expression may raise anything
-        answer = {"failed": f"{type(error).__name__}: {error}"[:500], "line": line_of(error)}
-    json.dump(answer, sys.stdout)
+        reply = {"failed": f"{type(error).__name__}: {error}"[:500], "line": line_of(error)}
+    json.dump(reply, sys.stdout)
 
 
 def limit(memory_bytes: int, seconds: int) -> None:

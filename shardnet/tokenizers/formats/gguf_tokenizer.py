@@ -31,28 +31,28 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
     Raises CheckpointError, which names file and key, for an unsupported kind of tokenizer or
     pretokenizer, and for damaged values.
     """
-    said = _Metadata(metadata, where)
-    model = said.one("model", str)
+    values = _Metadata(metadata, where)
+    model = values.one("model", str)
     if model is None or model == "none":
         return None
-    tokens = said.texts("tokens", MAX_ID)
+    tokens = values.texts("tokens", MAX_ID)
     match model:
         case "llama":
-            read = _read_pieces(said, tokens)
+            loaded = _read_pieces(values, tokens)
         case "gpt2":
-            read = _read_bytes(said, tokens)
+            loaded = _read_bytes(values, tokens)
         case _:
             raise CheckpointError(
                 f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2"
             )
-    ends = [said.token_id(key, tokens) for key in _END_KEYS]
-    adds_bos = said.one("add_bos_token", bool)
+    ends = [values.token_id(key, tokens) for key in _END_KEYS]
+    adds_bos = values.one("add_bos_token", bool)
     return LoadedTokenizer(
-        backend=read.backend,
-        bos_id=said.token_id("bos_token_id", tokens),
+        backend=loaded.backend,
+        bos_id=values.token_id("bos_token_id", tokens),
         eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        adds_bos=read.adds_bos if adds_bos is None else adds_bos,
-        template=_template(said, tokens),
+        adds_bos=loaded.adds_bos if adds_bos is None else adds_bos,
+        template=_template(values, tokens),
     )
 
 
@@ -135,72 +135,74 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _read_pieces(said: _Metadata, tokens: list[str]) -> LoadedTokenizer:
+def _read_pieces(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
     """Read a sentencepiece tokenizer. Tokens of type UNUSED pad the vocabulary and are dropped."""
-    scores = said.many("scores", (float, int), MAX_ID)
+    scores = values.many("scores", (float, int), MAX_ID)
     if scores is None or len(scores) != len(tokens):
-        raise said.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
+        raise values.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
     prefix, collapses = (
-        said.one("add_space_prefix", bool),
-        said.one("remove_extra_whitespaces", bool),
+        values.one("add_space_prefix", bool),
+        values.one("remove_extra_whitespaces", bool),
     )
     pieces = Pieces(
-        where=f"{said.where}: {_KEY}tokens",
+        where=f"{values.where}: {_KEY}tokens",
         texts=tokens,
         scores=scores,
-        kinds=said.kinds(tokens),
+        kinds=values.kinds(tokens),
         add_dummy_prefix=prefix is not False,
         remove_extra_whitespaces=bool(collapses),
     )
     return LoadedTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
 
 
-def _read_bytes(said: _Metadata, tokens: list[str]) -> LoadedTokenizer:
+def _read_bytes(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
     """Read a byte-level tokenizer as GPT-2's: tokens in printable characters, and merges."""
-    split = _pretokenizer(said)
+    pretokenizer = _pretokenizer(values)
     vocabulary: dict[str, int] = {}
     named = []
-    for token_id, (text, kind) in enumerate(zip(tokens, said.kinds(tokens), strict=True)):
+    for token_id, (text, kind) in enumerate(zip(tokens, values.kinds(tokens), strict=True)):
         if kind == PieceKind.UNUSED:
             continue
         if text in vocabulary:
-            raise said.damaged("tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}")
+            raise values.damaged(
+                "tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}"
+            )
         vocabulary[text] = token_id
         if kind != PieceKind.NORMAL:
             special = kind != PieceKind.USER_DEFINED
             named.append(NamedToken(text=text, token_id=token_id, special=special))
     backend = merged_backend(
-        vocabulary, _merges(said), named, split, where=f"{said.where}: {_KEY}merges"
+        vocabulary, _merges(values), named, pretokenizer, where=f"{values.where}: {_KEY}merges"
     )
-    return LoadedTokenizer(backend=backend, adds_bos=split.adds_bos)
+    return LoadedTokenizer(backend=backend, adds_bos=pretokenizer.adds_bos)
 
 
-def _pretokenizer(said: _Metadata) -> Pretokenizer:
-    name = said.one("pre", str)
+def _pretokenizer(values: _Metadata) -> Pretokenizer:
+    name = values.one("pre", str)
     if name not in GGUF_NAMES:
         what = "is missing" if name is None else f"= {name!r:.80} is not supported"
-        raise said.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
+        raise values.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
     return GGUF_NAMES[name]
 
 
-def _merges(said: _Metadata) -> list[tuple[str, str]]:
+def _merges(values: _Metadata) -> list[tuple[str, str]]:
     merges = []
-    for place, line in enumerate(said.texts("merges", 4 * MAX_ID)):
+    for place, line in enumerate(values.texts("merges", 4 * MAX_ID)):
         first, _, second = line.partition(" ")
         if not first or not second or " " in second:
-            raise said.damaged(f"merges[{place}]", f"is {line!r:.80}, not two tokens")
+            raise values.damaged(f"merges[{place}]", f"is {line!r:.80}, not two tokens")
         merges.append((first, second))
     return merges
 
 
-def _template(said: _Metadata, tokens: list[str]) -> ChatTemplate | None:
-    source = said.template()
+def _template(values: _Metadata, tokens: list[str]) -> ChatTemplate | None:
+    source = values.template()
     if source is None:
         return None
-    ids = {role: said.token_id(f"{role}_token_id", tokens) for role in _ROLES}
+    ids = {role: values.token_id(f"{role}_token_id", tokens) for role in _ROLES}
     return ChatTemplate(
         source=source,
-        where=f"{said.where}: tokenizer.chat_template",
+        where=f"{values.where}: tokenizer.chat_template",
         tokens={
             f"{role}_token": tokens[token_id]
             for role, token_id in ids.items()

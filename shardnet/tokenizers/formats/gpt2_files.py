@@ -32,7 +32,7 @@ def read_gpt2_files(folder: Path) -> LoadedTokenizer:
 
     Raises CheckpointError, which names the file and the entry or line.
     """
-    split = _pretokenizer(folder)
+    pretokenizer = _pretokenizer(folder)
     vocabulary = _vocabulary(folder / "vocab.json")
     added = read_added_tokens(folder, vocabulary)
     if _ENDOFTEXT in vocabulary:
@@ -44,13 +44,13 @@ def read_gpt2_files(folder: Path) -> LoadedTokenizer:
         vocabulary,
         _merges(folder / "merges.txt"),
         added.values(),
-        split,
+        pretokenizer,
         where=str(folder / "vocab.json"),
         prefix_space=_flag(folder, "add_prefix_space"),
     )
     return LoadedTokenizer(
         backend=backend,
-        bos_id=end_id if split is GPT2 else None,
+        bos_id=end_id if pretokenizer is GPT2 else None,
         eos_ids=() if end_id is None else (end_id,),
         adds_bos=False,
     )
@@ -68,13 +68,13 @@ def _pretokenizer(folder: Path) -> Pretokenizer:
             f"for model_type = {model_type!r:.80}",
             remedy="add tokenizer.json or tokenizer_class",
         )
-    split = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
-    if split is None:
+    pretokenizer = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
+    if pretokenizer is None:
         raise CheckpointError(
             f"{path}: tokenizer_class = {named!r:.80} is not supported without tokenizer.json; "
             f"supported: {', '.join(_CLASSES)}"
         )
-    return split
+    return pretokenizer
 
 
 def _flag(folder: Path, key: str) -> bool:

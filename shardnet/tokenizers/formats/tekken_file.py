@@ -32,8 +32,8 @@ _UNNAMED = (
 
 def read_tekken(path: Path) -> LoadedTokenizer:
     """Read a tekken.json. Raises CheckpointError, which names the file and the field."""
-    said = read_object(path)
-    config = said.get("config")
+    document = read_object(path)
+    config = document.get("config")
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{path}: config is missing",
@@ -50,8 +50,8 @@ def read_tekken(path: Path) -> LoadedTokenizer:
         raise CheckpointError(
             f"{path}: config.pattern must be a text of 1 to {_MAX_PATTERN_CHARACTERS} characters"
         )
-    ranks = _ranks(said.get("vocab"), n_tokens - n_special, path)
-    special = _special_tokens(said.get("special_tokens"), n_special, path)
+    ranks = _ranks(document.get("vocab"), n_tokens - n_special, path)
+    special = _special_tokens(document.get("special_tokens"), n_special, path)
     ids = {token.text: token_id for token_id, token in special.items()}
     backend = ranked_backend(
         ranks,
@@ -96,17 +96,17 @@ def _ranks(vocab: object, n_ranks: int, path: Path) -> list[bytes]:
     return ranks
 
 
-def _special_tokens(said: object, n_special: int, path: Path) -> dict[int, NamedToken]:
+def _special_tokens(listed: object, n_special: int, path: Path) -> dict[int, NamedToken]:
     """Read the special tokens; unnamed ones become <SPECIAL_n>."""
     named: dict[int, NamedToken] = {}
-    if said is None:
-        said = [
+    if listed is None:
+        listed = [
             {"rank": place, "token_str": text, "is_control": True}
             for place, text in enumerate(_UNNAMED[:n_special])
         ]
-    if not isinstance(said, list):
+    if not isinstance(listed, list):
         raise CheckpointError(f"{path}: special_tokens must be a list")
-    for place, entry in enumerate(said):
+    for place, entry in enumerate(listed):
         match entry:
             case {"rank": int(rank), "token_str": str(text)} if (
                 0 <= rank < n_special and rank not in named and text

@@ -206,7 +206,7 @@ def test_a_disk_without_room_for_rounded_weights_is_named(
 ) -> None:
     folder = make(tmp_path / "model", "llama")
     monkeypatch.setattr(PackCache, "put", lambda *arguments: None)
-    with pytest.raises(CapacityError, match="could not be kept"):
+    with pytest.raises(CapacityError, match="could not be stored"):
         load(folder, 4, choice_of(DType.FLOAT32, "int8"), tmp_path / "packs")
 
 
@@ -234,7 +234,7 @@ def test_weights_that_have_to_be_made_are_refused_by_name(tmp_path: Path) -> Non
     stacked = make(tmp_path / "stacked", "gpt_oss")
     with pytest.raises(CheckpointError, match="have to be converted when they are read"):
         load(stacked, 4)
-    with pytest.raises(UsageError, match="not kept on disk"):
+    with pytest.raises(UsageError, match="not cached on disk"):
         load(brain, 4, choice_of(DType.FLOAT32, "int8"))
 
 

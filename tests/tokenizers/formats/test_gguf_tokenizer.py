@@ -188,7 +188,7 @@ LLAMA_BAD = {
     "a score that is none": (element("scores", 300, float("inf")), "has the score inf"),
     "types too few": (with_key("token_type", [1]), "token_type has 1 elements for"),
     "a type nobody knows": (element("token_type", 7, 9), "token_type[7] is 9, expected 1 to 6"),
-    "a bos beyond the tokens": (with_key("bos_token_id", 10**9), "bos_token_id is 1000000000, and"),
+    "a bos beyond the tokens": (with_key("bos_token_id", 10**9), "bos_token_id is 1000000000, but"),
     "an eos that is text": (with_key("eos_token_id", "2"), "eos_token_id must be of type int"),
     "bos that is neither": (with_key("add_bos_token", 1), "add_bos_token must be of type bool"),
     "a prefix that is neither": (with_key("add_space_prefix", "no"), "add_space_prefix must be"),
