@@ -1,6 +1,6 @@
-"""Builds the compiled products where a C compiler is at hand; everything else is in pyproject.toml.
+"""Builds the compiled library where a C compiler is at hand; everything else is in pyproject.toml.
 
-They are optional: without them torch does the work, slower, and installing never fails for want of
+It is optional: without it torch does the work, slower, and installing never fails for want of
 a compiler. The source needs no Python headers: the library is called through ctypes.
 """
 
@@ -31,7 +31,7 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model.kernels._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("products", "halves", "pack")],
+            sources=[f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

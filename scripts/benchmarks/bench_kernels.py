@@ -30,7 +30,7 @@ from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, Linear, make_linear, probe
 from shardnet.stage.estimate.memory_estimate import WeightForm, read_bytes_per_step
-from shardnet.stage.synthetic_model import SampleModel, sample_config
+from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
@@ -129,7 +129,7 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     stored = torch.bfloat16 if is_native else torch_dtype(choice.dtype)
     products = []
     for part in (*tensors.layers.values(), tensors.head):
-        rounded_to = choice.rounding(is_head=part is tensors.head)
+        rounded_to = choice.weight_quantization(is_head=part is tensors.head)
         for name, shape in part.items():
             if is_rounded(name, shape):
                 weight = torch.randn(shape).mul_(0.02).to(stored)
@@ -144,7 +144,7 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
         read_bytes=read_bytes_per_step(
             config,
             whole,
-            WeightForm(dtype=DType.BFLOAT16 if is_native else choice.dtype, rounded=kind),
+            WeightForm(dtype=DType.BFLOAT16 if is_native else choice.dtype, quantization=kind),
         ),
     )
 
@@ -172,11 +172,11 @@ def _in_cache_s(kind: Format, n_rows: int) -> float:
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
     """Milliseconds of one layer of a decode step: products, attention over 256 keys, norms."""
-    sample = sample_config(
-        config, WeightForm(dtype=choice.dtype, rounded=choice.quantization), 8 << 30
+    sample = synthetic_config(
+        config, WeightForm(dtype=choice.dtype, quantization=choice.quantization), 8 << 30
     )
     assert sample is not None
-    model = SampleModel(sample, choice, CPU, lambda: None)
+    model = SyntheticModel(sample, choice, CPU, lambda: None)
     model.step(1)
     return min(model.step(1).layers_s for _ in range(4 * rounds)) / sample.n_layers * 1e3
 

@@ -83,7 +83,7 @@ def _compare(source: Path, name: str, other: str, threads: int, rounds: int) -> 
         theirs_prefill_s.append(_timed(llama.prefill))
         theirs_s.append(_timed(llama.decode) / N_TOKENS)
     read_bytes = read_bytes_per_step(
-        checkpoint.config, whole, WeightForm(dtype=choice.dtype, rounded=kind)
+        checkpoint.config, whole, WeightForm(dtype=choice.dtype, quantization=kind)
     )
     llama.close()
     step_s = min(ours_s)

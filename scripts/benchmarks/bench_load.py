@@ -86,7 +86,7 @@ class Contest:
             made += [_read_whole(path) for path in self.files]
         tensors = stage_tensors(config, LayerRange(0, config.n_layers))
         for part in (tensors.embedding, *tensors.layers.values(), tensors.head):
-            kind = self.choice.rounding(is_head=part is tensors.head)
+            kind = self.choice.weight_quantization(is_head=part is tensors.head)
             for name, shape in part.items():
                 is_product = is_rounded(name, shape) and part is not tensors.embedding
                 if is_product and self.from_packs:

@@ -84,7 +84,7 @@ def main() -> None:
     if options.resident:
         resident = load(0)
         contestants["1 sequence, resident"] = lambda position: _step(resident, position, [[16]])
-    form = WeightForm(dtype=choice.dtype, rounded=kind)
+    form = WeightForm(dtype=choice.dtype, quantization=kind)
     read_bytes = n_streamed * layer_stream_bytes(config, form)
     memory = stage_weight_bytes(config, layers, form, n_streamed)
     print(

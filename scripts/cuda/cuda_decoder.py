@@ -64,7 +64,7 @@ class NoiseWeights:
         """Make a product of the shape that the parameters have together."""
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         shape = (sum(one[0] for one in shapes), shapes[0][1])
-        kind = self._choice.rounding(is_head=f"{names[0]}.weight" in self._head)
+        kind = self._choice.weight_quantization(is_head=f"{names[0]}.weight" in self._head)
         if kind is None:
             return make_linear(self._choice, [self._noise(*shape)], [], self._device)
         if (shape, kind) not in self._packed:
@@ -97,7 +97,7 @@ class Decoder:
         self.config = config = replace(config, max_positions=CONTEXT)
         self.layers = LayerRange(0, config.n_layers)
         self.choice = choice = probe(gpu.device, DTYPE, DTYPE, kind)
-        self.form = WeightForm(dtype=choice.dtype, rounded=kind)
+        self.form = WeightForm(dtype=choice.dtype, quantization=kind)
         dtype = torch_dtype(choice.dtype)
         weights = NoiseWeights(config, choice, gpu.device)
         family = load_family_stage(config, self.layers, weights, CONTEXT, dtype, gpu.device)

@@ -1,6 +1,6 @@
 """Loads a range of layers of a checkpoint as a stage.
 
-Knows what is refused by name before anything is read, and in which order the parts are made. Must
+Knows which requests are refused before anything is read, and in which order parts are loaded. Must
 not know wire, threads or who asked.
 """
 
@@ -19,7 +19,7 @@ from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.device_memory import memory_named
+from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
@@ -48,16 +48,17 @@ def load_stage(
     n_streamed: int = 0,
     capture: Capture | None = None,
 ) -> StageModel:
-    """Load the tensors of `layers`, and of embedding and head where they belong, onto `device`.
+    """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
-    `room_blocks` is the KV room, `context` the positions of one sequence (None: the model's, at
-    most 8192), `kv_dtype` how keys and values are kept. `packs` keeps rounded weights, which may be
-    written while the stage is at work already. `n_streamed` layers stay on disk. `capture` is
-    load_family_stage's. `progress` is called with (bytes done, bytes in all) after every part; what
-    it raises ends the loading, and nothing of it remains. Raises CheckpointError for tensors that
-    do not fit the config, UsageError for layers the model does not have, CapacityError where memory
-    runs out, where the model has fewer positions than `context`, and for layers that cannot be
-    streamed.
+    `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `kv_dtype` its dtype,
+    `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
+    quantised weights, which may be written while the stage computes already. `n_streamed` layers
+    stay on disk. `capture` is that of load_family_stage. `progress` is called with (bytes done,
+    bytes in total) after every part; an exception it raises aborts the loading and releases everything.
+
+    Raises CheckpointError for tensors that do not match the config, UsageError for layers that the
+    model does not have and for layers that cannot be streamed, CapacityError if memory runs out or
+    `context` exceeds the model's positions.
     """
     config = checkpoint.config
     context = config.default_context if context is None else context
@@ -66,11 +67,11 @@ def load_stage(
     if streamed:
         _check_streamed(checkpoint, choice, device, packs)
     dtype = torch_dtype(choice.dtype)
-    too_much = (
-        f"{device} has no memory for layers {layers} in {choice.dtype.value}; "
-        "give the node fewer layers"
-    )
-    with _reads_told(checkpoint), memory_named(too_much):
+    too_much = f"{device} has no memory for layers {layers} in {choice.dtype.value}"
+    with (
+        _log_reads(checkpoint),
+        capacity_error_for(too_much, remedy="give the node fewer layers"),
+    ):
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
         with weights.writer:
@@ -96,19 +97,19 @@ def _check_asked(config: ModelConfig, layers: LayerRange, context: int) -> None:
     """Raise UsageError for layers, CapacityError for positions that the model does not have."""
     if layers.end > config.n_layers:
         raise UsageError(
-            f"layers {layers} were asked for, the model has {config.n_layers}; "
-            f"give ranges that end at {config.n_layers}"
+            f"layers {layers} were asked for, the model has {config.n_layers}",
+            remedy=f"give ranges that end at {config.n_layers}",
         )
     if context > config.max_positions:
         raise CapacityError(
-            f"a context of {context} was asked for, the model has {config.max_positions} "
-            "positions; ask for a shorter --context"
+            f"a context of {context} was asked for, the model has {config.max_positions} positions",
+            remedy="ask for a shorter --context",
         )
 
 
 @contextmanager
-def _reads_told(checkpoint: Checkpoint) -> Iterator[None]:
-    """Log what is read of each file inside."""
+def _log_reads(checkpoint: Checkpoint) -> Iterator[None]:
+    """Log how much of each file is read inside."""
     before = dict(checkpoint.bytes_read)
     yield
     for file, size_bytes in checkpoint.bytes_read.items():
@@ -140,12 +141,13 @@ def _kv_cache(
 def _check_streamed(
     checkpoint: Checkpoint, choice: KernelChoice, device: torch.device, packs: PackCache | None
 ) -> None:
-    """Raise UsageError or CheckpointError where layers cannot be streamed."""
+    """Raise UsageError or CheckpointError if layers cannot be streamed."""
     if device.type not in ("cpu", "cuda"):
         raise UsageError(
-            f"--stream-layers: {device.type} cannot stream layers; start the node with --device cpu"
+            f"--stream-layers: {device.type} cannot stream layers",
+            remedy="start the node with --device cpu",
         )
     if choice.quantization is None:
         check_in_place(checkpoint.path, dtype_in_place(checkpoint), choice.stored_dtype)
     elif packs is None:
-        raise UsageError("--stream-layers: rounded weights are not kept on disk here")
+        raise UsageError("--stream-layers: quantised weights are not cached on disk here")

@@ -1,7 +1,7 @@
-"""Rounded and packed weights on disk, so that the second start need not round again.
+"""Caches quantised, packed weights on disk, so that later starts need not quantise again.
 
-Knows files, digests and their limit. What is damaged, or was packed from other files, is as if it
-were not there. Must not know how weights are packed, nor where the folder is.
+Knows files, digests and the size limit. Damaged files, and weights packed from other files, count
+as missing. Must not know how weights are packed, nor where the folder is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xxhash import xxh3_64
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels.worker_pool import Crew
+from shardnet.model.kernels.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 FORMAT: Final = 3
 """Counts up when the packed layout, the rounding or the digest changes."""
 SHARE_OF_DISK: Final = 0.5
-"""Packed weights take at most this share of what the disk has left beside them."""
+"""Packed weights take at most this share of the disk space that nothing else uses."""
 _PIECE_BYTES: Final = 1 << 20
-"""What is read or written, and checked, at one time: it is still in the processor's caches."""
+"""Bytes that are read or written, and checksummed, at a time: they fit the CPU's caches."""
 _MAX_THREADS: Final = 8
-"""Threads that read and check at most: fewer are as fast as a machine's memory."""
+"""Upper limit of reading threads: fewer saturate a machine's memory."""
 _ABOUT: Final = "about.json"
 _MAX_ABOUT_BYTES: Final = 1 << 16
 _GONE: Final = ".gone-"
-"""Begins the name of a folder that is being deleted."""
+"""Prefix of a folder that is being deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class PackedModel:
 class PackCache:
     """The packed weights of one checkpoint below `folder`.
 
-    `identity` stands for the checkpoint's files: other files, other weights. `model` is its name,
-    for people. Nothing here raises: a cache that cannot be read or written is no cache. One object
-    serves one load: it looks at the whole folder only when the room that it found is used up.
+    `identity` identifies the checkpoint's files, `model` is its display name. Nothing here raises:
+    what cannot be read is missing, what cannot be written is not cached. One object serves one
+    load: it scans the whole folder only when the space that it found is used up.
     """
 
     def __init__(self, folder: Path, identity: str, model: str, kind: Quantization) -> None:
@@ -67,10 +67,10 @@ class PackCache:
         self._model = model
         self._kind = kind
         self._room_bytes = 0
-        """What may still be put without looking at the folder again."""
+        """Bytes that may be added before the folder must be scanned again."""
         self._is_full = False
         self._has_begun = False
-        self._crew: Crew | None = None
+        self._workers: WorkerPool | None = None
 
     def get(
         self,
@@ -79,10 +79,10 @@ class PackCache:
         shape: tuple[int, ...],
         came: Callable[[int], None] = lambda n_bytes: None,
     ) -> Tensor | None:
-        """Return the packed weights of the parameters `names`, None where they are not here.
+        """Return the packed weights of the parameters `names`, uint8 of `shape`; None if missing.
 
-        `came` gets how many bytes more have been read, again and again; what it raises ends the
-        reading.
+        `came` is called with the number of bytes read since its last call; an exception it raises
+        aborts the reading.
         """
         import torch
 
@@ -96,13 +96,13 @@ class PackCache:
             if path.stat().st_size != _DIGEST_BYTES + len(view):
                 return None
             with path.open("rb", buffering=0) as file:
-                said = file.read(_DIGEST_BYTES)
+                expected = file.read(_DIGEST_BYTES)
             sums = self._read(path, view, ends, alive)
         except OSError:
             return None
         if ends:
             alive()
-        return packed if _digest(sums) == said else None
+        return packed if _digest(sums) == expected else None
 
     def _read(
         self, path: Path, view: memoryview, ends: deque[int], alive: Callable[[], None]
@@ -110,7 +110,7 @@ class PackCache:
         """Fill `view` from a file; return the hashes of its pieces, each of which adds its size to
         `ends`.
 
-        Raises OSError, also where the file ends before.
+        Raises OSError, also if the file is too short.
         """
         import torch
 
@@ -125,10 +125,10 @@ class PackCache:
             sums[number] = xxh3_64(piece).digest()
             ends.append(len(piece))
 
-        if self._crew is None:
+        if self._workers is None:
             n_threads = min(torch.get_num_threads(), _MAX_THREADS)
-            self._crew = Crew(n_threads, "shardnet-packs")
-        self._crew.do(read, range(len(begins)), alive)
+            self._workers = WorkerPool(n_threads, "shardnet-packs")
+        self._workers.run(read, range(len(begins)), alive)
         return sums
 
     def put(
@@ -138,10 +138,11 @@ class PackCache:
         packed: Tensor,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep packed weights, unless the disk has no room for them.
+        """Write packed weights to the cache, unless the disk has no room for them.
 
-        Once somebody has deleted what was kept, nothing more is: a person wants it gone, or other
-        weights the room. `alive` is called now and then; what it raises ends the writing.
+        Once the folder has been deleted meanwhile, nothing more is written: a user wants it gone,
+        or other weights need the space. `alive` is called after every piece; an exception it raises
+        aborts the writing.
         """
         if self._is_full:
             return
@@ -155,21 +156,20 @@ class PackCache:
                     _write(file, view, alive)
                 os.replace(unfinished, self._path(names, kind))
             finally:
-                with contextlib.suppress(OSError):  # where it has its name, it is not there
+                with contextlib.suppress(OSError):  # gone, if it was renamed
                     os.unlink(unfinished)
 
     def place(self, names: Sequence[str], kind: Quantization) -> tuple[Path, int]:
-        """Say in which file packed weights lie, or would lie, and at which byte they begin."""
+        """Return the file of packed weights, cached or not, and their offset in it."""
         return self._path(names, kind), _DIGEST_BYTES
 
     def touch(self) -> None:
-        """Take note that these weights are in use."""
+        """Record that these weights are in use."""
         with contextlib.suppress(OSError):
             os.utime(self._folder / _ABOUT)
 
     def _take_room(self, n_bytes: int) -> None:
-        """Count bytes that are to come. Raises OSError where there is no room, then and from then
-        on."""
+        """Reserve `n_bytes`. Raises OSError if there is no room; later calls raise too."""
         if n_bytes > self._room_bytes:
             self._is_full = True
             self._room_bytes = make_room(self._all, n_bytes, keep=self._folder)
@@ -195,15 +195,15 @@ class PackCache:
 
 
 def packed_models(folder: Path) -> list[PackedModel]:
-    """Return what lies below `folder`, what was used last first."""
+    """List the packed models below `folder`, most recently used first."""
     return sorted(_found(folder), key=lambda model: -model.used_s)
 
 
 def remove(model: PackedModel) -> bool:
-    """Delete packed weights, and say whether they are gone.
+    """Delete packed weights; return whether they are gone.
 
-    A node that uses them has read them, unless it streams its layers. They are
-    gone at once, and whoever is still writing them finds no folder to go on in.
+    A node that uses them has read them already, unless it streams its layers. They are renamed
+    first, so a process that is still writing them finds no folder.
     """
     gone = model.folder.with_name(f"{_GONE}{os.getpid()}-{model.folder.name}")
     with contextlib.suppress(OSError):  # another process was faster
@@ -213,11 +213,11 @@ def remove(model: PackedModel) -> bool:
 
 
 def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
-    """Delete what was used longest ago until `n_bytes` more may come; `keep` stays.
+    """Delete least recently used models, except `keep`, until `n_bytes` may be added.
 
-    Returns how many bytes may come, `n_bytes` or more. Raises OSError where that is not enough.
+    Returns how many bytes may be added, at least `n_bytes`. Raises OSError if it is less.
     """
-    for left in folder.glob(f"{_GONE}*"):  # a process ended while it deleted
+    for left in folder.glob(f"{_GONE}*"):  # left by a process that died while deleting
         shutil.rmtree(left, ignore_errors=True)
     models = packed_models(folder)
     used = sum(model.size_bytes for model in models)
@@ -276,7 +276,9 @@ _DIGEST_BYTES: Final = len(_digest(()))
 def _write(file: RawIOBase, view: memoryview, alive: Callable[[], None]) -> None:
     """Write a digest and what it is of. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
-        with contextlib.suppress(OSError):  # some disks cannot; others grow the file only once
+        with contextlib.suppress(
+            OSError
+        ):  # not supported everywhere; avoids growing the file repeatedly
             os.posix_fallocate(file.fileno(), 0, _DIGEST_BYTES + len(view))
     file.seek(_DIGEST_BYTES)
     sums = []
@@ -291,7 +293,7 @@ def _write(file: RawIOBase, view: memoryview, alive: Callable[[], None]) -> None
 
 
 def _read_whole(file: RawIOBase, view: memoryview) -> None:
-    """Fill `view` from an open file. Raises OSError where the file ends before."""
+    """Fill `view` from an open file. Raises OSError if the file is too short."""
     while view:
         n_bytes = file.readinto(view)
         if not n_bytes:

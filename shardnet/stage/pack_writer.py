@@ -1,10 +1,10 @@
-"""Writes packed weights to their cache on a thread of its own, while the next ones are packed.
+"""Writes packed weights to the cache on a background thread, while the next ones are packed.
 
-Knows when what is written, and when writing ends early. Must not know files: pack_cache.py does. A
-file has its name only when all of it is written, so what is not finished is not there.
+Knows the order of writes, and when writing stops early. Must not know files: pack_cache.py does. A
+file gets its name only when it is complete.
 
-What waits to be written is what the stage computes with: it takes no memory besides. It must not be
-changed, and it is let go with the object here: then its stage is gone, and its memory is wanted.
+Queued tensors are those the stage computes with, so the queue takes no memory. They must not be
+modified, and are released with this object: then the stage is gone and its memory is needed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.stage.pack_cache import PackCache
 
 _REPORT_S: Final = 0.1
-"""Whoever waits is alive at least so often."""
+"""The longest time between two calls of `alive`."""
 _LOWEST_PRIORITY: Final = 19
 
 
 class PackWriter:
-    """Has packed weights written one after the other. As a context it ends with an error there."""
+    """Writes packed weights one after the other. As a context manager it stops on an error."""
 
     def __init__(self, packs: PackCache | None) -> None:
-        """With None nothing is written."""
+        """Write to `packs`; with None nothing is written."""
         self._packs = packs
         self._thread: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
@@ -43,7 +43,7 @@ class PackWriter:
         weakref.finalize(self, self._stop.set)
 
     def __enter__(self) -> PackWriter:
-        """Begin."""
+        """Return self."""
         return self
 
     def __exit__(
@@ -52,13 +52,13 @@ class PackWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Go on writing, unless there was an error: then nothing unfinished stays."""
+        """Keep writing in the background, or after an error stop and drop unfinished files."""
         if error is not None:
             self._stop.set()
             self.finish()
 
     def put(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> None:
-        """Have packed weights written when those before them are."""
+        """Queue packed weights for writing."""
         if self._packs is None:
             return
         if self._thread is None:
@@ -71,7 +71,7 @@ class PackWriter:
         self._writing.append(job)
 
     def finish(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until all is written, as far as it can be. What `alive` raises ends the waiting."""
+        """Wait until the queue is empty. An exception that `alive` raises ends the waiting."""
         while self._writing:
             wait_for([self._writing[0]], _REPORT_S)
             if self._writing[0].done():
@@ -80,14 +80,14 @@ class PackWriter:
 
 
 def _let_others_go_first() -> None:
-    """Have the calling thread work when nobody else does, where threads can be told."""
+    """Give the calling thread the lowest priority, where the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 class _Stopped(Exception):
-    """Ends the writing of a file."""
+    """Aborts the writing of a file."""
 
 
 def _write(
@@ -97,10 +97,10 @@ def _write(
     packed: Tensor,
     stop: threading.Event,
 ) -> None:
-    """Keep packed weights. It does not know the writer, who may be let go meanwhile."""
+    """Write packed weights to the cache. Holds no reference to the writer, so it can be freed."""
 
     def alive() -> None:
-        if stop.is_set() or not threading.main_thread().is_alive():  # a program ends, and may
+        if stop.is_set() or not threading.main_thread().is_alive():  # do not delay program exit
             raise _Stopped
 
     try:

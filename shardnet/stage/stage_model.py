@@ -1,4 +1,4 @@
-"""One stage's model: the layers of a range with their KV cache, and how rows go through them.
+"""One stage's model: the layers of a range with their KV cache, and their forward pass.
 
 Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
 """
@@ -16,7 +16,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.model.layers.attention import Step, plan_step
+from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
@@ -59,28 +59,28 @@ class StageModel:
         self.choice = choice
         self.kv = kv
         self.exact_rows = exact_rows
-        """Rows up to which a micro-batch leaves each row's bits alone (design decision 4)."""
+        """Rows up to which a micro-batch is computed batch-invariantly (design decision 4)."""
         self.first = layers.start == 0
         self.last = layers.end == config.n_layers
         self.weight_bytes = weight_bytes
 
     @property
     def n_fetched(self) -> int:
-        """Layers that were read from disk so far, to compute with them."""
+        """Streamed layers that were read from disk so far."""
         return self._stream.n_fetched
 
     @property
     def streams(self) -> bool:
-        """Whether layers are read from disk at every pass, which then should serve many rows."""
+        """Whether layers are read from disk for every pass, which should serve many rows then."""
         return self._stream.n_layers > 0
 
     def finish_packs(self) -> None:
-        """Wait until rounded weights are on the disk; they are written while the stage computes."""
+        """Wait until quantised weights are cached on disk; the stage can compute meanwhile."""
         self._writer.finish()
 
     @property
     def width(self) -> int:
-        """Hidden size E: the width of the rows that come in and go out."""
+        """Hidden size E, the width of input and output rows."""
         return self._config.hidden_size
 
     @property
@@ -90,17 +90,17 @@ class StageModel:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """How many experts a row visits in each layer of the model, None where there are none."""
+        """Routing shape (layers, top-k), or None for a dense model."""
         return self._config.routing
 
     @property
     def context(self) -> int:
-        """Positions that one sequence may have."""
+        """The limit of positions per sequence."""
         return self._context
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel, for people."""
+        """Display name of the kernel."""
         return self.choice.name
 
     @property
@@ -110,14 +110,14 @@ class StageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where weights and KV cache live."""
+        """Device of weights and KV cache."""
         return self.kv.device
 
     def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """Run the rows of `batch` through the stage, on the last one to logits; see `run`.
+        """Run `batch` through the stage, on the last stage up to logits; arguments as `run`.
 
-        Returns [T, E] in the compute dtype, or on the last stage float32 logits [n_sampled, V] of
-        the sampled rows, in row order.
+        Returns hidden states [T, E] in the compute dtype, or on the last stage float32 logits
+        [n_sampled, V] of the sampled rows, in row order.
         """
         rows = self.run(batch, hidden)
         return self.logits(sampled_rows(rows, batch)) if self.last else rows
@@ -143,11 +143,11 @@ class StageModel:
     ) -> Tensor:
         """Run the rows of `batch` through the stage's layers.
 
-        `hidden` is [T, E] in any float dtype; the first stage takes None and embeds the token ids.
-        It is not changed. `experts` gets the experts [T, K] that the rows visited, by layer,
-        counted from 0 within the stage. Returns [T, E] in the compute dtype. Raises CapacityError
-        for a position beyond the context or when the KV room is used up, UsageError for a token id
-        outside the vocabulary.
+        `hidden` is [T, E] in any float dtype on any device, and not changed; the first stage takes
+        None and embeds the token ids. `experts` collects the experts [T, K] that rows were routed
+        to, by layer, counted from 0 within the stage. Returns [T, E] in the compute dtype. Raises
+        CapacityError for a position beyond the context or if the KV cache is full, UsageError for a
+        token id outside the vocabulary, CheckpointError if a streamed layer cannot be read.
         """
         [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
         if isinstance(result, ShardnetError):
@@ -161,8 +161,8 @@ class StageModel:
     def run_together(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
         """Run micro-batches through the stage's layers, each layer once for all of them.
 
-        Every one gets the bits that it would get after the ones before it: what `run` returns, or
-        the error it would raise.
+        Returns for each, in order, what `run` would return, bit by bit, or the error it would
+        raise.
         """
         results: list[Tensor | ShardnetError] = []
         for together in self._passes(runs):
@@ -170,9 +170,9 @@ class StageModel:
         return results
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """Cut `runs` where one may not begin before another is through.
+        """Split `runs` where one must not start before another has finished.
 
-        A slot that grows gives up positions that its earlier rows see, where layers have windows.
+        With sliding windows, a slot that grows drops positions that earlier rows still attend to.
         """
         together: list[Run] = []
         slots: set[SlotId] = set()
@@ -206,12 +206,12 @@ class StageModel:
                 for place, walk in walks.items():
                     results[place] = next(walk)
                 self._stream.done(layer)
-        except ShardnetError as error:  # of no single micro-batch: the layer cannot be had
+        except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
         return results
 
-    def _begin(self, run: Run) -> tuple[Tensor, Step | None]:
+    def _begin(self, run: Run) -> tuple[Tensor, ForwardStep | None]:
         """Make room for the rows and embed them; without rows there is no step."""
         batch = run.batch
         self._check_token_ids(batch)
@@ -226,12 +226,13 @@ class StageModel:
         wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
         if wrong is not None:
             raise UsageError(
-                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}"
+                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
+                remedy=f"use ids from 0 to {self.vocab_size - 1}",
             )
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
-    """Keep the last `n_sampled` rows of each group: [n_sampled, E]."""
+    """Select the last `n_sampled` rows of each group from [T, E]: [n_sampled, E]."""
     if batch.n_sampled == batch.n_rows:
         return rows
     kept = []

@@ -1,7 +1,7 @@
-"""A piece of a model in noise, to find out how fast a device computes it. No checkpoint is needed.
+"""A part of a model with random weights, to benchmark a device without a checkpoint.
 
-Knows how much of a model stands for all of it, and the parts of a step. The kernels are those of a
-loaded stage. Must not know budgets or plans.
+Knows how much of a model is representative of all of it, and the parts of a step. The kernels are
+those of a loaded stage. Must not know budgets or plans.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from shardnet.types import (
 )
 
 UNCACHED_BYTES = 96 * 2**20
-"""Layers of so many bytes do not stay in the cache of a CPU from one step to the next."""
+"""Bytes of layers that exceed any CPU cache from one step to the next."""
 
 MAX_HEAD_BYTES = 192 * 2**20
-"""Of a larger LM head only so much is measured: a slice of the vocabulary."""
+"""A larger LM head is cut down to this: a slice of the vocabulary."""
 
 CONTEXT = 2 * BLOCK_POSITIONS
 POSITION = BLOCK_POSITIONS
-"""Where the row of a decode step stands: it attends over so many keys."""
+"""The position of a decode step's row: the number of keys it attends to."""
 
 _SLOT = SlotId(0)
 _NOISE_VALUES = (1 << 20) + 7
@@ -64,10 +64,10 @@ _NOISE_VALUES = (1 << 20) + 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds that the parts of one step took.
+    """The duration of each part of one step, in seconds.
 
-    `plan_s` is making the step ready, `embed_s` the embedding, `layers_s` all layers of the sample,
-    `head_s` norm, LM head and greedy sampling of the sample's vocabulary.
+    `plan_s` is preparing the step, `embed_s` the embedding, `layers_s` all layers of the sample,
+    `head_s` norm, LM head and greedy sampling over the sample's vocabulary.
     """
 
     plan_s: float
@@ -77,7 +77,7 @@ class StepTimes:
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Return the mean of each part over some steps, at least one."""
+    """Return the mean of each part over at least one step."""
     return StepTimes(
         plan_s=fmean(step.plan_s for step in steps),
         embed_s=fmean(step.embed_s for step in steps),
@@ -86,17 +86,16 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
     )
 
 
-def sample_config(
+def synthetic_config(
     config: ModelConfig,
     form: WeightForm,
     memory_bytes: int,
     kv_dtype: KvDType = KvDType.AUTO,
 ) -> ModelConfig | None:
-    """Return the model cut down to what is measured, None where not even one layer fits.
+    """Cut the model down to what is measured; None if not even one layer fits `memory_bytes`.
 
-    Of the layers so many that a step cannot find them in the CPU's cache, as with the whole model,
-    or all. Of the vocabulary a slice if the LM head is huge. Both are cut down further while they
-    need more than `memory_bytes`.
+    It has enough layers to exceed the CPU's cache, as the whole model does, or all layers, and a
+    slice of the vocabulary if the LM head is huge. Both are cut down further to fit `memory_bytes`.
     """
     n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, form))
     row_bytes = config.hidden_size * form.dtype.size_bytes
@@ -105,7 +104,7 @@ def sample_config(
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),
         max_positions=CONTEXT,
     )
-    while sample_bytes(sample, form, kv_dtype) > memory_bytes:
+    while synthetic_bytes(sample, form, kv_dtype) > memory_bytes:
         if sample.n_layers > 1:
             sample = sample.thinned(sample.n_layers // 2)
         elif sample.vocab_size > 1024:
@@ -115,8 +114,8 @@ def sample_config(
     return sample
 
 
-def sample_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = KvDType.AUTO) -> int:
-    """Predict what measuring takes: the sample, a step through it, and the largest part in making.
+def synthetic_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = KvDType.AUTO) -> int:
+    """Predict the bytes for measuring: weights, a step, and packing the largest part.
 
     A part exists twice while its kernel packs it.
     """
@@ -131,10 +130,10 @@ def sample_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = KvDT
     )
 
 
-class SampleModel:
-    """A stage that is first and last, of random weights. Not thread-safe.
+class SyntheticModel:
+    """A stage that is first and last, with random weights. Not thread-safe.
 
-    `tick` is called between its parts while it is made; what it raises ends the making.
+    `tick` is called between parts while it is built; an exception it raises aborts that.
     """
 
     @torch.inference_mode()
@@ -172,9 +171,10 @@ class SampleModel:
 
     @torch.inference_mode()
     def step(self, n_rows: int) -> StepTimes:
-        """Run one step: a decode step at 1 row, else a prompt chunk that is not sampled.
+        """Run and time one step: a decode step if `n_rows` is 1, else an unsampled prompt chunk.
 
-        Each step has other tokens, which visit other experts: none stays in the CPU's cache.
+        Each step has other tokens, which are routed to other experts: none stays in the CPU's
+        cache.
         """
         position = POSITION if n_rows == 1 else 0
         self._n_steps += 1
@@ -204,7 +204,7 @@ class SampleModel:
 
 
 class _Noise:
-    """WeightSource of small random numbers, biases too; norms are ones."""
+    """A WeightSource of small random numbers; norms are ones."""
 
     def __init__(
         self,
@@ -221,16 +221,16 @@ class _Noise:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(_NOISE_VALUES, generator=generator) * 0.02
         self._values = noise.to(torch_dtype(choice.dtype))
-        self._products = noise.to(torch_dtype(choice.stored_dtype))
+        self._stored_values = noise.to(torch_dtype(choice.stored_dtype))
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
     ) -> Linear:
-        """Make a product of the shapes that the parameters have."""
+        """Make a linear of the parameters' shapes."""
         self._tick()
         is_head = f"{names[0]}.weight" in self._head
-        kind = None if precise or wide else self._choice.rounding(is_head=is_head)
-        noise = self._values if wide else self._products
+        kind = None if precise or wide else self._choice.weight_quantization(is_head=is_head)
+        noise = self._values if wide else self._stored_values
         weights = [_spread(noise, self._shapes[f"{name}.weight"]) for name in names]
         biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
         if transposed:
@@ -241,7 +241,7 @@ class _Noise:
 
     @cached_property
     def _wide(self) -> KernelChoice:
-        """How float32 is computed here; found out once, not for every router."""
+        """The kernel for float32 on this device, probed once for all routers."""
         return probe(self._device, DType.FLOAT32, None)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
@@ -269,7 +269,7 @@ class _Noise:
 
 
 def _spread(values: Tensor, shape: Shape) -> Tensor:
-    """Fill a tensor with `values` again and again."""
+    """Fill a tensor by repeating `values`."""
     size = math.prod(shape)
     tensor = torch.empty(size, dtype=values.dtype)
     for start in range(0, size, _NOISE_VALUES):

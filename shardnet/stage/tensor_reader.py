@@ -1,6 +1,6 @@
-"""A stage's tensors, checked by their headers, each read once, and how far the reading is.
+"""Reads a stage's tensors, each once, after checking all headers, and reports progress.
 
-Knows the checkpoint and the tensor table. Must not know what tensors are made into.
+Knows the checkpoint and the tensor table. Must not know what tensors are used for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
 from shardnet.stage.streaming.layer_stream import FilePart
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all); what it raises ends the loading."""
+"""Called with (bytes done, bytes in total); an exception it raises aborts the loading."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _READ_AHEAD_BYTES: Final = 1 << 26
-"""What the disk reads at most while tensors are made ready."""
+"""Bytes that are read ahead at most while other tensors are packed."""
 
 
 class TensorReader:
-    """Makes tensors of a stage, and says how many of its bytes have been read."""
+    """Reads the tensors of a stage, and counts their bytes."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class TensorReader:
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
 
-        `dtype` is what tensors are made in where the file has them quantized; those `on_disk` may
-        never be asked for. Raises CheckpointError for a tensor that is missing or has the wrong
-        shape or dtype, and for one in the checkpoint that the model has no place for.
+        Tensors that the file stores quantised are dequantised to `dtype`; those in `on_disk` need
+        not be read at all. Raises CheckpointError for a tensor that is missing or has the wrong
+        shape or dtype, and for a tensor in the checkpoint that the model does not use.
         """
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -52,12 +52,12 @@ class TensorReader:
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
         self._coming = {name: False for name in self._shapes if name not in on_disk}
-        """What is to be read, about in this order, and whether the disk has been asked for it."""
+        """Tensors still to be read, about in this order, and whether read-ahead has begun."""
         self._done_bytes = 0
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
     def has(self, name: str) -> bool:
-        """Say whether the stage has a tensor of this name."""
+        """Say whether the stage has a tensor with this name."""
         return name in self._shapes
 
     def shape(self, name: str) -> Shape:
@@ -65,7 +65,7 @@ class TensorReader:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Make a tensor. A tied table that the stage needs twice is read and counted once."""
+        """Read a tensor, on the CPU. A tied table that is needed twice is read and counted once."""
         if name in self._kept:
             return self._kept.pop(name)
         self._coming.pop(name, None)
@@ -75,22 +75,22 @@ class TensorReader:
         return tensor
 
     def own(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Make a tensor on `device` that shares no memory with the file."""
+        """Read a tensor to `device` in `dtype`; it shares no memory with the file."""
         is_stored = self._checkpoint.tensors[name].dtype is not None
         return self.read(name).to(device, dtype, copy=is_stored)
 
     def again(self, name: str) -> Tensor:
-        """Make a tensor that is not counted, as it is stored."""
+        """Read a tensor in its stored dtype, without counting it."""
         return self._checkpoint.read(name)
 
     def part(self, name: str) -> FilePart:
-        """Name the bytes of a tensor that is stored as it is."""
+        """Locate the bytes of a tensor that is stored plainly."""
         source = self._checkpoint.tensors[name].sources[0]
         path = self._checkpoint.folder / source.file
         return FilePart.of(path, source.offset, source.size_bytes)
 
     def read_ahead(self) -> None:
-        """Have the disk read what comes next, while somebody packs what is here."""
+        """Start reading the next tensors into the page cache, while the caller packs."""
         room = _READ_AHEAD_BYTES
         for name, is_asked_for in self._coming.items():
             if not is_asked_for:
@@ -101,16 +101,16 @@ class TensorReader:
                 break
 
     def skip(self, names: Sequence[str]) -> None:
-        """Count tensors that need not be read."""
+        """Count tensors as done without reading them."""
         for name in names:
             self._coming.pop(name, None)
             if self._kept.pop(name, None) is None:
                 self._done_bytes += self._checkpoint.tensors[name].size_bytes
 
     def instead_of(self, names: Sequence[str], n_bytes: int) -> Callable[[int], None]:
-        """Return what takes note of bytes that come in place of tensors, `n_bytes` in all.
+        """Return a callback for bytes read in place of the tensors `names`, `n_bytes` in total.
 
-        They are shown, not counted: who has them all skips the tensors.
+        It reports them without counting them: after the last, call `skip`.
         """
         uncounted = [name for name in names if name not in self._kept]
         stored_bytes = sum(self._checkpoint.tensors[name].size_bytes for name in uncounted)
@@ -125,7 +125,7 @@ class TensorReader:
         return came
 
     def report(self) -> None:
-        """Say how far we are."""
+        """Report progress."""
         self._progress(self._done_bytes, self._total_bytes)
 
     def _came(self, n_bytes: int) -> None:
@@ -134,22 +134,22 @@ class TensorReader:
 
 
 def _check(checkpoint: Checkpoint, name: str, expected: Shape) -> None:
-    """Hold the header of a tensor against the shape that the config asks for."""
+    """Check the header of a tensor against the shape that the config implies."""
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {name} is missing; fetch the checkpoint again"
+            f"{checkpoint.path}: tensor {name} is missing", remedy="fetch the checkpoint again"
         )
     where = _where(checkpoint, tensor)
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{where} has shape {list(tensor.shape)}, the config asks for {list(expected)}; "
-            "config and tensors are of different models: fetch the checkpoint again"
+            f"{where} has shape {list(tensor.shape)}, the config asks for {list(expected)}",
+            remedy="config and tensors are of different models: fetch the checkpoint again",
         )
     if tensor.dtype is not None and tensor.dtype not in _FLOATS:
         raise CheckpointError(
-            f"{where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_FLOATS))}; "
-            "use a checkpoint that is not quantized, or one whose config says how it is"
+            f"{where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_FLOATS))}",
+            remedy="use a checkpoint that is not quantized, or one whose config says how it is",
         )
 
 
@@ -158,8 +158,8 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
     if unknown:
         raise CheckpointError(
             f"{_where(checkpoint, checkpoint.tensors[unknown[0]])} ({len(unknown)} such) has no "
-            f"place in a {checkpoint.config.family} model; use a checkpoint of the plain "
-            "architecture"
+            f"place in a {checkpoint.config.family} model",
+            remedy="use a checkpoint of the plain architecture",
         )
 
 

@@ -1,8 +1,8 @@
-"""What a stage's layers are made of: products, norms and tables of a checkpoint's tensors.
+"""Makes a stage's linear layers, norms and tables from a checkpoint's tensors.
 
-Knows which parameters become which kind of product, and where packed ones are kept. Must not know
+Knows which parameters become which kind of linear, and where packed ones are cached. Must not know
 forward passes, nor how tensors are found and counted (tensor_reader.py): a family asks for its
-parameters by name and gets what shares no memory with the file.
+parameters by name and gets tensors that share no memory with the file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import (
     KernelChoice,
     Linear,
+    is_batch_invariant,
     join_biases,
     make_linear,
     probe,
-    rows_are_exact,
 )
 from shardnet.model.kernels.quantized_linear import QuantizedLinear, pack_all
 from shardnet.model.layers.norms import Norm
@@ -34,7 +34,7 @@ from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.buffers import find_buffers
 from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
-from shardnet.stage.streaming.streamed_linear import StoredProduct, StreamedLinear
+from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.types import DType
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class StageWeights:
-    """The tensors of one stage, handed out once each as what a layer needs."""
+    """The WeightSource of one stage: each tensor can be taken once."""
 
     def __init__(
         self,
@@ -56,35 +56,35 @@ class StageWeights:
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
 
-        Products of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them.
-        Raises what a TensorReader raises.
+        Linears of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them.
+        Raises CheckpointError as TensorReader does.
         """
         self._choice = choice
         self._device = device
         self._packs = packs
         self.writer = PackWriter(packs)
-        """What is packed goes to the cache on its thread."""
+        """Writes packed weights to the cache on its own thread."""
         self._head = tensors.head.keys()
         self.stream = LayerStream(find_buffers(device) if streamed else None)
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         dtype = torch_dtype(choice.dtype)
         self._reader = TensorReader(checkpoint, tensors, dtype, progress, self._streamed)
-        self._company = _CompanyTests(choice.exact_rows, device)
+        self._tests = _BatchInvarianceTests(choice.exact_rows, device)
 
     @property
     def exact_rows(self) -> int:
-        """As probed, or 1 if a product of this stage turned out not to keep its rows' bits."""
-        return self._company.exact_rows
+        """As probed, or 1 if a linear of this stage turned out not to be batch-invariant."""
+        return self._tests.exact_rows
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
     ) -> Linear:
-        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
+        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
-        `transposed` is for weights stored with the inputs first (GPT-2's Conv1D). `precise` keeps
-        them as they are where products are rounded, `wide` is also in float32 whatever else is
-        computed in.
+        `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
+        `wide`: also compute in float32, whatever the compute dtype. Raises CheckpointError for a
+        file that cannot be read, CapacityError if memory, or the cache of streamed layers, is full.
         """
         weights = [f"{name}.weight" for name in names]
         biases = [f"{name}.bias" for name in names if self._reader.has(f"{name}.bias")]
@@ -92,55 +92,53 @@ class StageWeights:
         if wide:
             choice = self._wide
         elif not precise:
-            kind = choice.rounding(is_head=weights[0] in self._head)
+            kind = choice.weight_quantization(is_head=weights[0] in self._head)
             layer = self._streamed.get(weights[0])
         bias = [self._reader.read(name) for name in biases]
         if kind is not None:
-            linear = self._rounded(names, bias, kind, layer, transposed=transposed)
+            linear = self._quantized(names, bias, kind, layer, transposed=transposed)
         elif layer is not None:
-            linear = self._on_disk(weights, bias, layer, transposed=transposed)
+            linear = self._streamed_linear(weights, bias, layer, transposed=transposed)
         else:
             whole = self._weights(weights, transposed=transposed)
             linear = make_linear(choice, whole, bias, self._device)
             del whole
-            self._company.test(names[0], linear, choice)
+            self._tests.test(names[0], linear, choice)
         del bias
         self._reader.report()
         return linear
 
     @cached_property
     def _wide(self) -> KernelChoice:
-        """How float32 is computed here."""
+        """The kernel for float32 on this device."""
         return probe(self._device, DType.FLOAT32, None)
 
-    def _on_disk(
+    def _streamed_linear(
         self, names: Sequence[str], biases: Sequence[Tensor], layer: int, *, transposed: bool
     ) -> Linear:
-        """Make a product whose weights are read when its layer is at work."""
+        """Make a linear whose weights are read from disk for every pass."""
         shapes = [self._reader.shape(name) for name in names]
-        product = StoredProduct.of(
-            self._choice, self._device, shapes, biases, transposed=transposed
-        )
+        stored = StoredLinear.of(self._choice, self._device, shapes, biases, transposed=transposed)
         parts = [self._reader.part(name) for name in names]
         linear = StreamedLinear(
             self.stream,
             layer,
-            self.stream.reserve(layer, parts, product.packing),
-            product.read_bytes(sum(part.size_bytes for part in parts)),
-            product.shape,
-            product.make,
-            is_ready=product.is_ready,
-            is_native=product.is_native,
+            self.stream.reserve(layer, parts, stored.packing),
+            stored.read_bytes(sum(part.size_bytes for part in parts)),
+            stored.shape,
+            stored.make,
+            is_ready=stored.is_ready,
+            is_native=stored.is_native,
         )
         self._reader.skip(names)
-        if not product.is_native and self._company.is_new(linear, self._choice):
-            # Only then is anything read now: the library's products need not be tried.
-            stored = torch.cat([self._reader.again(name) for name in names])
-            made = product.make(stored.view(-1).view(torch.uint8).to(self._device))
-            self._company.test(names[0], made, self._choice)
+        if not stored.is_native and self._tests.is_new(linear, self._choice):
+            # Only then is anything read now: the compiled library needs no test.
+            weights = torch.cat([self._reader.again(name) for name in names])
+            made = stored.make(weights.view(-1).view(torch.uint8).to(self._device))
+            self._tests.test(names[0], made, self._choice)
         return linear
 
-    def _rounded(
+    def _quantized(
         self,
         names: Sequence[str],
         biases: Sequence[Tensor],
@@ -149,7 +147,7 @@ class StageWeights:
         *,
         transposed: bool,
     ) -> Linear:
-        """Make a product of packed weights; those of a streamed `layer` stay in the cache."""
+        """Make a quantised linear; with a streamed `layer` its weights stay in the cache."""
         shapes = [self._reader.shape(f"{name}.weight") for name in names]
         if transposed:
             shapes = [shape[::-1] for shape in shapes]
@@ -159,10 +157,10 @@ class StageWeights:
         )
         bias = join_biases(biases, self._device, torch.float32)
         made = QuantizedLinear(packed.to(self._device), shape, kind, bias)
-        self._company.test(names[0], made, self._choice)
+        self._tests.test(names[0], made, self._choice)
         if layer is None:
             return made
-        part, packed_shape = self._kept_part(names, kind, packed), packed.shape
+        part, packed_shape = self._cached_part(names, kind, packed), packed.shape
 
         def make(read: Tensor) -> QuantizedLinear:
             return QuantizedLinear(read.view(packed_shape), shape, kind, bias)
@@ -178,16 +176,16 @@ class StageWeights:
             is_native=made.is_native,
         )
 
-    def _kept_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
-        """Name packed weights in the cache. Raises CapacityError where it could not keep them."""
+    def _cached_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
+        """Locate packed weights in the cache. Raises CapacityError if they could not be stored."""
         assert self._packs is not None
         path, offset = self._packs.place(names, kind)
         try:
             return FilePart.of(path, offset, packed.nbytes)
         except CheckpointError as error:
             raise CapacityError(
-                f"{path}: rounded weights of layers to be streamed could not be kept there; make "
-                "room on that disk (`shardnet cache rm`)"
+                f"{path}: quantised weights of layers to be streamed could not be stored there",
+                remedy="make room on that disk (`shardnet cache rm`)",
             ) from error
 
     def _packed(
@@ -199,19 +197,19 @@ class StageWeights:
         transposed: bool,
         is_streamed: bool,
     ) -> Tensor:
-        """Return packed weights of `shape` (N, K), from the cache or packed now and kept there."""
+        """Return packed weights of `shape` (N, K), from the cache, or packed now and cached."""
         weights = [f"{name}.weight" for name in names]
         packed_shape = kind.packed_shape(*shape)
         if self._packs is not None:
             came = self._reader.instead_of(weights, math.prod(packed_shape))
-            kept = self._packs.get(names, kind, packed_shape, came)
-            if kept is not None:
+            cached = self._packs.get(names, kind, packed_shape, came)
+            if cached is not None:
                 self._reader.skip(weights)
-                return kept
+                return cached
         packed = pack_all(self._weights(weights, transposed=transposed), kind, self._reader.report)
         self.writer.put(names, kind, packed)
         if is_streamed or self._device.type != "cpu":
-            self.writer.finish(self._reader.report)  # else it would stay in memory to be written
+            self.writer.finish(self._reader.report)  # else it would stay in memory until written
         return packed
 
     def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
@@ -220,9 +218,9 @@ class StageWeights:
         return [weight.T for weight in weights] if transposed else weights
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
-        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
+        """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.
 
-        An `offset` is added to the weight, in float32, where the norm stays.
+        A nonzero `offset` is added to the weight, which stays in float32 then.
         """
         with_bias = self._reader.has(f"{name}.bias")
         if offset:
@@ -238,13 +236,13 @@ class StageWeights:
         return norm
 
     def table(self, name: str) -> Tensor:
-        """Copy `NAME.weight` as it is: [rows, E] in the compute dtype."""
+        """Copy `NAME.weight`: [rows, E] in the compute dtype."""
         table = self._own(f"{name}.weight")
         self._reader.report()
         return table
 
     def parameter(self, name: str) -> Tensor:
-        """Copy the parameter of this whole name, in float32."""
+        """Copy the parameter with the full name `name`, in float32."""
         value = self._reader.read(name).to(self._device, torch.float32, copy=True)
         self._reader.report()
         return value
@@ -253,17 +251,17 @@ class StageWeights:
         return self._reader.own(name, self._device, torch_dtype(self._choice.dtype))
 
 
-class _CompanyTests:
-    """Finds out, once for each kind of product, whether it keeps its rows' bits in company."""
+class _BatchInvarianceTests:
+    """Tests each kind of linear once for batch invariance."""
 
     def __init__(self, exact_rows: int, device: torch.device) -> None:
-        """Begin with the rows that were probed."""
+        """Start with the probed `exact_rows`."""
         self.exact_rows = exact_rows
         self._device = device
         self._seen: set[tuple[int, int, DType, type[Linear]]] = set()
 
     def is_new(self, linear: Linear, choice: KernelChoice) -> bool:
-        """Say, once, that a product of its kind has still to be tested."""
+        """Say, only once for each kind of linear, that it has yet to be tested."""
         key = (*linear.shape, choice.dtype, type(linear))
         if self.exact_rows == 1 or key in self._seen:
             return False
@@ -271,7 +269,7 @@ class _CompanyTests:
         return True
 
     def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
-        """Test a product unless one of its kind has been."""
-        if self.is_new(linear, choice) and not rows_are_exact(linear, choice, self._device):
-            log.warning("%s: rows of a product are not exact in company", name)
+        """Test a linear, unless one of its kind was tested."""
+        if self.is_new(linear, choice) and not is_batch_invariant(linear, choice, self._device):
+            log.warning("%s: a linear layer is not batch-invariant", name)
             self.exact_rows = 1

@@ -1,6 +1,6 @@
-"""Text as it comes: single tokens into whole characters, and the strings that stop it.
+"""Incremental detokenization: single tokens to whole characters, and detection of stop strings.
 
-Knows how a tokenizer's pieces join and nothing of where tokens come from. Must not know torch.
+Knows how a tokenizer's pieces join, not where tokens come from. Must not know torch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from shardnet.tokenizers.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
-    """Turns one sequence's tokens into text, releasing only what no later token can change.
+    """Decodes one sequence's tokens, releasing only text that no later token can change.
 
-    The released parts joined, `finish` included, equal `Tokenizer.decode` of all the ids. The work
-    per token does not grow with the text.
+    The released parts joined, `finish` included, equal `Tokenizer.decode` of all ids. The work per
+    token does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, keep_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_special_tokens = keep_special_tokens
         self._released: list[int] = []
-        """The ids released last: the next ones are decoded behind them, for the spaces between."""
+        """The ids released last: later ones are decoded after them, to get spaces between right."""
         self._held: list[int] = []
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is now certain, often empty."""
+        """Add the next token; return the text that is now final, often empty."""
         skipped = token_id in self._tokenizer.special_ids and not self._keep_special_tokens
         if skipped or not self._tokenizer.has_token(token_id):
             return ""
@@ -36,13 +36,13 @@ class IncrementalDecoder:
         return self._release() if self._ends_whole(token_id) else ""
 
     def finish(self) -> str:
-        """Return the rest; characters that never became whole are U+FFFD."""
+        """Return the remaining text; incomplete characters become U+FFFD."""
         return self._release() if self._held else ""
 
     def _ends_whole(self, token_id: int) -> bool:
-        """Whether the text is cut between characters behind this token, whatever follows."""
+        """Say whether the text after this token ends on a character boundary, whatever follows."""
         if self._tokenizer.is_byte_piece(token_id):
-            return False  # a run of byte pieces is valid or broken as one, so its end decides
+            return False  # a run of byte pieces is valid or invalid as a whole
         if self._tokenizer.is_byte_level:
             self._characters.decode(self._tokenizer.token_bytes(token_id))
             return not self._characters.getstate()[0]
@@ -59,17 +59,20 @@ class IncrementalDecoder:
 
 
 class StopScanner:
-    """Finds stop strings in text that comes in parts, and lets nothing of them through.
+    """Finds stop strings in text that comes in parts, and withholds them.
 
-    The match that is complete first ends the text, whatever the parts; of matches complete at the
-    same character the longest. Text is held back only while it may be the beginning of a match.
-    Each stop string is followed by the automaton of Knuth, Morris and Pratt.
+    The match that completes first ends the text, however it is split into parts; of matches that
+    complete at the same character, the longest. Text is held back only while it may be the start of
+    a match. Each stop string is matched by the automaton of Knuth, Morris and Pratt.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Take the stop strings. Raises SamplingError when one is empty."""
+        """Take the stop strings. Raises SamplingError if one is empty."""
         if "" in stops:
-            raise SamplingError("a stop string must not be empty; leave --stop out instead")
+            raise SamplingError(
+                "a stop string must not be empty",
+                remedy="leave --stop out instead",
+            )
         self._stops = [(stop, _borders(stop)) for stop in dict.fromkeys(stops)]
         self._matched = [0] * len(self._stops)
         self._held = ""
@@ -77,9 +80,9 @@ class StopScanner:
         """Whether a stop string was found."""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; return what may be shown and whether a stop string was found.
+        """Add text; return what may be shown and whether a stop string was found.
 
-        After a match all further text is swallowed.
+        After a match all further text is dropped.
         """
         if self.stopped:
             return "", True
@@ -102,7 +105,7 @@ class StopScanner:
         return shown
 
     def _advance(self, character: str) -> int:
-        """Move every automaton by one character; return the length of the longest match, or 0."""
+        """Advance every automaton by one character; return the longest match's length, or 0."""
         longest = 0
         for index, (stop, borders) in enumerate(self._stops):
             matched = self._matched[index]
@@ -116,9 +119,9 @@ class StopScanner:
 
 
 class TextStream:
-    """One sequence's text as a reader sees it: whole characters, up to a stop string.
+    """One sequence's text as it may be shown: whole characters, up to a stop string.
 
-    Without a tokenizer there is no text, only tokens.
+    Without a tokenizer the text is empty.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class TextStream:
         stops: Sequence[str] = (),
         keep_special_tokens: bool = False,
     ) -> None:
-        """Raise SamplingError when a stop string is empty."""
+        """Raise SamplingError if a stop string is empty."""
         self._decoder = (
             IncrementalDecoder(tokenizer, keep_special_tokens=keep_special_tokens)
             if tokenizer
@@ -137,11 +140,11 @@ class TextStream:
         self._scanner = StopScanner(stops)
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Take one more token; return what may be shown and whether a stop string was found."""
+        """Add a token; return what may be shown and whether a stop string was found."""
         return self._scanner.push(self._decoder.push(token_id) if self._decoder else "")
 
     def finish(self) -> str:
-        """Return what is still held back, when no more tokens come."""
+        """Return the text that is still held back, after the last token."""
         shown, _ = self._scanner.push(self._decoder.finish() if self._decoder else "")
         return shown + self._scanner.finish()
 

@@ -1,9 +1,8 @@
-"""The tokenizer of a checkpoint: text to token ids and back, and the ids that begin and end a text.
+"""The tokenizer of a checkpoint: text to token ids and back, and its bos and eos ids.
 
 Knows the `tokenizers` library, and the few keys of the files beside a tokenizer that name bos and
-eos. Must not know the forms that tokenizers are stored in (tokenizers/formats/tokenizer_files.py),
-nor prompts, sequences or streams: tokenizers/detokenizer.py turns single tokens into text as they
-come.
+eos. Must not know the formats of tokenizer files (tokenizers/formats/tokenizer_files.py), nor
+prompts, sequences or streams: tokenizers/detokenizer.py decodes tokens incrementally.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.token_files import read_object
 from shardnet.tokenizers.chat.chat_template import ChatTemplate
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, read_tokenizer, tokenizer_place
 
 Bos = Literal["auto", "on", "off"]
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-_ANCHOR = "a"  # a first piece, so that the probed one is not treated as the start of the text
+_ANCHOR = "a"  # a first piece, so that the probed one is not at the start of the text
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe to use from several threads."""
+    """Text to token ids and back. Thread-safe."""
 
     def __init__(
         self,
@@ -51,12 +50,12 @@ class Tokenizer:
         self.eos_ids = eos_ids
         """The ids that end a text, see `read_eos_ids`; may be empty."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        """Ids that `decode` leaves out unless told to keep them."""
+        """Ids that `decode` omits by default."""
         self.template = template
-        """The chat template that the tokenizer's own file holds, or None."""
+        """The chat template in the tokenizer's own file, or None."""
         self._ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self.n_tokens = max(self._ids, default=-1) + 1
-        """One more than the largest id that has a token; a model's vocabulary may be padded."""
+        """One more than the largest id with a token; a model's vocabulary may be padded."""
         self.is_byte_level = decoder is not None and decoder.decode(["Ġ"]) == " "
         """Whether the characters of a piece stand for bytes, as in GPT-2."""
         self._has_byte_pieces = decoder is not None and decoder.decode(["<0x41>"]) == "A"
@@ -65,58 +64,63 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a checkpoint, a folder or a GGUF file.
 
-        Raises CheckpointError when there is none, or a file is damaged, or one beside it names bos
-        or eos in a way that cannot be read.
+        Raises CheckpointError if there is none, a file is damaged, or a file beside it has an
+        invalid entry for bos or eos.
         """
         tokenizer = cls.load_optional(path)
         if tokenizer is None:
             raise CheckpointError(
-                f"{path} has no tokenizer ({NAMES}), so text cannot be read or written; "
-                "add the files or use --token-ids"
+                f"{path} has no tokenizer ({NAMES}), so text cannot be read or written",
+                remedy="add the files or use --token-ids",
             )
         return tokenizer
 
     @classmethod
     def load_optional(cls, path: Path) -> Tokenizer | None:
-        """Load the tokenizer of a checkpoint, None when it has none.
+        """Load the tokenizer of a checkpoint; None if it has none.
 
-        Raises CheckpointError as `load`, but for a missing tokenizer.
+        Raises CheckpointError as `load` does, except for a missing tokenizer.
         """
         folder = tokenizer_place(path)  # a GGUF file has nothing beside it
-        read = read_tokenizer(folder)
-        if read is None:
+        loaded = read_tokenizer(folder)
+        if loaded is None:
             return None
-        id_of = read.backend.token_to_id
-        if not read.backend.get_vocab_size():
-            raise CheckpointError(f"{folder}: the tokenizer has no tokens; fetch its files again")
+        id_of = loaded.backend.token_to_id
+        if not loaded.backend.get_vocab_size():
+            raise CheckpointError(
+                f"{folder}: the tokenizer has no tokens",
+                remedy="fetch its files again",
+            )
         bos_id = _read_bos_id(folder, id_of)
         return cls.of(
             replace(
-                read,
-                bos_id=read.bos_id if bos_id is None else bos_id,
-                eos_ids=_read_eos_ids(folder, id_of) or read.eos_ids,
-                adds_bos=_adds_bos(folder, read.adds_bos),
+                loaded,
+                bos_id=loaded.bos_id if bos_id is None else bos_id,
+                eos_ids=_read_eos_ids(folder, id_of) or loaded.eos_ids,
+                adds_bos=_adds_bos(folder, loaded.adds_bos),
             )
         )
 
     @classmethod
-    def of(cls, read: ReadTokenizer) -> Tokenizer:
-        """Make the tokenizer of what its file says, and nothing else."""
-        if read.adds_bos and read.bos_id is not None:
-            read.backend.post_processor = processors.TemplateProcessing(
-                single="bos $A", special_tokens=[("bos", read.bos_id)]
+    def of(cls, loaded: LoadedTokenizer) -> Tokenizer:
+        """Make the tokenizer from its file alone, without the files beside it."""
+        if loaded.adds_bos and loaded.bos_id is not None:
+            loaded.backend.post_processor = processors.TemplateProcessing(
+                single="bos $A", special_tokens=[("bos", loaded.bos_id)]
             )
-        return cls(read.backend, bos_id=read.bos_id, eos_ids=read.eos_ids, template=read.template)
+        return cls(
+            loaded.backend, bos_id=loaded.bos_id, eos_ids=loaded.eos_ids, template=loaded.template
+        )
 
     def encode(self, text: str, *, bos: Bos = "auto", parse_special: bool = True) -> list[int]:
-        """Turn text into token ids.
+        """Encode text to token ids.
 
-        `bos`: "auto" adds what the tokenizer's post-processor adds; "on" puts exactly one bos in
-        front; "off" adds nothing. A bos that the text itself spells is kept and never doubled.
-        `parse_special`: whether text like `<|end|>` becomes the special token, as transformers
-        does; False encodes it as the plain text it is, for what a user types into a template.
+        `bos`: "auto" adds what the tokenizer's post-processor adds; "on" prepends exactly one bos;
+        "off" adds nothing. A bos that the text itself contains is kept and never doubled.
+        `parse_special`: True parses text like `<|end|>` as the special token, as transformers does;
+        False encodes it as plain text, for user input in a template.
 
-        Raises UsageError when the text is not valid Unicode, or for "on" without a bos token.
+        Raises UsageError if the text is not valid Unicode, or for "on" without a bos token.
         """
         match bos:
             case "auto":
@@ -124,7 +128,10 @@ class Tokenizer:
                 return self._without_double_bos(token_ids, text, parse_special)
             case "on":
                 if self.bos_id is None:
-                    raise UsageError("--bos on: this model's tokenizer has no bos token; use off")
+                    raise UsageError(
+                        "--bos on: this model's tokenizer has no bos token",
+                        remedy="use off",
+                    )
                 token_ids = self._encode(text, add_special=False, parse_special=parse_special)
                 return token_ids if token_ids[:1] == [self.bos_id] else [self.bos_id, *token_ids]
             case "off":
@@ -138,7 +145,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UsageError(
                 f"the text holds half a surrogate pair at character {error.start}, which is not "
-                "valid Unicode; send the whole character"
+                "valid Unicode",
+                remedy="send the whole character",
             ) from error
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
@@ -148,23 +156,23 @@ class Tokenizer:
     def _without_double_bos(
         self, token_ids: list[int], text: str, parse_special: bool
     ) -> list[int]:
-        """Drop the bos that the post-processor put before one that the text spells."""
+        """Drop the bos that the post-processor added before one in the text itself."""
         if self.bos_id is None or token_ids[:2] != [self.bos_id, self.bos_id]:
             return token_ids
         plain = self._encode(text, add_special=False, parse_special=parse_special)
         return token_ids[1:] if token_ids[1 : 1 + len(plain)] == plain else token_ids
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """Turn token ids into text. Ids without a token give nothing; broken bytes give U+FFFD."""
+        """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD."""
         text: str = self._backend.decode(
             list(token_ids), skip_special_tokens=not keep_special_tokens
         )
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text that has begun.
+        """Return the bytes that a token adds when it is not the first of a text.
 
-        A token may be part of a character. An id without a token gives no bytes.
+        They may be a part of a character, and are empty for an id without a token.
         """
         piece: str | None = self._backend.id_to_token(token_id)
         if piece is None:
@@ -182,19 +190,19 @@ class Tokenizer:
         return decode([_ANCHOR, piece])[len(decode([_ANCHOR])) :].encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return `token_bytes` as text; bytes that are no whole character become U+FFFD."""
+        """Return `token_bytes` as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def has_token(self, token_id: int) -> bool:
-        """Whether a token stands behind this id."""
+        """Say whether this id has a token."""
         return token_id in self._ids
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
-        """List the ids below `n_rows` that no token stands behind."""
+        """List the ids below `n_rows` that have no token."""
         return tuple(id_ for id_ in range(n_rows) if id_ not in self._ids)
 
     def is_byte_piece(self, token_id: int) -> bool:
-        """Whether the token is a fallback byte such as `<0xE2>`, decoded together with its run."""
+        """Say whether the token is a fallback byte such as `<0xE2>`, decoded as part of its run."""
         if not self._has_byte_pieces:
             return False
         piece = self._backend.id_to_token(token_id)
@@ -202,10 +210,10 @@ class Tokenizer:
 
 
 def read_eos_ids(path: Path) -> tuple[int, ...]:
-    """Read the ids that end a text from a checkpoint that may have no tokenizer.
+    """Read the eos ids of a checkpoint that may have no tokenizer.
 
-    From generation_config.json, one or a list; else from config.json. Empty when neither names
-    any. Raises CheckpointError when a file cannot be read. `Tokenizer.eos_ids` also asks
+    They come from generation_config.json, else from config.json: one id or a list. Empty if neither
+    has any. Raises CheckpointError if a file cannot be read. `Tokenizer.eos_ids` also considers
     tokenizer_config.json.
     """
     return _read_eos_ids(tokenizer_place(path), lambda token: None)
@@ -214,13 +222,16 @@ def read_eos_ids(path: Path) -> tuple[int, ...]:
 def check_token_ids(
     token_ids: Sequence[int], n_rows: int, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Refuse a prompt that is empty or holds an id outside `[0, n_rows)`, the model's rows.
+    """Raise UsageError if a prompt is empty or holds an id outside `[0, n_rows)`.
 
-    A tokenizer may know more tokens than its model. Raises UsageError that names the id, its token,
-    its place and the limit.
+    `n_rows` is the model's vocabulary; a tokenizer may have more tokens. The error names the id,
+    its token, its index and the limit.
     """
     if not token_ids:
-        raise UsageError("the prompt is empty and the tokenizer adds no bos; give it some text")
+        raise UsageError(
+            "the prompt is empty and the tokenizer adds no bos",
+            remedy="give it some text",
+        )
     for place, token_id in enumerate(token_ids):
         if 0 <= token_id < n_rows:
             continue
@@ -228,7 +239,8 @@ def check_token_ids(
         named = f" ({tokenizer.token_text(token_id)!r})" if tokenizer and known else ""
         raise UsageError(
             f"token id {token_id}{named} at place {place} of the prompt is outside the model's "
-            f"vocabulary; ids go from 0 to {n_rows - 1}"
+            "vocabulary",
+            remedy=f"ids go from 0 to {n_rows - 1}",
         )
 
 
@@ -253,14 +265,14 @@ def _read_bos_id(folder: Path, id_of: Callable[[str], int | None]) -> int | None
 
 
 def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
-    """Whether bos is to stand before a text; None: the backend decides, as in tokenizer.json."""
+    """Say whether to prepend bos; None leaves it to the backend, as with tokenizer.json."""
     if by_default is None:
         return None
     path = folder / "tokenizer_config.json"
-    said = read_object(path).get("add_bos_token")
-    if not isinstance(said, bool | None):
-        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {said!r}")
-    return by_default if said is None else said
+    value = read_object(path).get("add_bos_token")
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {value!r}")
+    return by_default if value is None else value
 
 
 def _ids_under(path: Path, key: str) -> tuple[int, ...]:
@@ -274,7 +286,7 @@ def _ids_under(path: Path, key: str) -> tuple[int, ...]:
 
 
 def _named_token(folder: Path, key: str, id_of: Callable[[str], int | None]) -> int | None:
-    """Look up a token that tokenizer_config.json names: a string, or an object with `content`."""
+    """Look up a token named in tokenizer_config.json: a string, or an object with `content`."""
     path = folder / "tokenizer_config.json"
     value = read_object(path).get(key)
     if isinstance(value, dict):

@@ -135,7 +135,7 @@ ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
-    "stored": weight_form(checkpoint, choice).products.value,
+    "stored": weight_form(checkpoint, choice).linear_dtype.value,
     "counted": stage.weight_bytes,
     "loaded": loaded - idle,
     "most": max(during),
@@ -165,7 +165,7 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
     quantization = Quantization.named(quant)
     stored = DType(figures["stored"])
     wide = WeightForm(dtype=dtype)
-    form = WeightForm(dtype=dtype, rounded=quantization, products=stored)
+    form = WeightForm(dtype=dtype, quantization=quantization, linear_dtype=stored)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form)
     assert figures["counted"] == predicted
     if native_kernels() is not None:

@@ -16,7 +16,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors import stored_tensor
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import quantized_linear
-from shardnet.model.kernels.library import NativeProduct, native_kernels
+from shardnet.model.kernels.library import NativeMatmul, native_kernels
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.stage import pack_cache, tensor_reader
 from shardnet.stage.load import load_stage
@@ -38,8 +38,8 @@ class GivenUp(Exception):
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", PIECE)
     monkeypatch.setattr(pack_cache, "_PIECE_BYTES", PIECE)
-    monkeypatch.setattr(quantized_linear, "_PACKED_AT_A_TIME", PIECE)
-    monkeypatch.setattr(quantized_linear, "_ROUNDED_AT_A_TIME", PIECE)
+    monkeypatch.setattr(quantized_linear, "_NATIVE_CHUNK_WEIGHTS", PIECE)
+    monkeypatch.setattr(quantized_linear, "_TORCH_CHUNK_WEIGHTS", PIECE)
 
 
 def load_range(
@@ -184,6 +184,6 @@ def test_products_that_are_exact_by_how_they_compute_are_not_tried(
     def fail(*_: object) -> None:
         raise AssertionError("multiplied while loading")
 
-    monkeypatch.setattr(NativeProduct, "__call__", fail)
+    monkeypatch.setattr(NativeMatmul, "__call__", fail)
     model = load_range(checkpoint, LayerRange(0, 4), choice)
     assert model.exact_rows == choice.exact_rows

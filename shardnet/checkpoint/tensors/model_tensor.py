@@ -41,6 +41,13 @@ class ModelTensor:
         """Stored bytes that making it reads."""
         return sum(source.size_bytes for source in self.sources)
 
+    @property
+    def is_stored_matrix(self) -> bool:
+        """Whether it is one contiguous matrix in one file, without any conversion."""
+        if self.make is not as_stored or len(self.sources) != 1 or len(self.shape) != 2:
+            return False
+        return self.sources[0].strides is None
+
 
 def as_stored(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The one stored tensor is the parameter."""

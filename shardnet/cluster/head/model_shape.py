@@ -73,7 +73,7 @@ def model_shape(
     weights in memory, None for `dtype`. The shape also has the sizes with more of the model
     quantised than in `quantization`.
     """
-    form = WeightForm(dtype=dtype, rounded=quantization.weights, products=stored)
+    form = WeightForm(dtype=dtype, quantization=quantization.weights, linear_dtype=stored)
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
     return ModelShape(
         n_layers=config.n_layers,
@@ -94,7 +94,7 @@ def model_shape(
         ),
         quantized_sizes=tuple(
             _quantized_sizes(
-                config, replace(form, rounded=more.weights), context, more.kv_dtype, flags
+                config, replace(form, quantization=more.weights), context, more.kv_dtype, flags
             )
             for flags, more in quantization.more()
         ),

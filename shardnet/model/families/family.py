@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardnet.model.fused.decode_graphs import Capture
     from shardnet.model.fused.decoder import LoadLayer
-    from shardnet.model.layers.attention import Step
+    from shardnet.model.layers.attention import ForwardStep
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -40,10 +40,10 @@ class FamilyStage(Protocol):
     T rows of the step, R rows whose logits are wanted, E hidden size, V vocabulary.
     """
 
-    def embed(self, step: Step) -> Tensor:
+    def embed(self, step: ForwardStep) -> Tensor:
         """Look up token ids: hidden states [T, E] in the compute dtype; first stage only."""
 
-    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+    def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run the layers one by one, each when its output is asked for: [T, E] in, out after each.
 
         The output of a layer is overwritten by the next layer's; that of the last one stays.

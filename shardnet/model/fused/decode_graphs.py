@@ -1,15 +1,15 @@
-"""Decode steps by replay: what stands between two attentions is captured once, then replayed.
+"""Decode steps by CUDA graphs: the operators between two attentions are captured, then replayed.
 
-Knows where a layer can be cut, and which tensors stay where they are. Must not know parameter
-names, slots, wire or scheduling. Why it is done so: docs/adr/0026-piecewise-graphs.md.
+Knows where a layer can be split, and which tensors keep their addresses. Must not know parameter
+names, slots, wire or scheduling. Rationale: docs/adr/0026-piecewise-graphs.md.
 
 A step launches some twenty operators a layer, and a fast device waits for their launches. A graph
-launches them all at once, but it is a list of operators with the addresses that they work on, so
-what it reads and writes must always lie at the same place. Slots do not: they grow and move, and
-how far a row looks differs from step to step. Attention therefore stays as it is, and a graph is
-what stands between two of them:
+launches them all at once, but it records the addresses of its operands, so what it reads and writes
+must stay at the same addresses. Slots do not: they grow and move, and the number of keys differs
+from step to step. Attention therefore runs outside of graphs, and a graph is what lies between two
+attentions:
 
-    [output product, residual, MLP half of one layer] + [norm, product, rotation of the next]
+    [output linear, residual, MLP sub-layer of one layer] + [norm, linear, rotation of the next]
 
 Axes in shape comments: B rows of a bucket, E hidden size, H query heads, D head size, R rotated
 columns.
@@ -26,39 +26,39 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
-from shardnet.model.layers.attention import Step
-from shardnet.model.layers.decoder_layer import AttentionHalf, Layer, MlpHalf, Residual
+from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.decoder_layer import Layer, Residual
 from shardnet.model.layers.modules import GatedMlp, Heads, SelfAttention
 from shardnet.model.layers.rotary import Rotary
 
 log = logging.getLogger(__name__)
 
 GRAPHS_VARIABLE: Final = "SHARDNET_GRAPHS"
-"""Has a GPU run decode steps operator by operator, for tests and comparisons: off."""
+"""Set to "off", a GPU runs decode steps operator by operator, for tests and comparisons."""
 
 _MAX_ROWS: Final = GRAPH_BUCKETS[-1]
 _WARM_UPS: Final = 2
-"""Runs before a capture: libraries take memory and choose their kernels in the first ones."""
+"""Runs before a capture, in which libraries allocate memory and choose their kernels."""
 
 Replay = Callable[[], None]
-"""Does again what was captured, to the same tensors."""
+"""Replays the captured operators on the same tensors."""
 
 
 class Capture(Protocol):
-    """How a device captures: CUDA graphs, or in tests on the CPU a list of operators."""
+    """Captures operators: as CUDA graphs, or in tests on the CPU as a list."""
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Capture what `run` does to tensors, which from then on stay where they are.
+        """Capture the operators of `run`, whose tensors must keep their addresses from then on.
 
-        It may be run several times on the way. Raises RuntimeError where the device cannot.
+        `run` may be called several times. Raises RuntimeError if the device cannot capture it.
         """
 
 
 class CudaCapture:
-    """Captures CUDA graphs. All share one pool of memory, so that it grows to the largest's.
+    """Captures CUDA graphs. All share one memory pool, which grows to the size of the largest.
 
-    That is safe because nothing in the pool outlives its graph: what one graph leaves to another,
-    or to attention, lies in tensors from outside.
+    That is safe because nothing in the pool outlives a replay: outputs of a graph are tensors
+    allocated outside of it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,13 +67,13 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Capture what `run` launches; it is run on a stream of its own. Raises RuntimeError.
+        """Capture what `run` launches, on a separate stream. Raises RuntimeError on failure.
 
-        Other threads may go on using the device meanwhile.
+        Other threads may use the device meanwhile.
         """
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(current):  # which it is again, wherever this fails
+        with torch.cuda.stream(current):  # restores it, wherever this fails
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
@@ -90,7 +90,7 @@ class CudaCapture:
 
 
 def find_capture(device: torch.device, environment: Mapping[str, str]) -> Capture | None:
-    """Return how `device` captures, None where it does not or GRAPHS_VARIABLE says off."""
+    """Return the capture of `device`; None if it has none or GRAPHS_VARIABLE is "off"."""
     if device.type != "cuda" or environment.get(GRAPHS_VARIABLE, "").lower() == "off":
         return None
     return CudaCapture(device)
@@ -98,46 +98,44 @@ def find_capture(device: torch.device, environment: Mapping[str, str]) -> Captur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLayer:
-    """A layer that can be captured, cut where attention is."""
+    """A layer that can be captured, split at attention."""
 
     attention: Residual
     self_attn: SelfAttention
-    around_mlp: Residual
+    mlp_residual: Residual
     mlp: GatedMlp
 
     @classmethod
     def of(cls, layer: Layer) -> SplitLayer | None:
-        """Cut a layer; None where it cannot be captured.
+        """Split a layer; None if it cannot be captured.
 
-        It can when all but its attention does the same to every row and takes nothing back from
-        the device: not with experts, whose products have as many rows as chose them, nor with
-        attention that has products inside (DeepSeek's). And its weights must stay where they are,
-        which those of streamed layers do not.
+        Everything outside of attention must be the same operators for every batch, without a
+        transfer from the device: not so with experts, whose batches depend on the routing, nor with
+        linears inside attention (DeepSeek's). Its weights must keep their addresses, which those of
+        streamed layers do not.
         """
-        first, second = layer.attention, layer.mlp
-        if not isinstance(first, AttentionHalf) or not isinstance(second, MlpHalf):
+        first, second = layer.attention.fusible_attention, layer.mlp.fusible_mlp
+        if first is None or second is None:
             return None
         attn, mlp = first.self_attn, second.mlp
-        if not isinstance(attn, SelfAttention):
+        linears = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        if not all(linear.weights_stay for linear in linears):
             return None
-        products = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        if not all(product.weights_stay for product in products):
-            return None
-        return cls(attention=first.residual, self_attn=attn, around_mlp=second.residual, mlp=mlp)
+        return cls(attention=first.residual, self_attn=attn, mlp_residual=second.residual, mlp=mlp)
 
     def before(self, hidden: Tensor, rotary: Rotary) -> Heads:
-        """Do what comes before attention, with the layer's rows [B, E]."""
-        return self.self_attn.heads(self.attention.enter(hidden), rotary)
+        """Run the operators before attention on hidden states [B, E]."""
+        return self.self_attn.heads(self.attention.normalize(hidden), rotary)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Do what comes after it, with the layer's rows [B, E] and [B, H x D]: [B, E]."""
+        """Run the operators after attention on its input [B, E] and output [B, H x D]: [B, E]."""
         hidden = self.attention.add(hidden, self.self_attn.o_proj(attended))
-        return self.around_mlp.add(hidden, self.mlp(self.around_mlp.enter(hidden)))
+        return self.mlp_residual.add(hidden, self.mlp(self.mlp_residual.normalize(hidden)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffers:
-    """What graphs read and write: the same memory for all layers and buckets, B rows of it."""
+    """The tensors that graphs read and write: the same memory for all layers and buckets."""
 
     hidden: Tensor  # [B, E], between layers
     attended: Tensor  # [B, H x D], from attention
@@ -146,7 +144,7 @@ class _Buffers:
 
     @classmethod
     def of(cls, layer: SplitLayer, tables: Sequence[Rotary]) -> _Buffers:
-        """Make them for so many rows as the largest bucket has, and for such layers."""
+        """Allocate them for the rows of the largest bucket, and for layers like `layer`."""
         attn = layer.self_attn
         like = tables[0].cos
         n_hidden, n_attended = attn.o_proj.shape
@@ -169,7 +167,7 @@ class _Buffers:
         )
 
     def first(self, n_rows: int) -> _Buffers:
-        """Return the first rows of them all, which share their memory."""
+        """Return views of the first `n_rows` rows of all of them."""
         heads = self.heads
         return _Buffers(
             hidden=self.hidden[:n_rows],
@@ -185,13 +183,13 @@ class _Buffers:
         )
 
     def take_heads(self, heads: Heads) -> None:
-        """Copy to where attention looks for them."""
+        """Copy queries, keys and values to the buffers that attention reads."""
         self.heads.queries.copy_(heads.queries)
         self.heads.keys.copy_(heads.keys)
         self.heads.values.copy_(heads.values)
 
     def begin(self, rotaries: Sequence[Rotary], n_rows: int) -> None:
-        """Take the rows of a step's tables; where later rows of the bucket are, put zeros."""
+        """Copy the rows of a step's tables; pad the rest of the bucket with zeros."""
         for mine, new in zip(self.rotaries, rotaries, strict=True):
             _fill(mine.cos, new.cos)
             _fill(mine.sin, new.sin)
@@ -199,37 +197,36 @@ class _Buffers:
 
 
 def _fill(buffer: Tensor, rows: Tensor) -> None:
-    """Copy [T, ...] to the beginning of [B, ...], zeros behind."""
+    """Copy [T, ...] to the start of [B, ...], and pad with zeros."""
     buffer[: rows.shape[0]].copy_(rows)
     buffer[rows.shape[0] :].zero_()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """What was captured for so many rows: a piece before each layer and one behind the last.
+    """The graphs for one number of rows: one before each layer and one after the last.
 
-    A piece is None where neither of the layers beside it can be captured.
+    A graph is None if neither of its two layers can be captured.
     """
 
     rows: _Buffers
     pieces: Sequence[Replay | None]
 
     def replay(self, place: int) -> None:
-        """Run the piece before the layer `place`."""
+        """Replay the graph before the layer `place`."""
         piece = self.pieces[place]
-        assert piece is not None, "a layer beside it is captured"
+        assert piece is not None, "one of its two layers is captured"
         piece()
 
 
 class DecodeGraphs:
     """Runs steps of at most 32 rows through a stage's layers. Not thread-safe.
 
-    Such a step has no prompt chunk, which is longer. Its rows are filled up with rows of zeros to
-    1, 2, 4, 8, 16 or 32; each row is computed by itself, so those change nothing.
+    Such a step has no prompt chunk, which is longer. Its rows are padded with zeros to 1, 2, 4, 8,
+    16 or 32; rows are independent of each other, so padding does not change results.
 
-    A bucket is captured when it is first needed: then nobody waits, while a model is loaded, for
-    buckets that are never used; and it is the thread that computes that captures, whose handles
-    and workspaces the libraries then use.
+    A bucket is captured when it is first needed: loading does not wait for buckets that are never
+    used, and the compute thread captures, with its own library handles and workspaces.
     """
 
     def __init__(
@@ -250,12 +247,12 @@ class DecodeGraphs:
         self._is_walking = False
 
     def begin(
-        self, hidden: Tensor, rotaries: Sequence[Rotary], step: Step
+        self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
     ) -> Iterator[Tensor] | None:
-        """Begin a walk of [T, E] through the layers; None where it has to go without graphs.
+        """Begin a walk of hidden states [T, E] through the layers; None if graphs cannot do it.
 
-        That is where there are too many rows, where another walk has not ended, and where nothing
-        can be captured. What the walk gives after a layer lasts until it is asked for the next.
+        That is the case with too many rows, during another walk, and if no layer can be captured.
+        What the walk yields after a layer is valid until the next one is requested.
         """
         if self._is_walking or hidden.shape[0] > _MAX_ROWS:
             return None
@@ -263,12 +260,12 @@ class DecodeGraphs:
         return None if bucket is None else self._walk(hidden, rotaries, step, bucket)
 
     def _walk(
-        self, hidden: Tensor, rotaries: Sequence[Rotary], step: Step, bucket: _Bucket
+        self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep, bucket: _Bucket
     ) -> Iterator[Tensor]:
         n_rows, last = hidden.shape[0], len(self._layers) - 1
         own = bucket.rows.first(n_rows)
         bucket.rows.begin(rotaries, n_rows)
-        is_inside = False  # whether the rows lie in the buffer, and the layer's heads are made
+        is_inside = False  # whether the buffers hold the hidden states, and the layer's heads
         self._is_walking = True
         try:
             for index, (layer, rope) in enumerate(self._layers):
@@ -290,13 +287,13 @@ class DecodeGraphs:
         yield hidden.clone() if is_inside else hidden
 
     def _bucket(self, n_rows: int) -> _Bucket | None:
-        """Return what is captured for `n_rows` rows, now if need be; None where nothing can be."""
+        """Return the bucket for `n_rows` rows, captured now if new; None if nothing can be."""
         size = next(size for size in GRAPH_BUCKETS if n_rows <= size)
         if size not in self._buckets and self._capture is not None and self._buffers is not None:
             rows = self._buffers.first(size)
             try:
                 pieces = [self._piece(place, rows) for place in range(len(self._layers) + 1)]
-            except RuntimeError as error:  # torch has no narrower one for what cannot be captured
+            except RuntimeError as error:  # torch raises nothing narrower if it cannot capture
                 self._capture = None
                 log.warning(
                     "decode steps of %d rows run operator by operator, they cannot be captured: %s",
@@ -308,7 +305,7 @@ class DecodeGraphs:
         return self._buckets.get(size)
 
     def _piece(self, place: int, rows: _Buffers) -> Replay | None:
-        """Capture what stands between the attentions of the layers before and after `place`."""
+        """Capture the operators between the attentions of the layers before and after `place`."""
         before = self._split[place - 1] if place > 0 else None
         after = self._split[place] if place < len(self._split) else None
         if self._capture is None or (before is None and after is None):

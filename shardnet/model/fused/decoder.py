@@ -1,7 +1,7 @@
-"""A stage of the families with rotary positions: embedding, layers one behind the other, head.
+"""A stage of the families with rotary positions: embedding, layers, head.
 
-Knows what is the same in all of them; each family's file brings its layer. Must not know files,
-wire or scheduling.
+Knows what they have in common; each family's file provides its layer. Must not know files, wire or
+scheduling.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.fused.layers import NativeLayers
-from shardnet.model.fused.sublayers import with_native_halves
+from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import Step
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import rotary_tables
@@ -26,11 +26,11 @@ from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
 
 LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
-"""Takes the parameters of the layer with an absolute number."""
+"""Loads the layer with an absolute number."""
 
 
 class DecoderStage:
-    """The layers `layers` of a model, with the embedding and the head where they belong."""
+    """The layers `layers` of a model; the first stage has the embedding, the last one the head."""
 
     def __init__(
         self,
@@ -54,25 +54,25 @@ class DecoderStage:
         self._tables = [
             rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
         ]
-        self._layers = [
-            (
-                with_native_halves(load_layer(config, weights, layer), native_kernels()),
-                distinct.index(rope),
-            )
-            for layer, rope in zip(layers, ropes, strict=True)
-        ]
-        self._joined = NativeLayers.of([layer for layer, _ in self._layers], native_kernels())
+        kernels, natives = native_kernels(), []
+        self._layers: list[tuple[Layer, int]] = []
+        for number, rope in zip(layers, ropes, strict=True):
+            layer = load_layer(config, weights, number)
+            native = NativeSublayers.of(layer, kernels)
+            natives.append(native)
+            self._layers.append((native.replace_in(layer), distinct.index(rope)))
+        self._joined = NativeLayers.of(natives, kernels)
         self._graphs: DecodeGraphs | None = None
         if capture is not None:  # steps of few rows replay graphs of the layers that allow it
             self._graphs = DecodeGraphs(self._layers, self._tables, capture)
 
-    def embed(self, step: Step) -> Tensor:
-        """Look the token ids up: [T, E]."""
+    def embed(self, step: ForwardStep) -> Tensor:
+        """Embed the step's token ids: [T, E] in the compute dtype."""
         assert self._embedding is not None
         return self._embedding(step.token_ids)
 
-    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
-        """Run the stage's layers, one whenever the next is asked for: [T, E] in, out after each."""
+    def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
+        """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
         rotaries = [table.at(step.positions) for table in self._tables]
         if self._graphs is not None:
             replayed = self._graphs.begin(hidden, rotaries, step)
@@ -89,12 +89,12 @@ class DecoderStage:
             yield hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Final norm: [R, E] in and out."""
+        """Apply the final norm: [R, E] in and out."""
         assert self._head is not None
         return self._head.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
+        """Apply norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
         assert self._head is not None
         return self._head(hidden)
 
@@ -112,7 +112,7 @@ class _Embedding:
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, dtype: torch.dtype) -> _Embedding:
-        """A multiplier is rounded to the compute dtype first, as Gemma's own code does it."""
+        """Load the table. The multiplier is rounded to the compute dtype, as in Gemma's code."""
         multiplier = torch.tensor(config.embedding_multiplier).to(dtype).item()
         return cls(table=weights.table("model.embed_tokens"), multiplier=multiplier)
 

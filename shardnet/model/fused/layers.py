@@ -1,11 +1,11 @@
 """All layers of a stage in one call of the compiled library.
 
-Knows when that can be, and what stays from one call to the next. Must not know where weights come
-from.
+Knows when that is possible, and what is reused from one call to the next. Must not know where
+weights come from.
 
-A step reads gigabytes of weights through the caches, so that whatever runs between two calls of the
-library is read from memory again: Python between the halves of a layer took 150 µs and more there,
-ten times what it takes where nothing else is read.
+A step reads gigabytes of weights through the caches, so that code between two calls of the library
+is read from memory again: Python between the sub-layers of a layer took 150 µs and more there, ten
+times its cost with warm caches.
 """
 
 from __future__ import annotations
@@ -21,113 +21,121 @@ from torch import Tensor
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.structs import LayerStruct, aligned
+from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.library import NativeKernels, check_rows
-from shardnet.model.layers.attention import Step
-from shardnet.model.layers.decoder_layer import Layer
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.rotary import Rotary
 
 _MAX_ROWS: Final = 64
-"""With more rows it weighs nothing what runs between calls, and the call's memory would stay."""
+"""With more rows the time between calls is negligible, and the workspace would hold much memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LayOut:
-    """Where all structs point, with rows of one kind and a number of threads.
+class _Workspace:
+    """The memory that all structs point to, for one shape and dtype of rows and number of threads.
 
-    `rows` is where layers find and leave their rows, a part of the memory that the call works in.
+    `rows` is input and output of the layers, a view of that memory.
     """
 
     rows: Tensor  # [T, E]
     n_threads: int
 
     def suits(self, hidden: Tensor) -> bool:
-        """Say whether rows like these can be computed here, with as many threads as now."""
+        """Say whether rows like `hidden` fit here, with torch's current number of threads."""
         rows = self.rows
-        is_alike = rows.shape == hidden.shape and rows.dtype is hidden.dtype
-        return is_alike and self.n_threads == torch.get_num_threads()
+        is_same = rows.shape == hidden.shape and rows.dtype is hidden.dtype
+        return is_same and self.n_threads == torch.get_num_threads()
 
 
 class NativeLayers:
-    """The layers of a stage by the library. Not thread-safe: it keeps its call's arguments."""
+    """All layers of a stage by the library. Not thread-safe: it holds the arguments of its call."""
 
     def __init__(
         self,
-        halves: Sequence[tuple[NativeAttention, NativeMlp]],
+        layers: Sequence[tuple[NativeAttention, NativeMlp]],
         width: int,
         kernels: NativeKernels,
     ) -> None:
-        """Take both halves of each layer, with `width` columns. Others may call them as well."""
-        self._halves = [(attention.apart(), mlp.apart()) for attention, mlp in halves]
+        """Take both sub-layers of each layer, whose rows have `width` columns.
+
+        They remain usable by themselves: their arguments are copied.
+        """
+        self._layers = [
+            (attention.with_own_arguments(), mlp.with_own_arguments()) for attention, mlp in layers
+        ]
         self._width = width
         self._call = kernels.function(
             "shardnet_layers", ctypes.POINTER(LayerStruct), ctypes.c_int64
         )
-        self._structs = (LayerStruct * len(halves))(
+        self._structs = (LayerStruct * len(layers))(
             *(
                 LayerStruct(
                     attention=ctypes.addressof(attention.arguments),
                     mlp=ctypes.addressof(mlp.arguments),
                 )
-                for attention, mlp in self._halves
+                for attention, mlp in self._layers
             )
         )
-        self._lay_out: _LayOut | None = None
+        self._workspace: _Workspace | None = None
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], kernels: NativeKernels | None) -> NativeLayers | None:
-        """Join layers; None unless both halves of each are the library's, with weights that stay
-        where they are, as those of streamed layers do not."""
-        halves = []
+    def of(
+        cls, layers: Sequence[NativeSublayers], kernels: NativeKernels | None
+    ) -> NativeLayers | None:
+        """Join layers; None unless the library computes both sub-layers of each, with weights at
+        fixed addresses (not streamed)."""
+        joined = []
         for layer in layers:
             attention, mlp = layer.attention, layer.mlp
-            if not isinstance(attention, NativeAttention) or not isinstance(mlp, NativeMlp):
+            if attention is None or mlp is None:
                 return None
-            products = (*attention.products, *mlp.products)
-            if not all(product.weights_stay for product in products):
+            if not all(linear.weights_stay for linear in (*attention.linears, *mlp.linears)):
                 return None
-            halves.append((attention, mlp))
-        if kernels is None or not halves:
+            joined.append((attention, mlp))
+        if kernels is None or not joined:
             return None
-        return cls(halves, halves[0][0].products[1].shape[0], kernels)
+        return cls(joined, joined[0][0].linears[1].shape[0], kernels)
 
-    def __call__(self, hidden: Tensor, rotaries: Sequence[Rotary], step: Step) -> Tensor | None:
-        """Run all layers, each with its rotary tables: [T, E] in and out.
+    def __call__(
+        self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
+    ) -> Tensor | None:
+        """Run all layers, each with its own rotary tables: [T, E] to [T, E], on the CPU.
 
-        Returns None where the library cannot do all of it, as with chunks of prompts, and for many
-        rows. Raises ValueError where rows, rotary tables and step do not belong together.
+        Returns None if the library cannot compute all of it: with prompt chunks and with many rows.
+        Raises ValueError if rows, rotary tables and step do not match.
         """
-        if step.places is None or step.places.has_chunks or len(hidden) > _MAX_ROWS:
+        if step.native_spans is None or step.native_spans.has_chunks or len(hidden) > _MAX_ROWS:
             return None
-        place = self._place(hidden)
-        place.rows.copy_(hidden)
-        for index, ((attention, _), rotary) in enumerate(zip(self._halves, rotaries, strict=True)):
-            if not attention.look(place.rows, index, rotary, step):
+        workspace = self._workspace_for(hidden)
+        workspace.rows.copy_(hidden)
+        for index, ((attention, _), rotary) in enumerate(zip(self._layers, rotaries, strict=True)):
+            if not attention.bind_step(workspace.rows, index, rotary, step):
                 return None
-        self._call(self._structs, len(self._halves))
-        return place.rows.clone()
+        self._call(self._structs, len(self._layers))
+        return workspace.rows.clone()
 
-    def _place(self, hidden: Tensor) -> _LayOut:
-        """Return where rows like `hidden` are computed; all structs point there."""
-        place = self._lay_out
-        if place is None or not place.suits(hidden):
-            self._lay_out = None  # its memory is not needed while the next is made
-            self._lay_out = place = self._new_place(hidden)
-        return place
+    def _workspace_for(self, hidden: Tensor) -> _Workspace:
+        """Return the workspace for rows like `hidden`; all structs point there."""
+        workspace = self._workspace
+        if workspace is None or not workspace.suits(hidden):
+            self._workspace = None  # frees its memory before the next is allocated
+            self._workspace = workspace = self._new_workspace(hidden)
+        return workspace
 
-    def _new_place(self, hidden: Tensor) -> _LayOut:
+    def _new_workspace(self, hidden: Tensor) -> _Workspace:
         check_rows(hidden, self._width)
-        halves = [half for layer in self._halves for half in layer]
+        sublayers = [sublayer for layer in self._layers for sublayer in layer]
         row_bytes = aligned(hidden.nbytes)
-        room_bytes = max(half.room_bytes(hidden) for half in halves)
-        memory = torch.empty(2 * row_bytes + room_bytes, dtype=torch.uint8)
+        scratch_bytes = max(sublayer.scratch_bytes(hidden) for sublayer in sublayers)
+        memory = torch.empty(2 * row_bytes + scratch_bytes, dtype=torch.uint8)
         between, after = (
             memory[begin : begin + hidden.nbytes].view(hidden.dtype).view(hidden.shape)
             for begin in (0, row_bytes)
         )
-        room = memory[2 * row_bytes :]
-        for attention, mlp in self._halves:
-            attention.arguments.residual.enter(between, after)
-            attention.lay_out(room, between)
-            mlp.arguments.residual.enter(after, between)
-            mlp.lay_out(room, after)
-        return _LayOut(rows=between, n_threads=torch.get_num_threads())
+        scratch = memory[2 * row_bytes :]
+        for attention, mlp in self._layers:
+            attention.arguments.residual.bind_rows(between, after)
+            attention.assign_buffers(scratch, between)
+            mlp.arguments.residual.bind_rows(after, between)
+            mlp.assign_buffers(scratch, after)
+        return _Workspace(rows=between, n_threads=torch.get_num_threads())

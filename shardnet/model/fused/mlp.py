@@ -1,6 +1,6 @@
-"""The MLP half of a layer in one call of the compiled library.
+"""The MLP sub-layer in one call of the compiled library.
 
-Knows where its rows lie in memory. Must not know which layers can be computed so:
+Knows the layout of its buffers. Must not know which sub-layers the library can compute:
 fused/sublayers.py does.
 """
 
@@ -16,26 +16,26 @@ from shardnet.model.config.model_config import Activation
 from shardnet.model.fused.structs import (
     ACTIVATIONS,
     MlpStruct,
-    NativeLinearProduct,
     ResidualStruct,
     aligned,
     check_shape,
 )
-from shardnet.model.kernels.library import ROOM, NativeKernels
-from shardnet.model.layers.attention import Step
+from shardnet.model.kernels.library import SCRATCH, NativeKernels
+from shardnet.model.kernels.linear import NativeLinear
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.rotary import Rotary
 
 
 class NativeMlp:
-    """An MlpHalf by the library. Not thread-safe: it keeps its call's arguments."""
+    """An MlpSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
 
     def __init__(
         self,
         residual: Residual,
         activation: Activation,
-        gate_up: NativeLinearProduct,
-        down: NativeLinearProduct,
+        gate_up: NativeLinear,
+        down: NativeLinear,
         kernels: NativeKernels,
     ) -> None:
         n_out, self._n_inner = down.shape
@@ -43,7 +43,7 @@ class NativeMlp:
         self._gate_up = gate_up
         self._down = down
         self._residual = residual
-        self._call = kernels.function("shardnet_mlp_half", ctypes.POINTER(MlpStruct))
+        self._call = kernels.function("shardnet_mlp", ctypes.POINTER(MlpStruct))
         self._arguments = MlpStruct(
             residual=ResidualStruct.of(residual, n_out, kernels),
             n_inner=self._n_inner,
@@ -51,59 +51,67 @@ class NativeMlp:
         )
 
     @property
-    def products(self) -> tuple[NativeLinearProduct, NativeLinearProduct]:
-        """What it multiplies with."""
+    def linears(self) -> tuple[NativeLinear, NativeLinear]:
+        """Its linear layers: gate and up, down."""
         return self._gate_up, self._down
 
     @property
+    def fusible_attention(self) -> None:
+        """None: it is no attention."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: it is fused already."""
+
+    @property
     def arguments(self) -> MlpStruct:
-        """What the library is given, as long as this object lives."""
+        """The arguments of its calls, valid as long as this object lives."""
         return self._arguments
 
-    def apart(self) -> NativeMlp:
-        """Return the same half with arguments of its own, which calls of this one do not touch."""
+    def with_own_arguments(self) -> NativeMlp:
+        """Return a copy with separate call arguments, which calls of this one do not change."""
         other = copy(self)
         other._arguments = MlpStruct.from_buffer_copy(self._arguments)
         return other
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
-        self._arguments.residual.enter(hidden, out)
-        self.lay_out(ROOM.of(self.room_bytes(hidden)), hidden)
+        self._arguments.residual.bind_rows(hidden, out)
+        self.assign_buffers(SCRATCH.at_least(self.scratch_bytes(hidden)), hidden)
         self._call(self._arguments)
         return out
 
-    def room_bytes(self, hidden: Tensor) -> int:
-        """Return the memory that a call with rows like `hidden` works in."""
+    def scratch_bytes(self, hidden: Tensor) -> int:
+        """Return the scratch memory of a call with rows like `hidden`, in bytes."""
         return self._parts(hidden)[-1]
 
-    def lay_out(self, room: Tensor, hidden: Tensor) -> None:
-        """Give a call with rows like `hidden` its products, and memory at the head of `room`."""
+    def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
+        """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         arguments = self._arguments
-        arguments.gate_up = self._gate_up.native_product().address
-        arguments.down = self._down.native_product().address
-        active, gated, product, _ = self._parts(hidden)
-        begin = room.data_ptr()
+        arguments.gate_up = self._gate_up.native_matmul().address
+        arguments.down = self._down.native_matmul().address
+        activated, projected, linear_scratch, _ = self._parts(hidden)
+        begin = scratch.data_ptr()
         arguments.residual.inner = begin
-        arguments.active = begin + active
-        arguments.gated = begin + gated
-        arguments.room = begin + product
+        arguments.activated = begin + activated
+        arguments.projected = begin + projected
+        arguments.scratch = begin + linear_scratch
 
     def _parts(self, hidden: Tensor) -> tuple[int, int, int, int]:
-        """Return where the parts of a call's memory begin, and where all of it ends.
+        """Return the offsets of a call's buffers, and their total size, in bytes.
 
-        They are the rows between norm and product, active and gated ones, and the products' own.
+        In order: normalized rows (at 0), activated rows, projected rows, scratch of the linears.
         """
         n_rows, item = hidden.shape[0], hidden.element_size()
-        gate_up, down = self._gate_up.native_product(), self._down.native_product()
-        active = aligned(n_rows * down.shape[0] * item)
+        gate_up, down = self._gate_up.native_matmul(), self._down.native_matmul()
+        activated = aligned(n_rows * down.shape[0] * item)
         inner = aligned(n_rows * self._n_inner * item)
-        product = active + 3 * inner
+        linear_scratch = activated + 3 * inner
         return (
-            active,
-            active + inner,
-            product,
-            product + n_rows * max(gate_up.row_bytes, down.row_bytes),
+            activated,
+            activated + inner,
+            linear_scratch,
+            linear_scratch + n_rows * max(gate_up.row_bytes, down.row_bytes),
         )

@@ -1,14 +1,14 @@
-"""What the library's halves of layers are given: the structs of csrc/halves.c, here again.
+"""The arguments of the library's sub-layers: mirrors of the structs of csrc/sublayers.c.
 
-Knows their fields and what must hold of norms, rows and products before addresses go into them.
-Must not know when a half is called.
+Knows their fields and checks norms, rows and linears before passing their addresses. Must not know
+when a sub-layer is called.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from shardnet.model.config.model_config import Activation
 from shardnet.model.kernels.library import (
     NativeKernels,
-    NativeSource,
     Team,
     check_memory,
     check_rows,
@@ -30,26 +29,22 @@ BEFORE: Final = 1
 STORE: Final = 2
 ATTEND: Final = 4
 AFTER: Final = 8
-"""The parts of an attention half that one call may do: norm, projections and rotation; keeping keys
-and values; decode rows' attention; output projection and residual."""
+"""The parts of the attention sub-layer that one call may compute: norm, projections and rotation;
+storing keys and values; attention of decode rows; output projection and residual."""
 MAX_HEAD: Final = 256
-"""The longest head that the library attends with."""
+"""The largest head size that the library supports."""
 ACTIVATIONS: Final = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.GELU_NEW: 1,
     Activation.RELU: 2,
 }
-"""Those that the library has, and their numbers there."""
+"""The activations that the library computes, and their numbers there."""
 _ALIGNMENT: Final = 64
 
 
-class NativeLinearProduct(Linear, NativeSource, Protocol):
-    """A product of the library, for a layer."""
-
-
 class NormStruct(ctypes.Structure):
-    """`struct norm` of csrc/halves.c."""
+    """`struct norm` of csrc/sublayers.c."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -59,7 +54,7 @@ class NormStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
-        """Point to a norm with weights of `shape` that outlives this. Raises ValueError."""
+        """Point to a norm, which must outlive this. Raises ValueError for another shape."""
         if norm is None:
             return cls(weight=None, eps=0.0, is_bf16=0)
         weight = norm.weight
@@ -68,7 +63,7 @@ class NormStruct(ctypes.Structure):
 
 
 class ResidualStruct(ctypes.Structure):
-    """`struct residual` of csrc/halves.c."""
+    """`struct residual` of csrc/sublayers.c."""
 
     _fields_ = (
         ("before", NormStruct),
@@ -85,7 +80,7 @@ class ResidualStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, residual: Residual, width: int, kernels: NativeKernels) -> ResidualStruct:
-        """Say what stays from call to call."""
+        """Set the fields that are the same in every call."""
         return cls(
             before=NormStruct.of(residual.before, width),
             after=NormStruct.of(residual.after, width),
@@ -94,27 +89,28 @@ class ResidualStruct(ctypes.Structure):
             team=kernels.team,
         )
 
-    def enter(self, hidden: Tensor, out: Tensor) -> None:
-        """Say what is of this call. Raises ValueError for rows that cannot be read."""
+    def bind_rows(self, hidden: Tensor, out: Tensor) -> None:
+        """Set input and output of a call, [T, E] each. Raises ValueError for any other shape or
+        dtype."""
         self.n_rows = check_rows(hidden, self.width)
         self.hidden = hidden.data_ptr()
-        self.out = check_memory("what comes out", out, hidden.nbytes, hidden.dtype).data_ptr()
+        self.out = check_memory("the output", out, hidden.nbytes, hidden.dtype).data_ptr()
         self.is_bf16 = is_bf16(hidden)
         self.team.n_threads = torch.get_num_threads()
 
 
 class AttentionStruct(ctypes.Structure):
-    """`struct attention_half` of csrc/halves.c."""
+    """`struct attention_call` of csrc/sublayers.c."""
 
     _fields_ = (
         ("residual", ResidualStruct),
-        ("heads", NormStruct),
+        ("head_norm", NormStruct),
         ("qkv", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
-        ("looking", ctypes.c_void_p),
+        ("projected", ctypes.c_void_p),
         ("attended", ctypes.c_void_p),
         ("spans", ctypes.c_void_p),
         ("n_spans", ctypes.c_int64),
@@ -124,29 +120,29 @@ class AttentionStruct(ctypes.Structure):
         ("head_size", ctypes.c_int64),
         ("n_rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
-        ("kept_bytes", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 
 
 class MlpStruct(ctypes.Structure):
-    """`struct mlp_half` of csrc/halves.c."""
+    """`struct mlp_call` of csrc/sublayers.c."""
 
     _fields_ = (
         ("residual", ResidualStruct),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
-        ("gated", ctypes.c_void_p),
-        ("active", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("projected", ctypes.c_void_p),
+        ("activated", ctypes.c_void_p),
         ("n_inner", ctypes.c_int64),
         ("activation", ctypes.c_int32),
     )
 
 
 class LayerStruct(ctypes.Structure):
-    """`struct layer` of csrc/halves.c."""
+    """`struct layer` of csrc/sublayers.c."""
 
     _fields_ = (
         ("attention", ctypes.c_void_p),
@@ -154,12 +150,12 @@ class LayerStruct(ctypes.Structure):
     )
 
 
-def check_shape(name: str, product: Linear, n_out: int, n_in: int) -> None:
-    """Raise ValueError unless a product has the shape that its layer wants."""
-    if product.shape != (n_out, n_in):
-        raise ValueError(f"{name} has shape {product.shape}, the layer wants {(n_out, n_in)}")
+def check_shape(name: str, linear: Linear, n_out: int, n_in: int) -> None:
+    """Raise ValueError unless `linear` has the shape (n_out, n_in)."""
+    if linear.shape != (n_out, n_in):
+        raise ValueError(f"{name} has shape {linear.shape}, the layer needs {(n_out, n_in)}")
 
 
 def aligned(n_bytes: int) -> int:
-    """Round up to where the next part of a call's memory may begin."""
+    """Round `n_bytes` up to the alignment of the next buffer."""
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,58 +1,74 @@
-"""Which halves of layers the compiled library computes, in one call each.
+"""Chooses the sub-layers that the compiled library computes, in one call each.
 
-Knows the parts that a half must have. Must not know parameter names, wire or scheduling.
+Knows what the library needs of a sub-layer. Must not know parameter names, wire or scheduling.
 
-In small models and on fast machines a decode step costs as much in calls of torch's operators as in
-what they do.
+In small models and on fast machines, calling torch's operators takes as much of a decode step as
+their work.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeGuard
+from dataclasses import dataclass, replace
 
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.structs import ACTIVATIONS, MAX_HEAD, NativeLinearProduct
-from shardnet.model.kernels.library import NativeKernels, NativeSource
-from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.decoder_layer import AttentionHalf, Half, Layer, MlpHalf
-from shardnet.model.layers.modules import SelfAttention
-from shardnet.model.layers.norms import HeadNorm
+from shardnet.model.fused.structs import ACTIVATIONS, MAX_HEAD
+from shardnet.model.kernels.library import NativeKernels
+from shardnet.model.kernels.linear import is_native
+from shardnet.model.layers.decoder_layer import Layer, Sublayer
 
 
-def with_native_halves(layer: Layer, kernels: NativeKernels | None) -> Layer:
-    """Have the library compute the halves that it can, where there is one."""
-    if kernels is None:
-        return layer
-    return replace(
-        layer,
-        attention=_native_attention(layer.attention, kernels),
-        mlp=_native_mlp(layer.mlp, kernels),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeSublayers:
+    """The sub-layers of one layer that the library computes, None where torch does."""
+
+    attention: NativeAttention | None
+    mlp: NativeMlp | None
+
+    @classmethod
+    def of(cls, layer: Layer, kernels: NativeKernels | None) -> NativeSublayers:
+        """Make those sub-layers that the library can compute; without a library there are none.
+
+        Raises ValueError for norms and linears whose shapes do not fit together.
+        """
+        if kernels is None:
+            return cls(attention=None, mlp=None)
+        return cls(
+            attention=_native_attention(layer.attention, kernels),
+            mlp=_native_mlp(layer.mlp, kernels),
+        )
+
+    def replace_in(self, layer: Layer) -> Layer:
+        """Return `layer` with these sub-layers in place of torch's."""
+        return replace(
+            layer, attention=self.attention or layer.attention, mlp=self.mlp or layer.mlp
+        )
 
 
-def _native_attention(half: Half, kernels: NativeKernels) -> Half:
-    if not isinstance(half, AttentionHalf) or not isinstance(half.self_attn, SelfAttention):
-        return half
-    own, qkv, output = half.self_attn, half.self_attn.qkv_proj, half.self_attn.o_proj
-    if own.qk_norm is not None and not isinstance(own.qk_norm, HeadNorm):
-        return half
-    if own.head_size > MAX_HEAD or own.head_size % 2 or not half.residual.is_rms:
-        return half
-    if not (_is_native(qkv) and _is_native(output)):
-        return half
-    return NativeAttention(half.residual, own, own.qk_norm, qkv, output, kernels)
+def with_native_sublayers(layer: Layer, kernels: NativeKernels | None) -> Layer:
+    """Return `layer` with the sub-layers that the library can compute, if there is one."""
+    return layer if kernels is None else NativeSublayers.of(layer, kernels).replace_in(layer)
 
 
-def _native_mlp(half: Half, kernels: NativeKernels) -> Half:
-    if not isinstance(half, MlpHalf) or half.mlp.activation not in ACTIVATIONS:
-        return half
-    gate_up, down = half.mlp.gate_up_proj, half.mlp.down_proj
-    if not (_is_native(gate_up) and _is_native(down) and half.residual.is_rms):
-        return half
-    return NativeMlp(half.residual, half.mlp.activation, gate_up, down, kernels)
+def _native_attention(sublayer: Sublayer, kernels: NativeKernels) -> NativeAttention | None:
+    parts = sublayer.fusible_attention
+    if parts is None or not parts.residual.is_rms:
+        return None
+    own = parts.self_attn
+    qkv, output = own.qkv_proj, own.o_proj
+    if own.head_size > MAX_HEAD or own.head_size % 2 or not (is_native(qkv) and is_native(output)):
+        return None
+    qk_norm = None if own.qk_norm is None else own.qk_norm.per_head
+    if own.qk_norm is not None and qk_norm is None:
+        return None
+    return NativeAttention(parts.residual, own, qk_norm, qkv, output, kernels)
 
 
-def _is_native(linear: Linear) -> TypeGuard[NativeLinearProduct]:
-    return isinstance(linear, NativeSource) and linear.is_native
+def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | None:
+    parts = sublayer.fusible_mlp
+    if parts is None or not parts.residual.is_rms or parts.mlp.activation not in ACTIVATIONS:
+        return None
+    gate_up, down = parts.mlp.gate_up_proj, parts.mlp.down_proj
+    if not (is_native(gate_up) and is_native(down)):
+        return None
+    return NativeMlp(parts.residual, parts.mlp.activation, gate_up, down, kernels)

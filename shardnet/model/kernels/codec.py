@@ -1,7 +1,7 @@
 """The one bridge between bytes on the wire and tensors.
 
-Knows how a row-major little-endian payload maps to a tensor, without a copy where there is none to
-make, and how rows are rounded for a narrower wire (docs/protocol.md section 9). Must not know
+Knows how a row-major little-endian payload maps to a tensor, without a copy where possible, and how
+rows are quantised for a narrower wire (docs/protocol.md section 9). Must not know
 frames.
 """
 
@@ -64,10 +64,10 @@ def from_bytes(
 
 
 def pack_rows(rows: Tensor, dtype: WireDType) -> memoryview:
-    """Round rows [T, E] for a wire of `dtype` and return their payload.
+    """Quantise or round rows [T, E] to a wire of `dtype` and return their payload.
 
-    NaN and infinities arrive as NaN or infinities: int8 makes NaN of their group of columns. Raises
-    NumericalError for a finite value that float16 would turn into an infinity.
+    NaN and infinities arrive as NaN or infinities; with int8 their whole group of columns becomes
+    NaN. Raises NumericalError for a finite value that would overflow float16.
     """
     if dtype.plain is None:
         return _pack_int8(rows.detach())
@@ -83,10 +83,10 @@ def unpack_rows(
     width: int,
     device: torch.device,
 ) -> Tensor:
-    """Make rows [rows, width] from a payload, in float32 where the wire is int8.
+    """Make rows [rows, width] from a payload; an int8 wire gives float32.
 
-    Like `from_bytes` it may share the payload's memory. Raises RemoteProtocolError when the payload
-    has not the size that `rows` and `width` ask for; it is checked before memory is taken.
+    Like `from_bytes` it may share the payload's memory. Raises RemoteProtocolError, before any
+    allocation, if the payload has not the size that `rows` and `width` imply.
     """
     if dtype.plain is not None:
         return from_bytes(buffer, dtype.plain, rows, width, device)
@@ -95,7 +95,7 @@ def unpack_rows(
 
 
 def _pack_int8(rows: Tensor) -> memoryview:
-    """All scales, then all values. A group too small for a normal scale becomes zeros."""
+    """Return all scales, then all values. A group too small for a normal scale becomes zeros."""
     n_rows, width = rows.shape
     n_groups = int8_groups(width)
     missing = n_groups * INT8_GROUP_COLUMNS - width
@@ -124,7 +124,7 @@ def _unpack_int8(buffer: Buffer, n_rows: int, width: int, device: torch.device) 
 
 
 def _viewed(buffer: Buffer, dtype: torch.dtype) -> Tensor:
-    """View a payload as a flat tensor on the CPU; one that may not be written to is copied."""
+    """View a payload as a flat CPU tensor; a read-only one is copied."""
     if memoryview(buffer).nbytes == 0:
         return torch.empty(0, dtype=dtype)
     if memoryview(buffer).readonly:  # torch has no read-only tensors and warns
@@ -136,7 +136,7 @@ def _check_size(buffer: Buffer, rows: int, width: int, dtype: str, expected: int
     size_bytes = memoryview(buffer).nbytes
     if size_bytes != expected:
         raise RemoteProtocolError(
-            f"activations of {rows} x {width} {dtype} take {expected} bytes, {size_bytes} came"
+            f"activations of {rows} x {width} {dtype} take {expected} bytes, but {size_bytes} came"
         )
 
 
@@ -144,6 +144,6 @@ def _check_fits_float16(rows: Tensor) -> None:
     largest = float(rows.abs().amax()) if rows.numel() else 0.0
     if _FLOAT16_OVERFLOW <= largest < float("inf"):
         raise NumericalError(
-            f"an activation of {largest:.4g} does not fit a float16 wire, which ends at 65504: "
-            "use --wire-dtype bfloat16 or int8"
+            f"an activation of {largest:.4g} does not fit a float16 wire, which ends at 65504",
+            remedy="use --wire-dtype bfloat16 or int8",
         )

@@ -1,6 +1,6 @@
-"""Naming that a device has no more memory, among torch's other failures.
+"""Turns torch's out-of-memory errors into CapacityError.
 
-Knows torch's ways to say it. Must not know what the memory was for.
+Knows how torch reports them. Must not know what the memory was for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from shardnet.errors import CapacityError
 
 
 @contextmanager
-def memory_named(what: str) -> Iterator[None]:
-    """Raise CapacityError, which says `what`, where a device has no memory for what is done."""
+def capacity_error_for(message: str, *, remedy: str = "") -> Iterator[None]:
+    """Raise CapacityError(message, remedy=remedy) if a device runs out of memory inside."""
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        raise CapacityError(what) from error
+        raise CapacityError(message, remedy=remedy) from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,9 +1,8 @@
-"""Finds the compiled library of csrc/, and calls its products.
+"""Finds the compiled library of csrc/, and runs its linear layers.
 
-Knows the library's functions, what memory they may be given and how they get torch's threads. Must
-not know how weights are packed.
-Where the library was not built, or does not fit this machine, there is none:
-kernels/quantized_linear.py has torch do the work.
+Knows the library's functions, which memory they accept and how they share torch's threads. Must not
+know how weights are packed. Where the library was not built or does not fit this machine,
+kernels/quantized_linear.py falls back to torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,13 +24,13 @@ from torch import Tensor
 from shardnet.model.config.quantization import PANEL, Quantization
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
-"""Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
+"""Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
 
 _LIBRARY: Final = "_quantized"
-_VERSION: Final = 7
-"""Counts up with what the library and this module tell each other."""
+_VERSION: Final = 8
+"""Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
-"""Room that each thread keeps: enough for a decode step."""
+"""Scratch memory that each thread keeps: enough for a decode step."""
 _OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
 
 
@@ -45,7 +44,7 @@ class Isa(enum.IntEnum):
 
 
 class Team(ctypes.Structure):
-    """`struct team` of csrc/products.h: the threads of a call, and what they compute with."""
+    """`struct team` of csrc/linear.h: the threads of a call, and their instruction set."""
 
     _fields_ = (
         ("parallel", ctypes.c_void_p),
@@ -54,15 +53,15 @@ class Team(ctypes.Structure):
     )
 
 
-class _Product(ctypes.Structure):
-    """`struct product` of csrc/products.h."""
+class _LinearStruct(ctypes.Structure):
+    """`struct linear` of csrc/linear.h."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("rounded", ctypes.c_void_p),
+        ("quantized", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
         ("team", Team),
@@ -80,10 +79,10 @@ class _Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeKernels:
-    """The library, and the instruction set it uses here.
+    """The compiled library, and the instruction set it uses here.
 
-    `has_pairs`: it has instructions that multiply pairs of bfloat16, `has_tiles` others that
-    multiply whole tiles, which the library does not use and oneDNN does.
+    `has_pairs`: the machine multiplies pairs of bfloat16. `has_tiles`: it multiplies whole tiles
+    (AMX), which oneDNN uses and the library does not.
     """
 
     isa: Isa
@@ -94,34 +93,34 @@ class NativeKernels:
 
     @property
     def team(self) -> Team:
-        """The threads that calls of the library get, without their number."""
+        """The threads of a call; their number is set with each call."""
         return Team(parallel=self._parallel, isa=self.isa)
 
     def function(self, name: str, *types: type[ctypes._CDataType]) -> ctypes._NamedFuncPointer:
-        """Return a function of the library that takes these and returns nothing."""
+        """Return a function of the library with arguments of `types` and no result."""
         found = self._library[name]  # an object of its own at each call, unlike an attribute
         found.argtypes = types
         found.restype = None
         return found
 
-    def product(
+    def matmul(
         self,
         weights: Tensor,
         bias: Tensor | None,
         shape: tuple[int, int],
         bits: int,
         group: int = 0,
-    ) -> NativeProduct:
-        """Make the product with packed `weights` of `shape` (N, K), all of it on the CPU.
+    ) -> NativeMatmul:
+        """Make the matmul with packed `weights` of `shape` (N, K), all on the CPU.
 
-        `bits` are 8 or 4, with weights in groups of `group` inputs, or 16 for bfloat16 weights.
-        `bias` is float32 [N].
+        `bits` is 8 or 4, with weights quantised in groups of `group` inputs, or 16 for bfloat16.
+        `bias` is float32 [N]. Raises ValueError for memory of another size, device or dtype.
         """
-        return NativeProduct(self, weights, bias, shape, bits, group)
+        return NativeMatmul(self, weights, bias, shape, bits, group)
 
 
-class NativeProduct:
-    """A product with packed weights. Not thread-safe: it keeps its call's arguments."""
+class NativeMatmul:
+    """A matmul with packed weights. Not thread-safe: it holds the arguments of its calls."""
 
     def __init__(
         self,
@@ -139,10 +138,10 @@ class NativeProduct:
             check_memory("a bias", bias, 4 * n_out, torch.float32)
         self.shape = shape
         self.row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
-        """Room that each row needs while it is multiplied."""
+        """Scratch memory that each row needs during a call."""
         self._kept = (weights, bias)
-        self._call = kernels.function("shardnet_multiply", ctypes.POINTER(_Product))
-        self._arguments = _Product(
+        self._call = kernels.function("shardnet_linear", ctypes.POINTER(_LinearStruct))
+        self._arguments = _LinearStruct(
             weights=weights.data_ptr(),
             bias=bias.data_ptr() if bias is not None else None,
             team=kernels.team,
@@ -154,12 +153,12 @@ class NativeProduct:
             has_pairs=kernels.has_pairs,
         )
         self.address = ctypes.addressof(self._arguments)
-        """Where `struct product` is, as long as this object lives."""
+        """Address of its `struct linear`, valid as long as this object lives."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply [T, K] rows, bfloat16 or float32; returns [T, N] in their dtype.
+        """Multiply rows [T, K], bfloat16 or float32 on the CPU: [T, N] in their dtype.
 
-        Raises ValueError for rows that the library cannot read.
+        Raises ValueError for rows of another shape, dtype or device.
         """
         rows = rows.contiguous()
         arguments = self._arguments
@@ -167,7 +166,7 @@ class NativeProduct:
         out = rows.new_empty(n_rows, self.shape[0])
         arguments.rows = rows.data_ptr()
         arguments.out = out.data_ptr()
-        arguments.rounded = ROOM.of(n_rows * self.row_bytes).data_ptr()
+        arguments.quantized = SCRATCH.at_least(n_rows * self.row_bytes).data_ptr()
         arguments.n_rows = n_rows
         arguments.is_bf16 = is_bf16(rows)
         arguments.team.n_threads = torch.get_num_threads()
@@ -176,7 +175,7 @@ class NativeProduct:
 
 
 def packed_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Return what the library writes and reads of packed [N, K] weights of 8, 4 or 16 bits."""
+    """Return the bytes of packed weights of `shape` (N, K) with 8, 4 or 16 `bits` each."""
     n_out, n_in = shape
     if bits == 16:
         return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
@@ -187,73 +186,62 @@ def packed_bytes(shape: tuple[int, int], bits: int) -> int:
 def check_memory(
     what: str, tensor: Tensor, n_bytes: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a tensor whose memory the library may use as n_bytes in one piece.
+    """Return `tensor` if it is `n_bytes` of contiguous CPU memory (and of `dtype`, if given).
 
-    The library trusts the addresses it gets: a wrong one would end the process. Raises ValueError.
+    The library trusts the addresses it gets: a wrong one would end the process. Raises ValueError
+    otherwise, naming `what`.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.nbytes != n_bytes:
         raise ValueError(
-            f"{what}: the compiled library wants {n_bytes} bytes in one piece of the CPU's memory, "
+            f"{what}: the compiled library needs {n_bytes} contiguous bytes of CPU memory, "
             f"not {tensor.nbytes} on {tensor.device}, strides {tensor.stride()}"
         )
     if dtype is not None and tensor.dtype is not dtype:
-        raise ValueError(f"{what}: the compiled library wants {dtype}, not {tensor.dtype}")
+        raise ValueError(f"{what}: the compiled library needs {dtype}, not {tensor.dtype}")
     return tensor
 
 
 def check_rows(rows: Tensor, width: int) -> int:
-    """Return how many rows [T, width] there are, in one piece. Raises ValueError."""
+    """Return T of rows [T, `width`] on the CPU. Raises ValueError for any other shape or device."""
     if rows.ndim != 2 or rows.shape[1] != width or rows.device.type != "cpu":
         raise ValueError(
-            f"rows {list(rows.shape)} on {rows.device}: the compiled library wants {width} columns "
-            "in the CPU's memory"
+            f"rows {list(rows.shape)} on {rows.device}: the compiled library needs {width} columns "
+            "in CPU memory"
         )
     return rows.shape[0]
 
 
 def is_bf16(tensor: Tensor) -> bool:
-    """Say which of the two dtypes that the library computes with this is. Raises ValueError."""
+    """Tell bfloat16 from float32. Raises ValueError for a dtype the library does not compute."""
     if tensor.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"the compiled library computes no {tensor.dtype}")
+        raise ValueError(f"the compiled library does not compute {tensor.dtype}")
     return tensor.dtype is torch.bfloat16
 
 
-@runtime_checkable
-class NativeSource(Protocol):
-    """A linear product that may have one of the library's behind it."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether it has."""
-
-    def native_product(self) -> NativeProduct:
-        """Return what multiplies now, if it has."""
-
-
-class Room(threading.local):
-    """Memory for one call, kept for the thread's next one unless it is much."""
+class Scratch(threading.local):
+    """Scratch memory for one call, kept for the thread's next call unless it is large."""
 
     def __init__(self) -> None:
         self._kept = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, n_bytes: int) -> Tensor:
-        """Return at least so many bytes, of any contents."""
+    def at_least(self, n_bytes: int) -> Tensor:
+        """Return at least `n_bytes` of uninitialised CPU memory, uint8."""
         if self._kept.numel() < n_bytes or self._kept.numel() > _KEPT_BYTES >= n_bytes:
             self._kept = torch.empty(n_bytes, dtype=torch.uint8)
         return self._kept
 
 
-ROOM: Final = Room()
+SCRATCH: Final = Scratch()
 
 
 @cache
 def native_kernels() -> NativeKernels | None:
-    """Return the compiled products, None where there are none on this machine."""
+    """Return the compiled library, or None if this machine has none."""
     return find_kernels(os.environ)
 
 
 def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
-    """Look for the library beside this file; see ISA_VARIABLE."""
+    """Load the library beside this file; None if there is none. `environment`: see ISA_VARIABLE."""
     wanted = environment.get(ISA_VARIABLE, "").lower()
     library = _open() if wanted != "off" else None
     if library is None:

@@ -1,6 +1,6 @@
-"""Linear products: which kernel and dtype a device computes in, and the product itself.
+"""Linear layers: which kernel and dtype a device computes in, and the layer itself.
 
-Knows torch's kernels and how to tell what they can do. Must not know models. The choice rests on
+Knows torch's kernels and how to test what they support. Must not know models. The choice rests on
 feature tests, never on timing, so that all nodes of one kind choose the same.
 """
 
@@ -10,46 +10,47 @@ import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.library import Isa, NativeSource, native_kernels
+from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
 from shardnet.model.kernels.quantized_linear import QuantizedLinear, pack_all
 from shardnet.types import DType
 
 MAX_EXACT_ROWS = 32
-"""Rows up to which the probe looks for equal bits."""
+"""Largest batch for which the probe tests batch invariance."""
 
 _MIN_ROWS_CANDIDATES = (1, 4)
 _PROBED_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 24, 31)
 _PROBE_SHAPES = ((512, 2048), (640, 768))
-"""Output and input sizes of the probe's products. Loading tests the model's own as well."""
+"""Output and input sizes of the probe's matmuls. Loading tests the model's own as well."""
 
 
 class Kernel(enum.Enum):
-    """How linear products are computed."""
+    """How linear layers are computed."""
 
     PACKED = "packed"
-    """oneDNN, weights reordered once at load for this CPU."""
+    """oneDNN, with weights reordered once at load for this CPU."""
     PLAIN = "plain"
     """torch.nn.functional.linear."""
     NATIVE = "native"
-    """The compiled library, for weights of bfloat16; where they are not, as PLAIN."""
+    """The compiled library, for bfloat16 weights; other weights as PLAIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """What a device computes in.
+    """The dtype and kernel that a device computes with.
 
-    A row's bits do not depend on the rows beside it in products of at most `exact_rows` rows.
-    Products of fewer than `min_rows` rows are padded up to it: some CPUs compute a single row in
-    another order than several (and, measured on AVX-512 without AMX, slower than four).
+    Matmuls of at most `exact_rows` rows are batch-invariant: a row's bits do not depend on the rest
+    of the batch. Matmuls of fewer than `min_rows` rows are padded up to it: some CPUs compute a
+    single row in another order than several (and, measured on AVX-512 without AMX, slower than
+    four).
     """
 
     dtype: DType
@@ -57,24 +58,24 @@ class KernelChoice:
     exact_rows: int
     min_rows: int
     quantization: Quantization | None = None
-    """What the weights of products are rounded to."""
+    """What the weights of linear layers are quantised to."""
     device: str = "cpu"
-    """Type of the device: the compiled library is the CPU's."""
+    """Type of the device: the compiled library runs on CPUs only."""
 
     @property
     def stored_dtype(self) -> DType:
-        """What weights are stored in that can be made ready without being converted."""
+        """The dtype that stored weights need in order to be used without conversion."""
         return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
 
-    def rounding(self, *, is_head: bool) -> Quantization | None:
-        """What the weights of a layer's product, or of the LM head, are rounded to."""
+    def weight_quantization(self, *, is_head: bool) -> Quantization | None:
+        """Return what the weights of a layer's linear, or of the LM head, are quantised to."""
         if self.quantization is None or not is_head:
             return self.quantization
         return self.quantization.of_head
 
     @property
     def name(self) -> str:
-        """For people: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
+        """Display name: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
         if self.quantization is None:
             return f"{self.kernel.value} {self.dtype.value}"
         native = native_kernels() if self.device == "cpu" else None
@@ -83,7 +84,7 @@ class KernelChoice:
 
 
 class Linear(Protocol):
-    """A linear product: [T, K] rows in, [T, N] rows out, in the kernel's dtype."""
+    """A linear layer: rows [T, K] to [T, N], in the kernel's dtype and on its device."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
@@ -96,11 +97,28 @@ class Linear(Protocol):
     def weights_stay(self) -> bool:
         """Whether the weights stay at one address for as long as the linear is used."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the compiled library computes it; it is a NativeLinear then."""
+
+
+class NativeLinear(Linear, Protocol):
+    """A linear layer that the compiled library computes."""
+
+    def native_matmul(self) -> NativeMatmul:
+        """Return the library's matmul with the current weights."""
+
+
+def is_native(linear: Linear) -> TypeGuard[NativeLinear]:
+    """Say whether the compiled library computes `linear`."""
+    return linear.is_native
+
 
 class PlainLinear:
-    """A product by torch.nn.functional.linear."""
+    """A linear layer by torch.nn.functional.linear."""
 
     weights_stay = True
+    is_native = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
         self._weight = weight  # [N, K]
@@ -115,24 +133,25 @@ class PlainLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        product = F.linear(self._padding.fill(rows), self._weight, self._bias)
-        return product[: rows.shape[0]]
+        result = F.linear(self._padding.fill(rows), self._weight, self._bias)
+        return result[: rows.shape[0]]
 
 
 class PackedLinear:
-    """A product by oneDNN with weights packed once for this CPU.
+    """A linear layer by oneDNN, with weights packed once for this CPU.
 
     The operators are private to torch: `probe` tests them before anything relies on them.
     """
 
     weights_stay = True
+    is_native = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
         self._shape = (weight.shape[0], weight.shape[1])
         self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)  # [N, K], opaque
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,13 +161,13 @@ class PackedLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
         padded = self._padding.fill(rows)
-        product: Tensor = self._product(padded, self._weight, self._bias, "none", [], "")
-        return product[: rows.shape[0]]
+        result: Tensor = self._linear(padded, self._weight, self._bias, "none", [], "")
+        return result[: rows.shape[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """Rows of zeros for products of too few rows."""
+    """Zero rows that pad a batch up to `min_rows`."""
 
     zeros: Tensor  # [min_rows, K]
 
@@ -157,7 +176,7 @@ class _Padding:
         return cls(weight.new_zeros(min_rows, weight.shape[1]))
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Bring [T, K] up to [min_rows, K]; longer ones stay as they are."""
+        """Pad rows [T, K] to [min_rows, K]; longer batches are returned unchanged."""
         missing = self.zeros.shape[0] - rows.shape[0]
         return torch.cat((rows, self.zeros[:missing])) if missing > 0 else rows
 
@@ -169,10 +188,10 @@ def make_linear(
     device: torch.device,
     quantization: Quantization | None = None,
 ) -> Linear:
-    """Join [N_i, K] weights (and [N_i] biases, or none) into one product on `device`.
+    """Join weights [N_i, K] (and biases [N_i], or none) into one linear layer on `device`.
 
-    `quantization` is what these weights are rounded to. Takes views of a mapped file and keeps none
-    of them.
+    `weights` are of any float dtype and may be views of a mapped file: the layer shares no memory
+    with them. `quantization` is what they are quantised to.
     """
     dtype = torch_dtype(choice.dtype)
     if quantization is not None:
@@ -182,7 +201,7 @@ def make_linear(
     bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
     if native is not None and all(weight.dtype is torch.bfloat16 for weight in weights):
-        return NativeLinear.pack(weights, bias, native)
+        return Bf16Linear.pack(weights, bias, native)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
@@ -193,7 +212,7 @@ def make_linear(
 def join_biases(
     biases: Sequence[Tensor], device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """Join [N_i] biases into one on `device`, which shares no memory with them; None of none."""
+    """Join biases [N_i] into a new tensor on `device`; None if there are none."""
     return torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
 
 
@@ -204,7 +223,7 @@ def make_quantized(
     device: torch.device,
     quantization: Quantization,
 ) -> Linear:
-    """Make a product of packed [N, K] weights on `device`."""
+    """Make a linear layer of packed, quantised weights of `shape` (N, K) on `device`."""
     bias = join_biases(biases, device, torch.float32)
     return QuantizedLinear(packed.to(device), shape, quantization, bias)
 
@@ -215,13 +234,13 @@ def probe(
     checkpoint_dtype: DType | None,
     quantization: Quantization | None = None,
 ) -> KernelChoice:
-    """Choose dtype and kernel for a device, and find out how many rows it computes exactly.
+    """Choose dtype and kernel for a device, and test up to how many rows it is batch-invariant.
 
-    `auto` follows the checkpoint. A CPU never computes in float16 (slower than either neighbour):
-    an automatic choice takes bfloat16 instead, a requested float16 is computed in float32 and
-    rounded at the stage's border. bfloat16 without oneDNN's packed kernel is many times slower than
-    float32 at several rows, so it is computed in float32 too. `quantization` is taken as it is:
-    rounded weights compute on every device.
+    `auto` follows the checkpoint. A CPU never computes in float16 (slower than bfloat16 and
+    float32): an automatic choice takes bfloat16 instead, a requested float16 is computed in float32
+    and rounded at the stage's border. bfloat16 without oneDNN's packed kernel is many times slower
+    than float32 at several rows, so it is computed in float32 too. `quantization` is taken as
+    given: every device computes with quantised weights.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype)
     return choice if quantization is None else replace(choice, quantization=quantization)
@@ -233,7 +252,7 @@ def _probe_dtype(
     _use_huge_pages()
     wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
     if device.type != "cpu":
-        _attend_without_plans()
+        _disable_cudnn_attention()
         return _measure(device, wanted, Kernel.PLAIN)
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16
@@ -250,29 +269,29 @@ def _probe_dtype(
 
 
 def _native(dtype: DType) -> KernelChoice:
-    """Choose the compiled library: by how it computes, rows keep their bits in any company."""
+    """Choose the compiled library, which is batch-invariant by construction."""
     return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=MAX_EXACT_ROWS, min_rows=1)
 
 
 def _use_huge_pages() -> None:
-    """Let torch ask the kernel for huge pages: decoding reads all weights, 7 to 15 % faster so.
+    """Have torch request huge pages: decoding reads all weights, which is 7 to 15 % faster so.
 
-    It looks at this variable once, when it first allocates. Without effect afterwards.
+    torch reads this variable once, at its first allocation; later calls have no effect.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def _attend_without_plans() -> None:
-    """Have torch attend by other kernels than cuDNN's, which it prefers on Hopper.
+def _disable_cudnn_attention() -> None:
+    """Disable cuDNN's attention kernels, which torch prefers on Hopper.
 
-    cuDNN makes a plan for every number of keys, which takes longer than a decode step, and every
-    decode step has another one.
+    cuDNN plans anew for every number of keys, and each decode step has another number: planning
+    takes longer than the step.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _packs(dtype: DType) -> bool:
-    """Whether torch's packed product exists here, takes this dtype and gives the right numbers."""
+    """Whether torch's packed linear exists here, accepts `dtype` and computes correctly."""
     operators = ("_reorder_linear_weight", "_linear_pointwise")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -280,15 +299,15 @@ def _packs(dtype: DType) -> bool:
         return False
     weight, rows = _numbers(96, 64, dtype), _numbers(5, 64, dtype)
     try:
-        product = PackedLinear(weight, None)(rows)
+        result = PackedLinear(weight, None)(rows)
     except (RuntimeError, NotImplementedError):  # this CPU, or this torch, does not take it
         return False
     expected = rows.double() @ weight.double().T
-    return bool(torch.allclose(product.double(), expected, rtol=2e-2, atol=2e-2))
+    return bool(torch.allclose(result.double(), expected, rtol=2e-2, atol=2e-2))
 
 
 def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice:
-    """Find the smallest padding with which rows keep their bits in company."""
+    """Find the smallest padding that makes matmuls batch-invariant."""
     choice = KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, device=device.type)
     for min_rows in _MIN_ROWS_CANDIDATES:
         exact = replace(choice, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows)
@@ -299,16 +318,16 @@ def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice
 
 def _is_exact(choice: KernelChoice, device: torch.device, n_out: int, n_in: int) -> bool:
     weight = _numbers(n_out, n_in, choice.dtype).to(device)
-    return rows_are_exact(make_linear(choice, [weight], [], device), choice, device)
+    return is_batch_invariant(make_linear(choice, [weight], [], device), choice, device)
 
 
 @torch.inference_mode()
-def rows_are_exact(linear: Linear, choice: KernelChoice, device: torch.device) -> bool:
-    """Whether rows have the same bits alone and in company, up to 32 rows.
+def is_batch_invariant(linear: Linear, choice: KernelChoice, device: torch.device) -> bool:
+    """Test whether rows have the same bits alone and in any batch of up to 32 rows.
 
-    The compiled library's do by how it computes; other products are tried.
+    The compiled library is batch-invariant by construction; other kernels are tried.
     """
-    if isinstance(linear, NativeSource) and linear.is_native:
+    if linear.is_native:
         return True
     rows = _numbers(MAX_EXACT_ROWS, linear.shape[1], choice.dtype).to(device)
     whole = linear(rows)  # [32, N]

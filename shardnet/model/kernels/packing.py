@@ -1,6 +1,6 @@
-"""Has the compiled library pack weights for its products.
+"""Packs weights with the compiled library.
 
-Knows csrc/pack.c. Must not know when weights are packed, nor how rounding is chosen:
+Knows csrc/pack.c. Must not know when weights are packed, nor how they are quantised:
 kernels/quantized_linear.py does the same with torch, to the same bits.
 """
 
@@ -33,7 +33,7 @@ class _Packing(ctypes.Structure):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the library reads weights of this dtype, where they are."""
+    """Say whether the library can pack `weight`: it must be on the CPU, of a known float dtype."""
     return weight.device.type == "cpu" and weight.dtype in _TYPES
 
 
@@ -44,11 +44,11 @@ def pack_natively(
     bits: int,
     n_threads: int | None = None,
 ) -> None:
-    """Pack [N, K] weights that the library reads into `packed`, which has a row for each panel.
+    """Pack weights [N, K] into `packed`, [panels, ...].
 
-    With 8 or 4 `bits` they are rounded, with 16 they are bfloat16 and stay as they are. `n_threads`
-    do it, None: as many as torch has. Raises ValueError for memory that the library cannot read or
-    write.
+    With 8 or 4 `bits` they are quantised; with 16 they must be bfloat16 and keep their values.
+    `n_threads` None takes as many threads as torch. Raises ValueError for weights or memory that
+    the library cannot read or write.
     """
     if (
         not can_pack(weight)

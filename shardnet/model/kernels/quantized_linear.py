@@ -1,13 +1,13 @@
-"""Weights rounded to int8 or int4 in groups: how they are rounded and packed, and their product.
+"""Weights quantised to int8 or int4 in groups, their packing, and the linear layer.
 
-Knows the packed layout, which csrc/products.c reads and csrc/pack.c writes too, to the same bits.
+Knows the packed layout, which csrc/linear.c reads and csrc/pack.c writes too, to the same bits.
 Must not know models.
 
 A group of inputs of one output shares a scale; its weights are integers times that. Packed weights
 are uint8 [panels, groups, bytes]: a panel is 16 outputs, and of each group first the 16 float16
 scales, then the weights, four inputs of each output at a time: [quads, 16, 4] of int8 + 128, or
-of two such quads int4 + 8, the first in the low half of each byte. Outputs and inputs that fill
-up the last panel and the last group are zero.
+of two such quads int4 + 8, the first in the low nibble. The last panel and the last group are
+padded with zeros.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.quantization import PANEL, SCALE_BYTES, UNPACKED_PANELS, Quantization
-from shardnet.model.kernels.library import NativeKernels, NativeProduct, native_kernels
+from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import can_pack, pack_natively
 
 _QUAD: Final = 4
-_ROUNDED_AT_A_TIME: Final = 1 << 17
-"""Weights that torch rounds at one time: what this takes stays in the caches."""
-_PACKED_AT_A_TIME: Final = 1 << 23
-"""Weights that the library rounds at one time: enough for its threads to share."""
+_TORCH_CHUNK_WEIGHTS: Final = 1 << 17
+"""Weights that torch quantises at a time: small enough for the caches."""
+_NATIVE_CHUNK_WEIGHTS: Final = 1 << 23
+"""Weights that the library quantises at a time: enough for its threads to share."""
 _SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
-"""Scales that are tried for a group of int4, as parts of the one with which nothing is cut off."""
+"""Scales to try for a group of int4, as factors of the one that clips nothing."""
 
 
 def pack(weight: Tensor, quantization: Quantization) -> Tensor:
-    """Round and pack [N, K] weights of any float dtype; the result is on the same device."""
+    """Quantise and pack weights [N, K] of any float dtype: uint8 on the same device."""
     return pack_all([weight], quantization)
 
 
 def pack_all(
     weights: Sequence[Tensor], quantization: Quantization, alive: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """Round and pack [N_i, K] weights, one after the other, as if they were joined.
+    """Quantise and pack the concatenation of weights [N_i, K]: uint8 [panels, groups, bytes].
 
-    `alive` is called now and then; what it raises ends the work.
+    `alive` is called after every chunk; an exception it raises propagates.
     """
     if any(weight.shape[0] % PANEL for weight in weights[:-1]):
-        weights = [torch.cat(list(weights))]  # else a panel would be half empty
+        weights = [torch.cat(list(weights))]  # else a panel would be partly empty
     n_out, n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     packed = weights[0].new_empty(quantization.packed_shape(n_out, n_in), dtype=torch.uint8)
     done = 0
     for weight in weights:
         native = native_kernels() if can_pack(weight) else None
-        at_a_time = _ROUNDED_AT_A_TIME if native is None else _PACKED_AT_A_TIME
-        for some in torch.split(weight, PANEL * max(1, at_a_time // (PANEL * n_in))):
+        chunk = _TORCH_CHUNK_WEIGHTS if native is None else _NATIVE_CHUNK_WEIGHTS
+        for some in torch.split(weight, PANEL * max(1, chunk // (PANEL * n_in))):
             n_panels = -(-some.shape[0] // PANEL)
             _pack_into(packed[done : done + n_panels], some, quantization, native)
             done += n_panels
@@ -77,10 +77,10 @@ def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
         weight, (0, groups * group - weight.shape[1], 0, panels * PANEL - weight.shape[0])
     )
     grouped = filled.view(panels, PANEL, groups, group)
-    scale, rounded = _round(grouped, quantization)
+    scale, quantized = _quantize(grouped, quantization)
     offset = 128 if quantization is Quantization.INT8 else 8
     quads = (
-        (rounded + offset)
+        (quantized + offset)
         .nan_to_num_(0)
         .to(torch.uint8)
         .view(panels, PANEL, groups, group // _QUAD, _QUAD)
@@ -92,15 +92,15 @@ def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
     return torch.cat((scales, quads.reshape(panels, groups, -1)), dim=-1)
 
 
-def _round(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """Round [..., group]; returns float16 scales [..., 1] and whole numbers in float32.
+def _quantize(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """Quantise [..., group]: float16 scales [..., 1] and integers in float32 [..., group].
 
-    Every step is one that csrc/pack.c takes as well: both round to the same bits.
+    Every operation is one of csrc/pack.c too, so that both produce the same bits.
     """
     if quantization is Quantization.INT8:
         scale = (grouped.abs().amax(-1, keepdim=True) / 127).half()
         return scale, _whole(grouped, scale, -127, 127)
-    # One side of int4 goes to -8: the largest weight lies there, whatever its sign.
+    # int4 reaches -8 on one side: the scale maps the weight of largest magnitude there.
     place = grouped.abs().argmax(-1, keepdim=True)
     whole_scale = grouped.gather(-1, place) / -8
     best_scale = whole_scale.half()
@@ -108,17 +108,17 @@ def _round(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]
     best_error = _squared(best * best_scale - grouped)
     for shrink in _SHRINKS[1:]:
         scale = (whole_scale * shrink).half()
-        rounded = _whole(grouped, scale, -8, 7)
-        error = _squared(rounded * scale - grouped)
+        quantized = _whole(grouped, scale, -8, 7)
+        error = _squared(quantized * scale - grouped)
         is_better = error < best_error
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
-        best = torch.where(is_better, rounded, best)
+        best = torch.where(is_better, quantized, best)
     return best_scale, best
 
 
 def _squared(error: Tensor) -> Tensor:
-    """Add the squares of the last axis in halves: torch's own sum has an order for every CPU."""
+    """Sum the squares of the last axis by halves: the order of torch's sum depends on the CPU."""
     squares = error.square()
     while (half := squares.shape[-1] // 2) > 0:
         squares = squares[..., :half] + squares[..., half:]
@@ -131,10 +131,10 @@ def _whole(grouped: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
 
 
 def unpack(packed: Tensor, quantization: Quantization, dtype: torch.dtype) -> Tensor:
-    """Return the weights that packed ones stand for: [16 panels, groups of inputs] in `dtype`.
+    """Dequantise packed weights [panels, groups, bytes]: [16 panels, padded inputs] in `dtype`.
 
-    A weight times its scale is rounded once. It goes from its byte to its place in one operator,
-    since a GPU spends its time here on moving what operators leave to each other.
+    A weight times its scale is rounded once. One operator does it all, since on a GPU the time goes
+    into intermediate results.
     """
     panels, groups, _ = packed.shape
     scales = packed[..., :SCALE_BYTES].contiguous().view(torch.float16).float()
@@ -152,10 +152,10 @@ def unpack(packed: Tensor, quantization: Quantization, dtype: torch.dtype) -> Te
 
 
 class QuantizedLinear:
-    """A product with packed weights: [T, K] rows in, [T, N] rows out, in the rows' dtype.
+    """A linear layer with packed, quantised weights: rows [T, K] to [T, N], in the rows' dtype.
 
-    The compiled product rounds rows to int8 per group. Torch's does not: it unpacks the weights a
-    few panels at a time. A row's bits depend on the rows beside it only with torch's.
+    The compiled library quantises rows to int8 per group and is batch-invariant. torch dequantises
+    the weights a few panels at a time, and is not.
     """
 
     weights_stay = True
@@ -172,10 +172,10 @@ class QuantizedLinear:
         self._quantization = quantization
         self._bias = bias.float() if bias is not None else None  # [N]
         native = native_kernels() if packed.device.type == "cpu" else None
-        self._product: NativeProduct | None = None
+        self._native: NativeMatmul | None = None
         if native is not None:
             bits, group = quantization.bits, quantization.group
-            self._product = native.product(packed, self._bias, shape, bits, group)
+            self._native = native.matmul(packed, self._bias, shape, bits, group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,17 +184,17 @@ class QuantizedLinear:
 
     @property
     def is_native(self) -> bool:
-        """Whether the compiled library multiplies; else torch does."""
-        return self._product is not None
+        """Whether the compiled library computes it; else torch does."""
+        return self._native is not None
 
-    def native_product(self) -> NativeProduct:
-        """Return the product in the compiled library."""
-        assert self._product is not None, "is_native says so"
-        return self._product
+    def native_matmul(self) -> NativeMatmul:
+        """Return the library's matmul."""
+        assert self._native is not None, "is_native says so"
+        return self._native
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        return self._multiply(rows) if self._product is None else self._product(rows)
+        return self._multiply(rows) if self._native is None else self._native(rows)
 
     def _multiply(self, rows: Tensor) -> Tensor:
         n_out, n_in = self._shape
@@ -202,5 +202,5 @@ class QuantizedLinear:
         for some in torch.split(self._packed, UNPACKED_PANELS):
             weight = unpack(some, self._quantization, rows.dtype)[:, :n_in]
             parts.append(F.linear(rows, weight))
-        product = torch.cat(parts, dim=-1)[:, :n_out]
-        return product if self._bias is None else (product + self._bias).to(rows.dtype)
+        result = torch.cat(parts, dim=-1)[:, :n_out]
+        return result if self._bias is None else (result + self._bias).to(rows.dtype)

@@ -1,7 +1,7 @@
-"""Threads that do the pieces of a job together with the thread that has it.
+"""A pool of threads that share the pieces of a job with the calling thread.
 
-Knows who takes which piece and what happens when one fails. Must not know what a piece is. For work
-that is off Python's lock: reading, summing up, packing.
+Knows which thread takes which piece and what happens when one fails. Must not know what a piece is.
+For work that releases the GIL: reading, checksums, packing.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import TypeVar
 Piece = TypeVar("Piece")
 
 
-class Crew:
-    """The calling thread and its helpers, who end with this object."""
+class WorkerPool:
+    """The calling thread and its helper threads, which end with this object."""
 
     def __init__(self, n_threads: int, name: str) -> None:
-        """`n_threads` work, the calling one among them."""
+        """Make `n_threads - 1` helper threads; the calling thread is one of `n_threads`."""
         self._n_helpers = n_threads - 1
         self._helpers = ThreadPoolExecutor(max(1, self._n_helpers), thread_name_prefix=name)
 
-    def do(
+    def run(
         self,
         work: Callable[[Piece], None],
         pieces: Iterable[Piece],
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `work` once for each piece, in about this order: whoever is free takes the next one.
+        """Call `work` once for each piece, in about this order, on whichever thread is free.
 
-        `alive` is called here after each piece that was done here. What it or `work` raises ends
-        the job, once nobody works any more.
+        `alive` is called on the calling thread after each of its pieces. The first exception of
+        `alive` or `work` is raised once all threads have stopped; the remaining pieces are dropped.
         """
         waiting = deque(pieces)
 
@@ -46,7 +46,7 @@ class Crew:
                 work(piece)
                 alive()
         finally:
-            waiting.clear()  # where this failed, helpers need not go on
+            waiting.clear()  # after a failure here, helpers stop early
             wait_for(helping)
         # Popped: an error that knows this frame would keep its future, and so itself.
         while helping:
@@ -54,7 +54,7 @@ class Crew:
 
 
 def _taken_from(waiting: deque[Piece]) -> Iterator[Piece]:
-    """Give what nobody else has taken."""
+    """Yield pieces until none is left."""
     while waiting:
         try:
             piece = waiting.popleft()

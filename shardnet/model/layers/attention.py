@@ -1,4 +1,4 @@
-"""Attention over a slot's KV cache: all positions so far, or a window of them.
+"""Attention over a slot's KV cache: all positions so far, or a sliding window of them.
 
 Knows shapes and slots. Must not know parameter names, rotary positions, wire or scheduling.
 
@@ -21,18 +21,17 @@ from torch import Tensor
 from shardnet.errors import CapacityError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
-from shardnet.model.layers.kv_cache import KvCache
-from shardnet.model.layers.kv_cache import Places as SlotPlaces
+from shardnet.model.layers.kv_cache import KvCache, SlotAddresses
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """How the rows of one layer look at keys.
+    """The variant of attention of one layer.
 
-    `window`: the positions a row sees, itself included; None is all. `scale` multiplies the scores,
-    None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are scores of
-    nothing, one for each head: they take part in the softmax and give no value.
+    `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
+    the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
+    extra scores without a value, one for each head: they take part in the softmax only.
     """
 
     window: int | None = None
@@ -42,12 +41,12 @@ class AttentionKind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch has a kernel for it."""
+        """Whether torch's fused kernel supports it: no soft cap, no sinks."""
         return self.soft_cap is None and self.sinks is None
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
-        """Take what the config says of the absolute `layer`."""
+        """Read the variant of the absolute `layer` from the config."""
         return cls(
             window=config.window(layer),
             scale=config.attention_scale,
@@ -60,10 +59,10 @@ PLAIN = AttentionKind()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The rows `[start, end)` of one group, `position` the first one's.
+    """The rows `[start, end)` of one slot; `position` is the first one's.
 
-    `masks` has one for each window of the stage's layers, None for rows attended one by one: what
-    the rows see of the keys from the first that one of them sees, [T, P], additive, 0 or -inf.
+    `masks` is None for rows attended one by one, else one mask for each window of the stage's
+    layers: [T, P] over the keys from the first that any row sees, additive, 0 or -inf.
     """
 
     slot: SlotId
@@ -74,20 +73,20 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Spans as the compiled library reads them, `struct span` of csrc/halves.c."""
+class NativeSpans:
+    """Spans as the compiled library reads them, `struct span` of csrc/sublayers.c."""
 
     spans: npt.NDArray[np.int64]  # [spans, 5]
-    slots: tuple[SlotPlaces, ...]
-    """What `spans` points to: see KvCache.places."""
+    slots: tuple[SlotAddresses, ...]
+    """The tables that `spans` points to: see KvCache.addresses."""
     address: int
-    """Of `spans`, as long as this lives."""
+    """Address of `spans`, valid as long as this object lives."""
     has_chunks: bool
 
     @classmethod
-    def of(cls, spans: Sequence[Span], kv: KvCache) -> Places:
-        """Say where the rows of each span are, and its slot."""
-        slots = tuple(kv.places(span.slot) for span in spans)
+    def of(cls, spans: Sequence[Span], kv: KvCache) -> NativeSpans:
+        """Make the table of the spans' rows and slots."""
+        slots = tuple(kv.addresses(span.slot) for span in spans)
         table = [
             (slot.ctypes.data, span.start, span.end, span.position, span.masks is not None)
             for span, slot in zip(spans, slots, strict=True)
@@ -102,12 +101,12 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What all layers of a stage share in one step.
+class ForwardStep:
+    """The inputs of one forward step that all layers of a stage share.
 
-    `experts`, where somebody wants to know them, gets the experts [T, K] that the rows visited, by
-    layer, counted from 0 within the stage. `places` says the same as `spans` to the compiled
-    library, None on other devices.
+    `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,
+    counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
+    devices other than the CPU.
     """
 
     token_ids: Tensor  # [T], int64
@@ -115,10 +114,10 @@ class Step:
     spans: tuple[Span, ...]
     kv: KvCache
     experts: dict[int, Tensor] | None = None
-    places: Places | None = None
+    native_spans: NativeSpans | None = None
 
-    def tell_experts(self, layer: int, experts: Tensor) -> None:
-        """Keep the experts [T, K] of a layer, if anybody wants to know."""
+    def record_experts(self, layer: int, experts: Tensor) -> None:
+        """Record the experts [T, K] of a layer, if they are collected."""
         if self.experts is not None:
             self.experts[layer] = experts
 
@@ -130,12 +129,12 @@ def plan_step(
     dtype: torch.dtype,
     windows: Iterable[int | None] = (None,),
     experts: dict[int, Tensor] | None = None,
-) -> Step:
-    """Make room in the slots and prepare what the layers share; `windows` are those they have.
+) -> ForwardStep:
+    """Grow the slots of `batch` and prepare the inputs that its layers share.
 
-    `experts` is Step's.
-
-    Raises CapacityError for a position beyond `context`, and when the KV room is used up.
+    `context` is the limit of positions per sequence, `dtype` that of the masks, `windows` the
+    distinct windows of the layers, `experts` as in ForwardStep. Raises CapacityError for a position
+    beyond `context`, and if the KV cache is full.
     """
     spans = []
     positions: list[int] = []
@@ -144,7 +143,8 @@ def plan_step(
         if end_position > context:
             raise CapacityError(
                 f"sequence {group.sequence_id}: position {end_position - 1} lies beyond the "
-                f"context of {context}; ask for fewer tokens or a longer --context"
+                f"context of {context}",
+                remedy="ask for fewer tokens or a longer --context",
             )
         kv.ensure(group.slot, end_position, group.n_rows)
         start = len(positions)
@@ -161,20 +161,20 @@ def plan_step(
                 masks=masks,
             )
         )
-    return Step(
+    return ForwardStep(
         token_ids=torch.tensor(batch.token_ids, dtype=torch.int64, device=kv.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,
         experts=experts,
-        places=Places.of(spans, kv) if kv.device.type == "cpu" else None,
+        native_spans=NativeSpans.of(spans, kv) if kv.device.type == "cpu" else None,
     )
 
 
 def _mask(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Row i sees the keys of positions up to `position + i`, the last `window` of them."""
+    """Mask the keys that row i, at `position + i`, must not attend to."""
     first = 0 if window is None else max(0, group.position - window + 1)
-    own = group.position - first  # where the first row's own key stands
+    own = group.position - first  # index of the first row's own key
     shape = (group.n_rows, own + group.n_rows)
     mask = torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(own + 1)
     if window is not None:
@@ -188,22 +188,23 @@ def attention(
     keys: Tensor,
     values: Tensor,
     layer: int,
-    step: Step,
+    step: ForwardStep,
     kind: AttentionKind = PLAIN,
 ) -> Tensor:
-    """Store new keys and values in the slots, attend over what each row sees of its slot.
+    """Store new keys and values in the slots, then attend over each row's slot.
 
-    `queries` is [T, H, D], `keys` and `values` [T, KV heads, D]; `layer` counts from 0 within the
-    stage. Where values have no column of their own, keys stand for them. Returns [T, H x D].
+    `queries` is [T, H, D], `keys` and `values` [T, KV heads, D], in the KV cache's dtype and on its
+    device; `layer` counts from 0 within the stage. Values of 0 columns are read from the keys.
+    Returns [T, H x D].
 
     Groups of at most 32 rows are attended row by row, so that a row's bits are those of a decode
-    step, whoever stands beside it; longer ones are prompt chunks.
+    step in any batch; longer groups are prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
     kv, widths = step.kv, (keys.shape[-1], values.shape[-1])
     slots = [kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
-    firsts = [kv.first(span.slot, layer) for span in step.spans]  # where those begin
-    _store(kv.kept(keys), kv.kept(values), slots, firsts, step.spans)
+    firsts = [kv.first(span.slot, layer) for span in step.spans]  # their first positions
+    _store(kv.quantize(keys), kv.quantize(values), slots, firsts, step.spans)
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
     for span in step.spans:
@@ -221,13 +222,13 @@ def attend_chunk(
     queries: Tensor,
     span: Span,
     layer: int,
-    step: Step,
+    step: ForwardStep,
     kind: AttentionKind,
     widths: tuple[int, int],
 ) -> Tensor:
-    """Attend a prompt chunk over its slot, where its own keys and values are already.
+    """Attend a prompt chunk over its slot, which already holds the chunk's keys and values.
 
-    `queries` are the span's, [T, H, D], `widths` the columns of keys and values. Returns
+    `queries` are those of the span, [T, H, D], `widths` the columns of keys and values. Returns
     [T, H, D].
     """
     assert span.masks is not None, "a span without masks is attended row by row"
@@ -236,20 +237,21 @@ def attend_chunk(
 
 
 def _seen(
-    step: Step, span: Span, layer: int, kind: AttentionKind, widths: tuple[int, int]
+    step: ForwardStep, span: Span, layer: int, kind: AttentionKind, widths: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [KV heads, P, D] that the rows of a span see: the slot's own
-    memory where nothing is rounded, else what lives as long as these rows are attended over.
+    """Return the keys and values [KV heads, P, D] that the rows of a span attend to.
+
+    They are views of the slot, or dequantised copies for the duration of this call.
     """
     kv = step.kv
     slot = kv.layer(span.slot, layer)
     position = span.position - kv.first(span.slot, layer)
     first = 0 if kind.window is None else max(0, position - kind.window + 1)
     n_seen = position + span.end - span.start - first
-    keys = kv.restored(slot[0].narrow(1, first, n_seen), widths[0])
+    keys = kv.dequantize(slot[0].narrow(1, first, n_seen), widths[0])
     if widths[1] == 0:
         return keys, keys
-    return keys, kv.restored(slot[1].narrow(1, first, n_seen), widths[1])
+    return keys, kv.dequantize(slot[1].narrow(1, first, n_seen), widths[1])
 
 
 def _store(
@@ -259,28 +261,29 @@ def _store(
     firsts: Sequence[int],
     spans: Sequence[Span],
 ) -> None:
-    """Write the rows' keys and values, [T, KV heads, D], where they belong: in one call, since
-    with many sequences each call for one row costs more than the row.
+    """Write the rows' keys and values, [T, KV heads, W], to their slots.
+
+    In one operator: with many sequences, one call per row costs more than the copy itself.
     """
-    places: list[Tensor] = []
+    targets: list[Tensor] = []
     parts: list[Tensor] = []
     key_rows, value_rows = keys.unbind(0), values.unbind(0)
     for (slot_keys, slot_values), first, span in zip(slots, firsts, spans, strict=True):
         start, n_rows, position = span.start, span.end - span.start, span.position - first
         if n_rows == 1:
-            places += (slot_keys.select(1, position), slot_values.select(1, position))
+            targets += (slot_keys.select(1, position), slot_values.select(1, position))
             parts += (key_rows[start], value_rows[start])
             continue
         for new, slot in ((keys, slot_keys), (values, slot_values)):
-            places.append(slot.narrow(1, position, n_rows))
+            targets.append(slot.narrow(1, position, n_rows))
             parts.append(new.narrow(0, start, n_rows).transpose(0, 1))
-    torch._foreach_copy_(places, parts)
+    torch._foreach_copy_(targets, parts)
 
 
 def _attend_rows(
     grouped: Sequence[Tensor], span: Span, seen: tuple[Tensor, Tensor], kind: AttentionKind
 ) -> list[Tensor]:
-    """Attend the rows of a span one by one over what they all see; its last key is the last's."""
+    """Attend the rows of a span one by one; the last key seen is the last row's own."""
     keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
     if span.end - span.start == 1:
         return [_attend_row(grouped[span.start], keys, values, kind)]
@@ -294,16 +297,16 @@ def _attend_rows(
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
-    """Attend one row: [1, KV heads, G, D] over [1, KV heads, P, D]. Heads of a group are rows."""
+    """Attend one row: [1, KV heads, G, D] over [1, KV heads, P, D]; G takes the place of rows."""
     if kind.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, scale=kind.scale)
-    return _attend_slowly(query, keys, values, None, kind, kind.sinks)
+    return _attend_unfused(query, keys, values, None, kind, kind.sinks)
 
 
 def _attend_chunk(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
 ) -> Tensor:
-    """Attend a prompt chunk: [T, H, D] over [KV heads, P, D]. KV heads stand as a batch."""
+    """Attend a prompt chunk: [T, H, D] over [KV heads, P, D]; KV heads are the batch axis."""
     n_rows, n_heads, head_size = queries.shape
     n_kv_heads, n_positions, _ = keys.shape
     grouped = queries.view(n_rows, n_kv_heads, -1, head_size).permute(1, 2, 0, 3)
@@ -318,13 +321,13 @@ def _attend_chunk(
         )  # [KV heads, G, T, D]
     else:
         attended = torch.empty_like(grouped)
-        for head, rows in enumerate(grouped):  # one at a time: all scores at once take much memory
+        for head, rows in enumerate(grouped):  # one at a time, to bound the memory of scores
             sinks = None if kind.sinks is None else kind.sinks[head, :, None]  # [G, 1, 1]
-            attended[head] = _attend_slowly(rows, keys[head], values[head], mask, kind, sinks)
+            attended[head] = _attend_unfused(rows, keys[head], values[head], mask, kind, sinks)
     return attended.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_size)
 
 
-def _attend_slowly(
+def _attend_unfused(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -332,9 +335,9 @@ def _attend_slowly(
     kind: AttentionKind,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with capped scores or with sinks, in float32 from the product on.
+    """Attend with capped scores or with sinks; scores and softmax are float32.
 
-    [..., T, D] over [..., P, D]; `sinks` are spread over [..., T, 1].
+    [..., T, D] over [..., P, D]; `sinks` are broadcast to [..., T, 1].
     """
     scale = queries.shape[-1] ** -0.5 if kind.scale is None else kind.scale
     scores = (queries @ keys.transpose(-2, -1)).float()  # [..., T, P]
@@ -346,5 +349,5 @@ def _attend_slowly(
         scores += mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
-    shares = scores.softmax(-1).to(queries.dtype)
-    return (shares if sinks is None else shares[..., :-1]) @ values
+    probabilities = scores.softmax(-1).to(queries.dtype)
+    return (probabilities if sinks is None else probabilities[..., :-1]) @ values

@@ -1,7 +1,7 @@
-"""The two halves of a decoder layer, each added to what went into it: attention, then the MLP.
+"""The two residual sub-layers of a decoder layer: attention, then the MLP.
 
-Knows what stands around a half in any family, and where a half can be cut. Must not know how a
-family names its parameters, wire or scheduling.
+Knows the norms and residual around a sub-layer in any family. Must not know how a family names its
+parameters, wire or scheduling.
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardnet.model.layers.attention import Step
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.modules import Attention, GatedMlp
+from shardnet.model.layers.modules import Attention, GatedMlp, SelfAttention
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 
 
-class Half(Protocol):
-    """Half a layer, with what is added to its input."""
+class Sublayer(Protocol):
+    """A sub-layer with its norms and residual."""
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+
+    @property
+    def fusible_attention(self) -> FusibleAttention | None:
+        """Its parts, if it is attention that can be fused with what stands around it."""
+
+    @property
+    def fusible_mlp(self) -> FusibleMlp | None:
+        """Its parts, if it is an MLP that can be fused with what stands around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """How a half is joined to what went in: the norms before and after it, and a factor."""
+    """The norms before and after a sub-layer, and the factor of its residual addition."""
 
     before: Norm | None = None
     after: Norm | None = None
@@ -36,15 +44,15 @@ class Residual:
 
     @property
     def is_rms(self) -> bool:
-        """Whether the norms are RMSNorms, as far as there are any."""
+        """Whether each norm, if any, is an RMSNorm."""
         return all(norm is None or norm.bias is None for norm in (self.before, self.after))
 
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Make of the layer's rows [T, E] what the half works on."""
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """Apply the norm before the sub-layer to hidden states [T, E]."""
         return hidden if self.before is None else self.before(hidden)
 
     def add(self, hidden: Tensor, inner: Tensor) -> Tensor:
-        """Add what the half made, [T, E], to what went in."""
+        """Add the sub-layer's output `inner` to its input `hidden`, both [T, E]."""
         if self.after is not None:
             inner = self.after(inner)
         if self.multiplier == 1:
@@ -53,50 +61,93 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionHalf:
-    """Attention over a slot's keys."""
+class FusibleAttention:
+    """The parts of an attention sub-layer with plain linear layers before and after attention."""
 
     residual: Residual
-    self_attn: Attention
-
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
-        attended = self.self_attn(self.residual.enter(hidden), index, rotary, step)
-        return self.residual.add(hidden, attended)
+    self_attn: SelfAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpHalf:
-    """The same MLP for every row."""
+class FusibleMlp:
+    """The parts of a dense MLP sub-layer."""
 
     residual: Residual
     mlp: GatedMlp
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
-        return self.residual.add(hidden, self.mlp(self.residual.enter(hidden)))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSublayer:
+    """Attention with its norms and residual."""
+
+    residual: Residual
+    self_attn: Attention
+
+    @property
+    def fusible_attention(self) -> FusibleAttention | None:
+        """Its parts, unless the family has attention of its own (DeepSeek's)."""
+        own = self.self_attn.fusible
+        return None if own is None else FusibleAttention(residual=self.residual, self_attn=own)
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: it is no MLP."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        attended = self.self_attn(self.residual.normalize(hidden), index, rotary, step)
+        return self.residual.add(hidden, attended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparseHalf:
-    """Experts, a few for each row."""
+class MlpSublayer:
+    """A dense MLP with its norms and residual."""
+
+    residual: Residual
+    mlp: GatedMlp
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: it is no attention."""
+
+    @property
+    def fusible_mlp(self) -> FusibleMlp:
+        """Its parts."""
+        return FusibleMlp(residual=self.residual, mlp=self.mlp)
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        return self.residual.add(hidden, self.mlp(self.residual.normalize(hidden)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSublayer:
+    """A mixture of experts with its norms and residual."""
 
     residual: Residual
     mlp: SparseMlp
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Run it, in the layer `index` within the stage: [T, E] in and out."""
-        inner, experts = self.mlp(self.residual.enter(hidden))
-        step.tell_experts(index, experts)
+    @property
+    def fusible_attention(self) -> None:
+        """None: it is no attention."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: the batch of each expert depends on the routing."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        inner, experts = self.mlp(self.residual.normalize(hidden))
+        step.record_experts(index, experts)
         return self.residual.add(hidden, inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A decoder layer: one half, then the other."""
+    """A decoder layer: the attention sub-layer, then the MLP sub-layer."""
 
-    attention: Half
-    mlp: Half
+    attention: Sublayer
+    mlp: Sublayer
 
     @classmethod
     def of(
@@ -106,14 +157,14 @@ class Layer:
         around_mlp: Residual,
         mlp: GatedMlp | SparseMlp,
     ) -> Layer:
-        """Put a layer together from what its halves work with and what stands around them."""
-        second: Half
+        """Build a layer from attention and MLP, and the norms and residual around each."""
+        second: Sublayer
         if isinstance(mlp, SparseMlp):
-            second = SparseHalf(residual=around_mlp, mlp=mlp)
+            second = ExpertsSublayer(residual=around_mlp, mlp=mlp)
         else:
-            second = MlpHalf(residual=around_mlp, mlp=mlp)
-        return cls(attention=AttentionHalf(residual=attention, self_attn=self_attn), mlp=second)
+            second = MlpSublayer(residual=around_mlp, mlp=mlp)
+        return cls(attention=AttentionSublayer(residual=attention, self_attn=self_attn), mlp=second)
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run the layer, `index` within the stage: [T, E] in and out."""
         return self.mlp(self.attention(hidden, index, rotary, step), index, rotary, step)

@@ -1,11 +1,10 @@
-"""A router and its experts, in the place of a layer's MLP.
+"""A router and its experts, in place of a layer's MLP.
 
-Knows how experts are chosen and their answers added up. Must not know parameter names, stages or
-who wants to know what was chosen.
+Knows how experts are chosen and their outputs combined. Must not know parameter names, stages or
+who records the routing.
 
-A row's answer does not depend on the rows beside it, as far as products keep rows' bits: each
-expert computes the rows that chose it in one product, and a row's answers are added in the order of
-its own choice, one after the other.
+The result is batch-invariant as far as the linear layers are: each expert computes the rows routed
+to it in one matmul, and a row's expert outputs are added one by one, in the order of its routing.
 
 Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K experts per row.
 """
@@ -24,22 +23,22 @@ from shardnet.model.layers.modules import Mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The experts that each row visits, the best first, and what their answers count."""
+class Routing:
+    """The experts of each row, the best first, and the weights of their outputs."""
 
     experts: Tensor  # [T, K], int64
     weights: Tensor  # [T, K], float32
 
 
-Router = Callable[[Tensor], Choice]
-"""Chooses experts for the rows [T, E]."""
+Router = Callable[[Tensor], Routing]
+"""Routes hidden states [T, E] to experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxRouter:
-    """The experts with the largest scores, by softmax; of equal ones the one with the smaller id.
+    """Route to the experts with the largest softmax scores; ties go to the smaller id.
 
-    Scores of half precision are often equal, and torch.topk does not say which of them it takes.
+    Scores in half precision are often equal, and torch.topk leaves the order of ties open.
     """
 
     gate: Linear
@@ -48,28 +47,31 @@ class SoftmaxRouter:
 
     @classmethod
     def of(cls, config: Experts, gate: Linear) -> SoftmaxRouter:
-        """Choose as the config says."""
+        """Take top-k and normalization from the config."""
         return cls(gate=gate, top_k=config.top_k, normalize=config.normalize_top_k)
 
-    def __call__(self, hidden: Tensor) -> Choice:
-        """Choose for every row. With `normalize` a row's weights add up to 1."""
+    def __call__(self, hidden: Tensor) -> Routing:
+        """Route hidden states [T, E]. With `normalize` a row's weights add up to 1."""
         scores = self.gate(hidden).float()  # [T, X]
         best, experts = best_experts(scores, self.top_k)
         if self.normalize:
-            return Choice(experts=experts, weights=best.softmax(-1))
-        return Choice(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
+            return Routing(experts=experts, weights=best.softmax(-1))
+        return Routing(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
 
 
 def best_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest of [T, X] scores and whose they are, the smaller id at a tie."""
+    """Return the `top_k` largest of scores [T, X] and their experts, ties by the smaller id.
+
+    Both are [T, K], the experts int64.
+    """
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     return ranked.values[:, :top_k], ranked.indices[:, :top_k]
 
 
 def best_groups(scores: Tensor, group_scores: Tensor, top_groups: int, out: float) -> Tensor:
-    """Leave of the scores [T, X] those of the best groups, by [T, groups]; the others become `out`.
+    """Keep of scores [T, X] those of the best groups, by [T, groups]; set all others to `out`.
 
-    Of equal groups the first.
+    Ties go to the first group.
     """
     n_groups = group_scores.shape[-1]
     if top_groups == n_groups:
@@ -81,39 +83,41 @@ def best_groups(scores: Tensor, group_scores: Tensor, top_groups: int, out: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlp:
-    """The experts of one layer behind their router, and one that every row visits, or None."""
+    """The experts of one layer, their router, and an optional shared expert for all rows."""
 
     router: Router
     experts: Sequence[Mlp]
     shared: Mlp | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run every row through its experts: [T, E] in and out, and the experts [T, K]."""
-        choice = self.router(hidden)
-        n_rows, top_k = choice.experts.shape
-        visits = choice.experts.flatten()  # [T x K]
-        places = visits.argsort(stable=True)  # by expert, then by row
-        rows = places // top_k
-        answers = hidden.new_empty(n_rows * top_k, hidden.shape[-1])
+        """Run hidden states [T, E] through their experts: [T, E], and the experts [T, K], int64."""
+        routing = self.router(hidden)
+        n_rows, top_k = routing.experts.shape
+        expert_ids = routing.experts.flatten()  # [T x K]
+        order = expert_ids.argsort(stable=True)  # by expert, then by row
+        rows = order // top_k
+        outputs = hidden.new_empty(n_rows * top_k, hidden.shape[-1])
         start = 0
-        for expert, n_visits in enumerate(visits.bincount(minlength=len(self.experts)).tolist()):
-            if n_visits == 0:
+        for expert, n_routed in enumerate(
+            expert_ids.bincount(minlength=len(self.experts)).tolist()
+        ):
+            if n_routed == 0:
                 continue
-            asked = hidden.index_select(0, rows.narrow(0, start, n_visits))
-            answers.index_copy_(0, places.narrow(0, start, n_visits), self.experts[expert](asked))
-            start += n_visits
-        total = _add_up(answers.view(n_rows, top_k, -1), choice.weights)
+            routed = hidden.index_select(0, rows.narrow(0, start, n_routed))
+            outputs.index_copy_(0, order.narrow(0, start, n_routed), self.experts[expert](routed))
+            start += n_routed
+        total = _weighted_sum(outputs.view(n_rows, top_k, -1), routing.weights)
         if self.shared is not None:
             total = total + self.shared(hidden)
-        return total, choice.experts
+        return total, routing.experts
 
 
-def _add_up(answers: Tensor, weights: Tensor) -> Tensor:
-    """Add [T, K, E] answers up by their weights [T, K], in float32: [T, E] in the answers' dtype.
+def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Sum expert outputs [T, K, E] by their weights [T, K], in float32: [T, E] in their dtype.
 
-    One after the other: the order within a sum over K could depend on how many rows there are.
+    One by one: the order within a reduction over K could depend on T.
     """
-    total = answers.new_zeros(answers.shape[0], answers.shape[2], dtype=torch.float32)
-    for place in range(answers.shape[1]):
-        total += answers[:, place] * weights[:, place, None]
-    return total.to(answers.dtype)
+    total = outputs.new_zeros(outputs.shape[0], outputs.shape[2], dtype=torch.float32)
+    for place in range(outputs.shape[1]):
+        total += outputs[:, place] * weights[:, place, None]
+    return total.to(outputs.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import Step, attention
+from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
@@ -31,13 +31,13 @@ class Gpt2Stage:
             self._head = _Head.load(config, weights)
         self._layers = [_Layer.load(config, weights, layer) for layer in layers]
 
-    def embed(self, step: Step) -> Tensor:
+    def embed(self, step: ForwardStep) -> Tensor:
         """Look up token ids and positions: hidden states [T, E]."""
         assert self._embedding is not None
         tokens = self._embedding.wte.index_select(0, step.token_ids)
         return tokens + self._embedding.wpe.index_select(0, step.positions)
 
-    def walk(self, hidden: Tensor, step: Step) -> Iterator[Tensor]:
+    def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run the layers one by one, each when its output is asked for: [T, E] in and out."""
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, index, step)
@@ -101,13 +101,13 @@ class _Layer:
             mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True),
         )
 
-    def __call__(self, hidden: Tensor, index: int, step: Step) -> Tensor:
+    def __call__(self, hidden: Tensor, index: int, step: ForwardStep) -> Tensor:
         """Run the layer, `index` within the stage: [T, E] in and out."""
         hidden = hidden + self._attend(self.ln_1(hidden), index, step)
         inner = activate(self.activation, self.c_fc(self.ln_2(hidden)))
         return hidden + self.mlp_c_proj(inner)
 
-    def _attend(self, hidden: Tensor, index: int, step: Step) -> Tensor:
+    def _attend(self, hidden: Tensor, index: int, step: ForwardStep) -> Tensor:
         heads = self.c_attn(hidden).view(hidden.shape[0], 3, self.n_heads, self.head_size)
         queries, keys, values = heads.unbind(1)  # [T, H, D] each
         return self.attn_c_proj(attention(queries, keys, values, index, step))

@@ -1,14 +1,14 @@
 """The KV cache of one stage: slots that grow and shrink in blocks of 256 positions.
 
-Knows room and memory. Must not know sequences or attention. The head books the room; here it is
-only checked: `blocks_used + blocks_free == room_blocks` at all times.
+Knows capacity and memory. Must not know sequences or attention. The head reserves blocks; here they
+are only checked: `blocks_used + blocks_free == room_blocks` at all times.
 
-A layer with a window keeps of a slot what the next rows can see: its window, and before it the rows
-of the largest frame, which may have to be written again. What lies further back is given up as the
-slot grows, so such a slot can be rewound by that many rows and no more (`REWIND_ROWS`).
+A layer with a sliding window keeps only the positions that later rows can attend to: its window,
+and before it the rows of the largest frame, which may have to be written again. Earlier positions
+are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
-Rows are kept as the model computes, or rounded one by one (layers/kv_quantization.py): whoever
-writes has them made `kept`, whoever reads has them `restored`.
+Rows are stored in the compute dtype, or quantised one by one (layers/kv_quantization.py): rows are
+quantised on write and dequantised on read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.kernels.device_memory import memory_named
-from shardnet.model.layers.kv_quantization import restore_rows, round_rows
+from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.layers.kv_quantization import dequantize_rows, quantize_rows
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
-Places = npt.NDArray[np.int64]
+SlotAddresses = npt.NDArray[np.int64]
 """Addresses of a slot's keys and values, first position and capacity: [layers, 4]."""
 
 
@@ -35,25 +35,26 @@ class _Slot:
     """Keys and values of one slot, layer by layer: [KV heads, capacity, W] each.
 
     `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
-    the layer has a window. The slot ends after `blocks` blocks in all layers. `places` says it to
-    the compiled library: addresses of keys and values, first position, capacity.
+    the layer has a window. The slot ends after `blocks` blocks in all layers. `addresses` is the
+    same for the compiled library: addresses of keys and values, first position, capacity.
     """
 
     blocks: int = 0
     keys: list[Tensor]
     values: list[Tensor]
     firsts: list[int]
-    places: Places
+    addresses: SlotAddresses
 
 
 class KvCache:
-    """Slots of keys and values. One slot's layer is contiguous, so that attention gathers nothing.
+    """Slots of keys and values on `device`. Each slot is contiguous per layer: no gather to attend.
 
     Layers are counted from 0 within the stage. A slot that was never grown holds nothing.
-    `windows` are the positions that rows of each layer see, themselves included; None is all of
-    them, and so is an empty sequence for all layers. Keys are `head_size` wide, values too unless
-    `value_size` says otherwise: 0 where they are parts of the keys. They come and are read in
-    `dtype`, and lie here as `kv_dtype` says, W elements each.
+    `windows` has the sliding window of each layer, in positions, the row itself included; None is
+    no window, and an empty sequence is none for any layer. Keys have `head_size` columns, values
+    `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
+    `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
+    together, in blocks of 256 positions.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class KvCache:
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
-        self._is_rounded = kv_dtype is KvDType.INT8
+        self._is_quantized = kv_dtype is KvDType.INT8
         self._dtype = dtype
         self._key_width = self._width(head_size)
         self._value_width = self._width(head_size if value_size is None else value_size)
@@ -83,47 +84,47 @@ class KvCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the slots live."""
+        """Device of the slots."""
         return self._device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What rows come and are read in."""
+        """Dtype in which rows are written and read."""
         return self._dtype
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether rows lie here otherwise than they come."""
-        return self._is_rounded
+    def is_quantized(self) -> bool:
+        """Whether rows are stored quantised."""
+        return self._is_quantized
 
     @property
     def room_blocks(self) -> int:
-        """Blocks that all slots together may take."""
+        """Capacity of all slots together, in blocks."""
         return self._room_blocks
 
     @property
     def blocks_used(self) -> int:
-        """Blocks that slots hold now."""
+        """Blocks in use."""
         return self._blocks_used
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that slots can still take."""
+        """Blocks not in use."""
         return self._room_blocks - self._blocks_used
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values: the most that it takes."""
+        """Bytes of one block over all layers, keys and values: an upper bound with windows."""
         elements = self._n_kv_heads * (self._key_width + self._value_width)
-        position = elements * self._kept_dtype.itemsize
+        position = elements * self._stored_dtype.itemsize
         return self._n_layers * position * BLOCK_POSITIONS
 
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
-        """Give the slot room for positions `[0, n_positions)`, the last `n_rows` to be written.
+        """Grow the slot to positions `[0, n_positions)`; the last `n_rows` are to be written.
 
-        What it holds stays, as far as those rows and later ones can see it. Raises CapacityError,
-        and changes nothing, when the room or the machine's memory is used up, and when the rows
-        would see positions that a window has given up.
+        Keeps every position that those rows and later ones can attend to. Raises CapacityError,
+        without any change, if blocks or the machine's memory run out, and if the rows would attend
+        to positions that a window has dropped.
         """
         self._check_rewind(slot, n_positions - n_rows)
         wanted = blocks_for(n_positions)
@@ -134,7 +135,7 @@ class KvCache:
         self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
-        """Give back the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored."""
+        """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored."""
         if slot not in self._slots:
             return
         wanted = blocks_for(n_positions)
@@ -144,20 +145,21 @@ class KvCache:
             self._resize(slot, wanted, 0)
 
     def free(self, slot: SlotId) -> None:
-        """Give back all blocks of the slot. Unknown slots are ignored."""
+        """Free all blocks of the slot. Unknown slots are ignored."""
         held = self._slots.pop(slot, None)
         if held is not None:
             self._blocks_used -= held.blocks
 
     def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
-        """Put the first `n_positions` of `source`, which it must hold, into the empty `target`.
+        """Copy the first `n_positions` of slot `source` to `target`, replacing its contents.
 
-        Raises CapacityError, and changes nothing, when the room or the machine's memory is used up.
+        Raises CapacityError, without any change, if `source` does not hold them, or if blocks or
+        the machine's memory run out.
         """
         if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
             raise CapacityError(
-                f"slot {source} does not hold the {n_positions} positions to copy from it; the "
-                "request has to be sent again"
+                f"slot {source} does not hold the {n_positions} positions to copy from it",
+                remedy="send the request again",
             )
         self._check_rewind(source, n_positions)
         self.free(target)
@@ -168,7 +170,7 @@ class KvCache:
             keys=list(held.keys),
             values=list(held.values),
             firsts=list(held.firsts),
-            places=held.places.copy(),
+            addresses=held.addresses.copy(),
         )
         try:
             self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
@@ -177,64 +179,65 @@ class KvCache:
             raise
 
     def clear(self) -> None:
-        """Give back all blocks of all slots."""
+        """Free all slots."""
         self._slots.clear()
         self._blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
         """Return the slot's keys and values in a layer: [KV heads, capacity, W] each, writable.
 
-        Their first row is that of position `first(slot, layer)`. What is written there is what
-        `kept` makes, and what is read there `restored` makes rows of.
+        Their first row is position `first(slot, layer)`. Write the results of `quantize` there, and
+        pass what is read to `dequantize`.
         """
         held = self._slots[slot]
         return held.keys[layer], held.values[layer]
 
-    def kept(self, rows: Tensor) -> Tensor:
-        """Make of rows [..., D] what lies in the cache, [..., W]: each row is rounded by itself."""
-        return round_rows(rows) if self._is_rounded else rows
+    def quantize(self, rows: Tensor) -> Tensor:
+        """Convert rows [..., D] in `dtype` to their stored form [..., W], each row by itself."""
+        return quantize_rows(rows) if self._is_quantized else rows
 
-    def restored(self, kept: Tensor, width: int) -> Tensor:
-        """Make of what lies there, [..., W], rows of `width` columns: [..., D]."""
-        return restore_rows(kept, width, self._dtype) if self._is_rounded else kept
+    def dequantize(self, stored: Tensor, width: int) -> Tensor:
+        """Convert stored rows [..., W] to rows [..., D] of D = `width` columns, in `dtype`."""
+        return dequantize_rows(stored, width, self._dtype) if self._is_quantized else stored
 
-    def places(self, slot: SlotId) -> Places:
-        """Return where the slot's keys and values are, now and as it grows, layer by layer.
+    def addresses(self, slot: SlotId) -> SlotAddresses:
+        """Return the addresses of the slot's keys and values, updated in place as it grows.
 
-        Addresses of keys and values, the position `first` and the capacity: [layers, 4], int64.
+        int64 [layers, 4]: address of keys, of values, position `first`, capacity in positions.
         """
-        return self._slots[slot].places
+        return self._slots[slot].addresses
 
     def first(self, slot: SlotId, layer: int) -> int:
-        """Return the position of the first row that the slot keeps in a layer."""
+        """Return the first position that the slot still holds in a layer."""
         return self._slots[slot].firsts[layer]
 
     def _check_room(self, slot: SlotId, more: int, n_positions: int) -> None:
-        """Raise CapacityError where so many blocks are not free."""
+        """Raise CapacityError unless `more` blocks are free."""
         if more > self.blocks_free:
             raise CapacityError(
                 f"slot {slot} needs {more} more KV blocks for {n_positions} positions, "
-                f"{self.blocks_free} of {self._room_blocks} are free; "
-                "give the node more --memory or ask for a shorter --context"
+                f"but only {self.blocks_free} of {self._room_blocks} are free",
+                remedy="give the node more --memory or ask for a shorter --context",
             )
 
     def _check_rewind(self, slot: SlotId, position: int) -> None:
-        """Raise CapacityError where a row at `position` would see what a window has given up."""
+        """Raise CapacityError if a row at `position` would attend to positions a window dropped."""
         held = self._slots.get(slot)
         if held is None:
             return
         for first, window in zip(held.firsts, self._windows, strict=True):
             if first and window is not None and position - window + 1 < first:
                 raise CapacityError(
-                    f"slot {slot} keeps positions from {first} on in layers with a window of "
-                    f"{window} and was rewound to {position}; the request has to be sent again"
+                    f"slot {slot} holds positions from {first} on in layers with a window of "
+                    f"{window}, but was rewound to {position}",
+                    remedy="send the request again",
                 )
 
     def _resize(self, slot: SlotId, blocks: int, seen_from: int) -> None:
         """Move the slot to tensors that end after `blocks` blocks, layer by layer.
 
-        Rows from position `seen_from` on may still be written. Where memory runs out on the way,
-        what has moved stays moved, which wastes room but no data.
+        Rows from position `seen_from` on may still be written. If memory runs out halfway, moved
+        layers stay moved: that wastes memory but loses no data.
         """
         held = self._slots.get(slot)
         if held is None:
@@ -242,29 +245,29 @@ class KvCache:
                 keys=[self._empty(0, self._key_width)] * self._n_layers,
                 values=[self._empty(0, self._value_width)] * self._n_layers,
                 firsts=[0] * self._n_layers,
-                places=np.zeros((self._n_layers, 4), np.int64),
+                addresses=np.zeros((self._n_layers, 4), np.int64),
             )
-        with memory_named(
+        with capacity_error_for(
             f"slot {slot}: {self._device} has no memory for {blocks} KV blocks of "
-            f"{self.block_bytes} bytes; start the node with less --memory"
+            f"{self.block_bytes} bytes",
+            remedy="start the node with less --memory",
         ):
             for layer, window in enumerate(self._windows):
                 old = held.firsts[layer]
                 first = old
                 if window is not None:
-                    kept_from = max(0, seen_from - window + 1)
-                    first = max(old, kept_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
+                    needed_from = max(0, seen_from - window + 1)
+                    first = max(old, needed_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
                 keys = self._moved(held.keys[layer], old, first, blocks)
                 values = self._moved(held.values[layer], old, first, blocks)
                 held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
-                place = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
-                held.places[layer] = place
+                held.addresses[layer] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
         self._blocks_used += blocks - held.blocks
         held.blocks = blocks
         self._slots[slot] = held
 
     def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
-        """Copy the positions from `first` on to a tensor that begins there."""
+        """Copy the positions from `first` on to a new tensor that begins there."""
         new = self._empty(max(0, blocks * BLOCK_POSITIONS - first), old.shape[2])
         skipped = first - old_first
         kept = max(0, min(old.shape[1] - skipped, new.shape[1]))
@@ -273,12 +276,12 @@ class KvCache:
 
     def _empty(self, n_positions: int, width: int) -> Tensor:
         shape = (self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
-        return torch.empty(shape, dtype=self._kept_dtype, device=self._device)
+        return torch.empty(shape, dtype=self._stored_dtype, device=self._device)
 
     @property
-    def _kept_dtype(self) -> torch.dtype:
-        return torch.int8 if self._is_rounded else self._dtype
+    def _stored_dtype(self) -> torch.dtype:
+        return torch.int8 if self._is_quantized else self._dtype
 
     def _width(self, size: int) -> int:
-        """Return W, the elements that a key or value of `size` columns takes."""
-        return round_rows(torch.empty(0, size)).shape[-1] if self._is_rounded else size
+        """Return W, the elements of a stored key or value of `size` columns."""
+        return quantize_rows(torch.empty(0, size)).shape[-1] if self._is_quantized else size

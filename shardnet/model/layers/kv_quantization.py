@@ -1,10 +1,10 @@
-"""Keys and values in 8 bits: how rows are rounded for an int8 KV cache, and brought back.
+"""Quantises keys and values to int8 for the KV cache, and dequantises them.
 
-Knows one row at a time: a row's bytes depend on nothing beside it, nor on its position, so that any
-split, company or replay keeps the same ones. Must not know slots or attention.
+Knows one row at a time: a row's bytes depend neither on other rows nor on its position, so that any
+split, batch or replay stores the same bytes. Must not know slots or attention.
 
 A row has a scale for every group of at most 32 columns (`kv_groups`). Its bytes are all columns,
-then all scales in bfloat16, which has the range of every dtype that computes.
+then all scales in bfloat16, which has the range of every compute dtype.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _INT8_MAX = 127
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).smallest_normal
 
 
-def round_rows(rows: Tensor) -> Tensor:
-    """Round rows [..., D] of any float dtype to int8 [..., W], W bytes of columns and scales.
+def quantize_rows(rows: Tensor) -> Tensor:
+    """Quantise rows [..., D] of any float dtype to int8 [..., W], W bytes of columns and scales.
 
-    A column is off by at most half a step, which is 1/127 of the largest magnitude in its group, up
-    to the rounding of the scale (1/256 more). A group too small for a normal scale becomes zeros,
-    one with NaN or an infinity becomes NaN.
+    The error of a column is at most half a step, which is 1/127 of the largest magnitude in its
+    group, plus the rounding of the scale (1/256 more). A group too small for a normal scale becomes
+    zeros, one with NaN or an infinity becomes NaN.
     """
     width = rows.shape[-1]
     if width == 0:
@@ -42,14 +42,15 @@ def round_rows(rows: Tensor) -> Tensor:
     return torch.cat((narrow, scales.squeeze(-1).view(torch.int8)), -1)
 
 
-def restore_rows(kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Bring rounded rows [..., W] back to `width` columns of `dtype`: column times scale, rounded
-    once. Takes no more memory than the result.
+def dequantize_rows(stored: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Dequantise rows [..., W] to [..., D] of D = `width` columns, in `dtype`.
+
+    Column times scale is rounded once. Allocates no more than the result.
     """
     n_groups, group = kv_groups(width)
     n_columns = n_groups * group
-    narrow, scales = kept[..., :n_columns], kept[..., n_columns:].view(torch.bfloat16)
-    rows = torch.empty(narrow.shape, dtype=dtype, device=kept.device).copy_(narrow)
+    narrow, scales = stored[..., :n_columns], stored[..., n_columns:].view(torch.bfloat16)
+    rows = torch.empty(narrow.shape, dtype=dtype, device=stored.device).copy_(narrow)
     factors = scales.unsqueeze(-1)  # [..., groups, 1]
     if dtype != torch.bfloat16:
         factors = factors.float()

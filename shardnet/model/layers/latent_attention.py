@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Latent, ModelConfig
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import AttentionKind, Step, attention
+from shardnet.model.layers.attention import AttentionKind, ForwardStep, attention
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -58,7 +58,11 @@ class LatentAttention:
             o_proj=weights.linear(f"{attn}.o_proj"),
         )
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
+    @property
+    def fusible(self) -> None:
+        """None: it has linear layers inside attention."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
         n_rows, latent = hidden.shape[0], self.latent
         queries = self.queries(hidden).view(n_rows, -1, latent.nope_size + latent.rope_size)
@@ -110,7 +114,7 @@ class LatentQueries:
         return self.q_b_proj(self.q_a_layernorm(queries))
 
 
-def _by_head(rows: Tensor, weights: Tensor, step: Step) -> Tensor:
+def _by_head(rows: Tensor, weights: Tensor, step: ForwardStep) -> Tensor:
     """Multiply each head of [T, H, A] by its own [A, B] of [H, A, B]: [T, H, B].
 
     As in attention, rows outside prompt chunks are computed one by one, so that their bits do not

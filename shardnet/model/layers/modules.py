@@ -1,12 +1,13 @@
-"""The two halves of a decoder layer as most families have them: self-attention and a gated MLP.
+"""Self-attention and a gated MLP, as most families have them.
 
-Knows which products make them, not how a family names its parameters. Must not know wire or
-scheduling.
+Knows which linear layers they consist of, not how a family names its parameters. Must not know wire
+or scheduling.
+
+Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,18 +15,26 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import AttentionKind, Step, attention
+from shardnet.model.layers.attention import AttentionKind, ForwardStep, attention
 from shardnet.model.layers.norms import HeadNorm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 
-QkNorm = Callable[[Tensor], Tensor]
-"""Normalizes queries and keys, which stand side by side: [T, H + KV heads, D] in and out."""
+
+class QkNorm(Protocol):
+    """Normalizes queries and keys together."""
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """Normalize concatenated queries and keys: [T, H + KV heads, D] in and out."""
+
+    @property
+    def per_head(self) -> HeadNorm | None:
+        """This norm, if it normalizes each head by itself; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """What the rows of a micro-batch bring to attention, rotated by their positions."""
+    """Queries, keys and values of a micro-batch; queries and keys are rotated."""
 
     queries: Tensor  # [T, H, D]
     keys: Tensor  # [T, KV heads, D]
@@ -34,9 +43,9 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfAttention:
-    """Queries, keys and values in one product, rotary positions, attention, output product.
+    """One linear for queries, keys and values, rotary positions, attention, output linear.
 
-    `qk_norm`, where there is one, comes before the rotation.
+    `qk_norm`, if any, is applied before the rotation.
     """
 
     n_heads: int
@@ -51,7 +60,7 @@ class SelfAttention:
     def load(
         cls, config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
     ) -> SelfAttention:
-        """Take the parameters under Llama's names, and Qwen3's for the norms."""
+        """Load the parameters of the absolute `layer` by Llama's and, for norms, Qwen3's names."""
         attn = f"model.layers.{layer}.self_attn"
         qkv_proj = weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
         qk_norm = None
@@ -73,7 +82,7 @@ class SelfAttention:
         o_proj: Linear,
         qk_norm: QkNorm | None = None,
     ) -> SelfAttention:
-        """Put products together as the config says of the absolute `layer`."""
+        """Build it from its linear layers, as the config says of the absolute `layer`."""
         return cls(
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
@@ -84,46 +93,55 @@ class SelfAttention:
             qk_norm=qk_norm,
         )
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
         return self.o_proj(self.attend(self.heads(hidden, rotary), index, step))
 
+    @property
+    def fusible(self) -> SelfAttention:
+        """This attention."""
+        return self
+
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
-        """Make of rows [T, E] what looks, what is looked at and what is found there."""
+        """Project hidden states [T, E] to rotated queries and keys, and values."""
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
-        looking = heads[:, :n_rotated]
+        queries_keys = heads[:, :n_rotated]
         if self.qk_norm is not None:
-            looking = self.qk_norm(looking)
-        rotated = rotary.rotate(looking)
+            queries_keys = self.qk_norm(queries_keys)
+        rotated = rotary.rotate(queries_keys)
         return Heads(
             queries=rotated[:, : self.n_heads],
             keys=rotated[:, self.n_heads :],
             values=heads[:, n_rotated:],
         )
 
-    def attend(self, heads: Heads, index: int, step: Step) -> Tensor:
-        """Attend, in the layer `index` within the stage: [T, H x D], before the output product."""
+    def attend(self, heads: Heads, index: int, step: ForwardStep) -> Tensor:
+        """Attend in layer `index` within the stage: [T, H x D], before the output linear."""
         return attention(heads.queries, heads.keys, heads.values, index, step, self.kind)
 
 
 class Attention(Protocol):
-    """The first half of a layer."""
+    """Any kind of attention, without norms and residual."""
 
-    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: Step) -> Tensor:
-        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
+
+    @property
+    def fusible(self) -> SelfAttention | None:
+        """This attention, if all its linear layers come before or after attending; else None."""
 
 
 class Mlp(Protocol):
-    """The second half of a layer."""
+    """Any kind of MLP, without norms and residual."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run every row: [T, E] in and out."""
+        """Transform hidden states [T, E] to [T, E], row by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    """Gate and up in one product, down in another."""
+    """A gated MLP: one linear for gate and up, another for down."""
 
     activation: Activation
     gate_up_proj: Linear
@@ -131,7 +149,7 @@ class GatedMlp:
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, prefix: str) -> GatedMlp:
-        """Take the parameters under Llama's names."""
+        """Load the parameters below `prefix` by Llama's names."""
         return cls(
             activation=config.activation,
             gate_up_proj=weights.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
@@ -139,6 +157,6 @@ class GatedMlp:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run every row: [T, E] in and out."""
+        """Transform hidden states [T, E] to [T, E], row by row."""
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
         return self.down_proj(activate(self.activation, gate).mul_(up))

@@ -18,9 +18,9 @@ from shardnet.model.config.model_config import Activation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """RMSNorm, or LayerNorm where there is a bias: [T, E] in and out, each row by itself.
+    """RMSNorm, or LayerNorm if there is a bias: [T, E] in and out, each row by itself.
 
-    A weight wider than the rows is applied before rounding (Gemma).
+    A weight of a wider dtype than the rows is applied before the result is rounded (Gemma).
     """
 
     weight: Tensor  # [E]
@@ -39,9 +39,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
-    """RMSNorm over each head of queries and keys, which stand side by side: [T, H + KV heads, D].
+    """RMSNorm over each head of concatenated queries and keys: [T, H + KV heads, D].
 
-    A weight wider than the rows is applied before rounding (Gemma).
+    A weight of a wider dtype than the rows is applied before the result is rounded (Gemma).
     """
 
     weight: Tensor  # [H + KV heads, D]
@@ -49,9 +49,14 @@ class HeadNorm:
 
     @classmethod
     def join(cls, queries: Norm, keys: Norm, n_heads: int, n_kv_heads: int) -> HeadNorm:
-        """Make one of the two norms that a checkpoint has."""
+        """Join the checkpoint's norms of queries and of keys, [D] each."""
         parts = (queries.weight.expand(n_heads, -1), keys.weight.expand(n_kv_heads, -1))
         return cls(weight=torch.cat(parts), eps=queries.eps)
+
+    @property
+    def per_head(self) -> HeadNorm:
+        """This norm."""
+        return self
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalize every head."""
@@ -67,6 +72,10 @@ class WholeNorm:
     n_heads: int
     queries: Norm  # [H x D]
     keys: Norm  # [KV heads x D]
+
+    @property
+    def per_head(self) -> None:
+        """None: it normalizes over all heads."""
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalize each row of the heads [T, H + KV heads, D], queries first: same shape."""
@@ -89,10 +98,10 @@ def activate(kind: Activation, hidden: Tensor) -> Tensor:
 
 
 def row_sigmoid(rows: Tensor) -> Tensor:
-    """Apply the sigmoid to [T, N], so that a row's bits do not depend on the other rows.
+    """Apply the sigmoid to [T, N], batch-invariantly.
 
-    torch computes the last elements of what lies in one piece by another formula than the rest: the
-    result has a gap behind each row, so that every row ends for itself.
+    torch computes the last elements of contiguous memory by another formula than the rest: a gap
+    after each row of the result makes every row end on its own.
     """
     n_rows, width = rows.shape
     apart = rows.new_empty(n_rows, width + 1)[:, :width]

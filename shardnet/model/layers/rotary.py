@@ -1,11 +1,11 @@
-"""Rotary positions: tables of cosines and sines for one context, and how heads are rotated.
+"""Rotary positions: tables of cosines and sines for one context length, and the rotation of heads.
 
 Knows every kind of scaling (transformers, modeling_rope_utils.py). Must not know families.
 
 Two kinds depend on the length of the sequence. transformers changes its tables while a sequence
-grows, and leaves the keys that are cached as they were. Here the tables follow from the context
-that was asked for, once: up to the positions trained with they are transformers' own, in a longer
-context they are those of a sequence that fills it (docs/models.md).
+grows, but leaves cached keys unchanged. Here the tables are computed once, from the requested
+context: up to the training length they equal transformers', in a longer context they are those of a
+sequence that fills it (docs/models.md).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shardnet.model.config.model_config import Rope, RopeKind
 class Rotary:
     """Tables of rotary positions: [P, 1, R] each, in the compute dtype, R the rotated columns.
 
-    `sin` carries the sign that rotating by half a head brings (rotate_half in transformers).
+    `sin` includes the sign of rotate_half in transformers.
     """
 
     cos: Tensor
     sin: Tensor
 
     def at(self, positions: Tensor) -> Rotary:
-        """Pick the rows of the [T] positions of a micro-batch: tables of [T, 1, R]."""
+        """Select the rows of `positions`, int64 [T]: tables of [T, 1, R]."""
         return Rotary(
             cos=self.cos.index_select(0, positions), sin=self.sin.index_select(0, positions)
         )
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate the first R columns of [T, heads, D] queries or keys by their rows' positions."""
+        """Rotate the first R columns of queries or keys [T, heads, D]; needs tables of T rows."""
         n_rotated = self.cos.shape[-1]
         if n_rotated < heads.shape[-1]:
             rest = heads[..., n_rotated:]
@@ -84,18 +84,18 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
 
 
 def _dynamic_theta(rope: Rope, n_rotated: int, context: int) -> float:
-    """NTK-aware scaling: the base grows with what the context exceeds the training by."""
+    """NTK-aware scaling: the base grows with the ratio of context to training length."""
     length = max(context, rope.original_max_positions) / rope.original_max_positions
     stretch = rope.factor * length - (rope.factor - 1)
     return float(rope.theta * stretch ** (n_rotated / (n_rotated - 2)))
 
 
 def _yarn(rope: Rope, powers: Tensor) -> Tensor:
-    """Fast frequencies stay, slow ones are stretched, between them a ramp (arXiv 2309.00071)."""
+    """Keep high frequencies, stretch low ones, with a ramp between (arXiv 2309.00071)."""
     n_rotated = 2 * len(powers)
 
     def column(rotations: float) -> float:
-        """Where a frequency turns so many times in the positions trained with."""
+        """Return the column whose frequency makes `rotations` turns over the training length."""
         ratio = rope.original_max_positions / (rotations * 2 * math.pi)
         return n_rotated * math.log(ratio) / (2 * math.log(rope.theta))
 
@@ -110,7 +110,7 @@ def _yarn(rope: Rope, powers: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Short wavelengths stay, long ones are stretched, between them a ramp."""
+    """Keep short wavelengths, stretch long ones, with a ramp between."""
     wavelengths = 2 * math.pi / plain
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor

@@ -1,6 +1,6 @@
-"""Where a family's layers get their parameters from.
+"""The interface through which a family's layers get their parameters.
 
-Knows what a layer may ask for. Must not know files, dtypes of kernels or where weights are kept.
+Knows what a layer may ask for. Must not know files, dtypes of kernels or where weights are stored.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from shardnet.model.layers.norms import Norm
 
 
 class WeightSource(Protocol):
-    """Hands out the parameters of a stage by name: of a checkpoint, or synthetic ones."""
+    """Provides the parameters of a stage by name: from a checkpoint, or synthetic ones."""
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
     ) -> Linear:
-        """Join the parameters `NAME.weight` (and `NAME.bias`, where the model has it).
+        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
-        `precise` keeps them as they are where products are rounded, `wide` is also in float32
-        whatever else is computed in.
+        `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
+        `wide`: also compute in float32, whatever the compute dtype.
         """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
-        """Make a norm of `NAME.weight` and, where the model has it, `NAME.bias`.
+        """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.
 
-        An `offset` is added to the weight, in float32, where the norm stays.
+        A nonzero `offset` is added to the weight, which stays in float32 then.
         """
 
     def table(self, name: str) -> Tensor:
-        """Give `NAME.weight` as it is: [rows, E] in the compute dtype."""
+        """Return `NAME.weight`: [rows, E] in the compute dtype."""
 
     def parameter(self, name: str) -> Tensor:
-        """Give the parameter of this whole name as it is, in float32."""
+        """Return the parameter with the full name `name`, in float32."""

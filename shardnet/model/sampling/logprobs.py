@@ -14,11 +14,11 @@ from shardnet.types import TokenLogprobs
 
 
 def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
-    """Give each row the logprob of its token and of the `n_top` best.
+    """Return for each row the logprob of its token and of the `n_top` best.
 
-    `logits` is float32 [R, V], before any filter; sums are taken in float64. A token without a
-    column has minus infinity, and no token of that logprob is among the best. Equal logits rank by
-    id, the smaller first.
+    `logits` is float32 [R, V], before any filter, `token_ids` has R ids; sums are taken in float64.
+    A token without a column has minus infinity, and no token with that logprob is among the best.
+    Equal logits rank by id, the smaller first.
     """
     logprobs = torch.log_softmax(logits.to(torch.float64), dim=-1)
     n_columns = logits.shape[1]

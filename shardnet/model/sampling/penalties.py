@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bias, penalties, and stop ids that are too early.
+"""Changes logits before a token is chosen: bias, penalties, and stop ids that come too early.
 
 Knows steps 3 to 7 of docs/protocol.md, "The draw", for many rows at once. Must not know
 temperature, filters or noise.
@@ -19,10 +19,10 @@ from shardnet.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowContext:
-    """What has been said before a row's token is drawn.
+    """The tokens before the one that is drawn for a row.
 
-    `tokens` are the ids of its sequence up to the row's own, int32; from `n_prompt` on they are
-    output. `stop_ids` are those that `min_tokens` holds back.
+    `tokens` are the ids of its sequence up to the row's own, int32 [N]; from `n_prompt` on they are
+    output. `stop_ids` must not be drawn until there are `min_tokens`.
     """
 
     tokens: NDArray[np.int32]
@@ -31,20 +31,20 @@ class RowContext:
 
     @property
     def output(self) -> NDArray[np.int32]:
-        """The tokens made so far."""
+        """The tokens generated so far, int32."""
         return self.tokens[self.n_prompt :]
 
     @property
     def n_output(self) -> int:
-        """How many tokens were made so far."""
+        """How many tokens were generated so far."""
         return len(self.tokens) - self.n_prompt
 
 
 NO_CONTEXT = RowContext(tokens=np.empty(0, np.int32))
 
 
-def looks_back(params: SamplingParams) -> bool:
-    """Whether a row with these parameters must know the tokens before it."""
+def needs_context(params: SamplingParams) -> bool:
+    """Say whether sampling with `params` depends on earlier tokens."""
     return (
         params.repetition_penalty != 1
         or params.frequency_penalty != 0
@@ -54,17 +54,17 @@ def looks_back(params: SamplingParams) -> bool:
 
 
 def changes_logits(params: SamplingParams) -> bool:
-    """Whether a row with these parameters is not chosen from its raw logits."""
-    return bool(params.logit_bias) or looks_back(params)
+    """Say whether sampling with `params` changes the raw logits."""
+    return bool(params.logit_bias) or needs_context(params)
 
 
 def change_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, RowContext]]) -> None:
-    """Change logits in place as their rows ask for.
+    """Apply bias, penalties and `min_tokens` of each row to its logits, in place.
 
     `logits` is float32 [R, V], R = len(rows); ids beyond its columns are ignored. Each operation is
-    rounded to float32. The formulas are those of
-    transformers' SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor and
-    MinNewTokensLengthLogitsProcessor, and of vLLM's apply_penalties for the other two.
+    rounded to float32. The formulas are those of transformers' SequenceBiasLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor and MinNewTokensLengthLogitsProcessor, and of vLLM's
+    apply_penalties for the other two.
     """
     bias, repetition = _Entries(logits), _Entries(logits)
     frequency, presence = _Entries(logits), _Entries(logits)
@@ -90,7 +90,7 @@ def change_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, RowContex
 
 
 class _Entries:
-    """Tokens of some rows, and a number for each of them. A token that comes twice changes once."""
+    """Tokens of some rows, with a number for each. A token listed twice is changed once."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -107,7 +107,7 @@ class _Entries:
         self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
 
     def apply(self, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Put `formula(logits, values)` in place of the noted tokens' logits."""
+        """Replace the noted tokens' logits by `formula(logits, values)`."""
         if not self._rows:
             return
         logits = self._logits
@@ -121,7 +121,7 @@ class _Entries:
 
 
 def _bar(row: Tensor, ids: Sequence[int]) -> None:
-    """Take tokens out of one row, unless no other would be left."""
+    """Exclude tokens from one row, unless no other would be left."""
     barred = row.clone()
     barred[[token_id for token_id in ids if token_id < len(row)]] = -torch.inf
     if bool(torch.isfinite(barred.max())):

@@ -1,8 +1,8 @@
-"""The noise that sampling adds: Philox4x32-10 and the Gumbel noise made of its words.
+"""The noise of sampling: Philox4x32-10, and Gumbel noise from its output words.
 
-Knows integers only, and what docs/protocol.md, "Sampling", fixes about them: which key and counter
-stand for which token, and how a word becomes noise. Must not know logits, filters or torch: the
-same numbers come out on every machine.
+Knows integers only, and what docs/protocol.md, "Sampling", fixes about them: the key and counter of
+each token, and how a word becomes noise. Must not know logits, filters or torch: results are equal
+on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def philox4x32(counters: npt.ArrayLike, key: tuple[int, int]) -> Words:
     blocks, uint32 [4, N]. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
     SC 2011; the constants and the order of words are those of Random123's philox.h.
     """
-    blocks = np.array(counters, dtype=np.uint64)  # [4, N], 32 bits used: room for the products
+    blocks = np.array(counters, dtype=np.uint64)  # [4, N], 32 bits used: products need 64
     word_0, word_1, word_2, word_3 = blocks
     product_0, product_2 = np.empty_like(word_0), np.empty_like(word_2)
     for turn in range(_ROUNDS):
@@ -51,7 +51,7 @@ def philox4x32(counters: npt.ArrayLike, key: tuple[int, int]) -> Words:
 
 
 def noise_words(seed: int, position: int, sample_index: int, token_ids: TokenIds) -> Words:
-    """Give each token its 32 random bits for one drawn row.
+    """Return the 32 random bits of each token for one drawn row.
 
     Key: (seed mod 2^32, seed div 2^32). Counter: (position, sample_index, token id div 4, 0).
     Token t takes word t mod 4 of its block. `token_ids` is any int64 [N]; returns uint32 [N].
@@ -76,7 +76,7 @@ def _blocks(seed: int, position: int, sample_index: int, block_numbers: TokenIds
 
 
 def gumbel_noise(seed: int, position: int, sample_index: int, token_ids: TokenIds) -> Noise:
-    """Give each token its Gumbel noise for one drawn row.
+    """Return the Gumbel noise of each token for one drawn row.
 
     u = (word + 1/2) / 2^32 is exact in float64 and never 0 or 1; noise = -log(-log(u)), which lies
     between -3.14 and 22.88. Arguments as `noise_words`; returns float64 [N].

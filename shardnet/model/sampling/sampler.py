@@ -1,8 +1,8 @@
-"""The sampler of the tail: logits in, token ids and logprobs out.
+"""The sampler of the last stage: logits in, token ids and logprobs out.
 
 Knows the order of filters and the noise that docs/protocol.md, "Sampling", fixes. Must not know
 sequences, slots or frames: a row's token is a pure function of its logits, parameters, seed, sample
-index, position and the tokens before it, whatever rows stand beside it.
+index, position and the tokens before it, in any batch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from shardnet.model.sampling.philox import gumbel_noise
 from shardnet.types import SamplingParams, TokenLogprobs
 
 CUT = 40.0
-"""Tokens further than this below the maximum, after temperature, are out.
+"""Tokens further than this below the maximum, after temperature, are filtered out.
 
 The noise spans 26.02, so no token below the cut could have been drawn.
 """
 
-_FIRST_NUCLEUS_GUESS = 1024
+_FIRST_NUCLEUS_SIZE = 1024
+"""Tokens that are sorted first; all are, if these do not hold the mass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """What the sampler must know of one row beside its logits.
+    """The inputs of sampling for one row, apart from its logits.
 
-    `position` is the position of the row, that is of its input token; the drawn token takes the
-    next one. `context` is looked at where the parameters look back.
+    `position` is that of the row's input token; the drawn token takes the next one. `context` is
+    used only by parameters that depend on earlier tokens.
     """
 
     params: SamplingParams
@@ -44,7 +45,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """One token id per row, in row order, and its logprobs where the row asked for them."""
+    """One token id per row, in row order, and its logprobs if the row asked for them, else None."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -54,10 +55,10 @@ class Sampler:
     """Draws the next token of each row of a micro-batch."""
 
     def __init__(self, vocab_size: int, without_token: Sequence[int] = ()) -> None:
-        """Take the width of the LM head, and the ids in it that no token stands behind.
+        """Take the width of the LM head, and the ids below it that have no token.
 
-        Most of these pad the vocabulary at its end. They are left out before anything is computed.
-        Raises CheckpointError when no id is left.
+        Most of these pad the vocabulary at its end. They are excluded before anything is computed.
+        Raises CheckpointError if no id is left.
         """
         self._vocab_size = vocab_size
         holes = set(without_token)
@@ -66,13 +67,13 @@ class Sampler:
             self._n_tokens -= 1
         if not self._n_tokens:
             raise CheckpointError(
-                f"the tokenizer has no token for any of the model's {vocab_size} ids; take both "
-                "from one checkpoint"
+                f"the tokenizer has no token for any of the model's {vocab_size} ids",
+                remedy="take both from one checkpoint",
             )
         self._holes = sorted(id_ for id_ in holes if id_ < self._n_tokens)
 
     def _columns(self, logits: Tensor) -> Tensor:
-        """Leave out what is no token: [R, V] to [R, n_tokens], with minus infinity in between."""
+        """Exclude ids without a token: [R, V] to [R, n_tokens], with minus infinity for gaps."""
         columns = logits[:, : self._n_tokens]
         if self._holes:
             columns = columns.clone()
@@ -83,9 +84,9 @@ class Sampler:
         """Choose one token per row.
 
         `logits` is float32 [R, V] on any device, R = len(rows), V = vocab_size; it is not changed.
-        Greedy rows cost one argmax. Filters run on the device of the logits; only the tokens they
-        leave come to the CPU, for the noise. Raises NumericalError, which lists the rows at fault,
-        when a row holds NaN or has no finite maximum.
+        Greedy rows cost one argmax. Filters run on the device of the logits; only the remaining
+        tokens are copied to the CPU, for the noise. Raises NumericalError, which lists the rows at
+        fault, if a row holds NaN or has no finite maximum.
         """
         assert logits.dtype == torch.float32
         assert logits.shape == (len(rows), self._vocab_size)
@@ -94,7 +95,7 @@ class Sampler:
         logits = self._columns(logits)  # [R, n_tokens]
         best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
         maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
-        # Both at once, and ids are exact in float64: a GPU is waited for once.
+        # Both at once (ids are exact in float64), to synchronize with a GPU only once.
         best_ids, maxima = torch.stack((best_ids.double(), maxima.double())).cpu()
         _refuse_rows_without_maximum(maxima, range(len(rows)))
         token_ids: list[int] = best_ids.long().tolist()
@@ -107,9 +108,9 @@ class Sampler:
         return SampleResult(token_ids=token_ids, logprobs=_logprobs(logits, rows, token_ids))
 
     def logprobs(self, logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
-        """Give each row the logprob of its token and of the `n_top` best; see `rows_logprobs`.
+        """Return for each row the logprob of its token and of the `n_top` best.
 
-        `logits` is float32 [R, V]. Raises NumericalError as `sample` does.
+        See `rows_logprobs`. `logits` is float32 [R, V]. Raises NumericalError as `sample` does.
         """
         logits = self._columns(logits)
         _refuse_rows_without_maximum(logits.amax(1), range(len(logits)))
@@ -119,7 +120,7 @@ class Sampler:
 def _logprobs(
     logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """Give the rows that ask for logprobs theirs."""
+    """Return the logprobs of the rows that ask for them, None for the others."""
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     for n_top in {row.params.n_logprobs for row in rows} - {None}:
         places = [index for index, row in enumerate(rows) if row.params.n_logprobs == n_top]
@@ -131,7 +132,7 @@ def _logprobs(
 
 
 def _changed_rows(logits: Tensor, rows: Sequence[SampleRow]) -> dict[int, Tensor]:
-    """Give the rows that are not chosen from their raw logits, by index."""
+    """Return the modified logits of the rows with bias, penalties or early stop ids, by index."""
     places = [index for index, row in enumerate(rows) if changes_logits(row.params)]
     if not places:
         return {}
@@ -146,7 +147,7 @@ def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     """Apply temperature, cut, top-k, top-p and min-p, in this order, to one row.
 
     `row` is float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on the device
-    of the row, the ids that are left, int64 [S] ascending, and their gaps, float64 [S]:
+    of the row, the remaining ids, int64 [S] ascending, and their gaps, float64 [S]:
     (logit - maximum) / temperature.
 
     The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -168,7 +169,7 @@ def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
 
 
 def _select(mask: Tensor, ids: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep what `mask` says; `ids` None stands for 0, 1, 2, …"""
+    """Select by a boolean mask; `ids` None stands for 0, 1, 2, …"""
     places = mask.nonzero().squeeze(1)
     return places if ids is None else ids[places], values[places]
 
@@ -186,10 +187,10 @@ def _draw(row: Tensor, sample: SampleRow) -> int:
 
 
 def _nucleus(gaps: Tensor, top_p: float) -> Tensor:
-    """Choose the fewest tokens that hold the mass `top_p`; returns a mask, bool [S].
+    """Choose the fewest tokens that hold the mass `top_p`: a mask, bool [S].
 
-    Going down by probability, a token stays while the mass before it is below `top_p`. Only as
-    many tokens are sorted as that takes.
+    In order of falling probability, a token stays while the mass before it is below `top_p`. Only
+    as many tokens as necessary are sorted.
     """
     weights = gaps.exp()
     total = weights.sum()
@@ -197,7 +198,7 @@ def _nucleus(gaps: Tensor, top_p: float) -> Tensor:
     # Tokens lighter than this weigh less than 1 - top_p all together, so none of them stays. Half
     # of that bound, so that rounding cannot matter.
     heavy = gaps[weights > 0.5 * (1 - top_p) * total / len(gaps)]
-    for n_sorted in (min(_FIRST_NUCLEUS_GUESS, len(heavy)), len(heavy)):
+    for n_sorted in (min(_FIRST_NUCLEUS_SIZE, len(heavy)), len(heavy)):
         largest = _descending(heavy, n_sorted)
         masses = largest.exp().cumsum(0)
         if masses[-1] >= mass_wanted:
@@ -220,15 +221,15 @@ def _descending(values: Tensor, limit: int) -> Tensor:
 
 
 def _refuse_rows_without_maximum(maxima: Tensor, places: Sequence[int]) -> None:
-    """Raise NumericalError for maxima that are not finite; `places` are their rows."""
+    """Raise NumericalError if any maximum is not finite; `places` are their rows."""
     finite = torch.isfinite(maxima)
     if bool(finite.all()):
         return
     wrong = (~finite).nonzero().squeeze(1).tolist()
     rows = tuple(places[index] for index in wrong)
     error = NumericalError(
-        f"the logits of row {rows[0]} have maximum {float(maxima[wrong[0]])}, not a finite number; "
-        "the model overflowed: try --dtype float32, or check the checkpoint"
+        f"the logits of row {rows[0]} have maximum {float(maxima[wrong[0]])}, not a finite number",
+        remedy="the model overflowed: try --dtype float32, or check the checkpoint",
     )
     error.rows = rows
     raise error

@@ -1,4 +1,4 @@
-"""Which tokens stand at each slot's positions, as the tail learns them from the rows it computes.
+"""The token ids at each slot's positions, collected by the last stage from the rows it computes.
 
 Like the KV cache it is overwritten by position, copied and trimmed with the slot, so that penalties
 need no other state (design decision 2). Must not know sequences, sampling or tensors.
@@ -19,36 +19,36 @@ _NOTHING: TokenArray = np.empty(0, np.int32)
 
 
 class TokenHistory:
-    """The token ids of all slots: 4 bytes a position. Positions never written hold 0."""
+    """The token ids of all slots, 4 bytes a position. Positions never written hold 0."""
 
     def __init__(self) -> None:
         self._slots: dict[SlotId, TokenArray] = {}
 
     def write(self, slot: SlotId, position: int, token_ids: Sequence[int]) -> None:
-        """Put the tokens of consecutive positions, the first at `position`."""
+        """Store the tokens of consecutive positions, the first at `position`."""
         end = position + len(token_ids)
         tokens = self._slots.get(slot, _NOTHING)
-        if end > len(tokens):  # doubled, so that a long text is moved seldom
+        if end > len(tokens):  # doubled, for amortized copies
             tokens = self._slots[slot] = _resized(tokens, max(end, 2 * len(tokens)))
         tokens[position:end] = token_ids
 
     def tokens(self, slot: SlotId, n_positions: int) -> TokenArray:
-        """Give the tokens of the first `n_positions`, int32 [n_positions]: a view."""
+        """Return the tokens of the first `n_positions`, int32 [n_positions]: a view."""
         return self._slots.get(slot, _NOTHING)[:n_positions]
 
     def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
-        """Put the first `n_positions` of `source` into `target`, in place of what it held."""
+        """Copy the first `n_positions` of `source` to `target`, replacing its contents."""
         self._slots[target] = _resized(self.tokens(source, n_positions), n_positions)
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
-        """Forget what lies beyond the first `n_positions`. Unknown slots are ignored."""
+        """Drop everything beyond the first `n_positions`. Unknown slots are ignored."""
         if n_positions == 0:
             self._slots.pop(slot, None)
         elif len(self._slots.get(slot, _NOTHING)) >= 2 * _room(n_positions):
             self._slots[slot] = _resized(self.tokens(slot, n_positions), n_positions)
 
     def clear(self) -> None:
-        """Forget all slots."""
+        """Drop all slots."""
         self._slots.clear()
 
 

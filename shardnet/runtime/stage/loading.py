@@ -347,7 +347,7 @@ def kv_room_blocks(
     if n_streamed:
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
-        activations += graph_bytes(config, dtype, form.rounded)
+        activations += graph_bytes(config, dtype, form.quantization)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)

@@ -25,7 +25,7 @@ from shardnet.model.families.registry import parse_config
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType
 
 if TYPE_CHECKING:
-    from shardnet.stage.synthetic_model import SampleModel, StepTimes
+    from shardnet.stage.synthetic_model import StepTimes, SyntheticModel
 
 WINDOW_S = 0.1
 """Steps are averaged over this long: a process with a limited share of the processor alternates
@@ -98,25 +98,27 @@ def measure_stage(
     """
     import torch
 
-    from shardnet.model.kernels.device_memory import memory_named
+    from shardnet.model.kernels.device_memory import capacity_error_for
     from shardnet.model.kernels.linear import probe
     from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes
-    from shardnet.stage.synthetic_model import SampleModel, sample_config
+    from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 
     with _threads(threads):
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype, quantization)
-        form = WeightForm(dtype=choice.dtype, rounded=quantization, products=choice.stored_dtype)
-        sample = sample_config(config, form, memory_bytes, kv_dtype)
+        form = WeightForm(
+            dtype=choice.dtype, quantization=quantization, linear_dtype=choice.stored_dtype
+        )
+        sample = synthetic_config(config, form, memory_bytes, kv_dtype)
         if sample is None:
             raise CapacityError(
                 f"measuring needs the memory of one layer, and only {memory_bytes / 2**20:.0f} MiB "
                 "are free here",
                 remedy="give the node more --memory",
             )
-        with memory_named(f"{device} has no memory left to measure in"):
-            model = SampleModel(sample, choice, torch.device(device), tick, kv_dtype)
+        with capacity_error_for(f"{device} has no memory left to measure in"):
+            model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
             single = windows(lambda: model.step(1), at_least=3, tick=tick)
             chunk_s = _chunk_s(model, tick)
@@ -194,7 +196,7 @@ def _is_steady(times: Sequence[float]) -> bool:
     return statistics.median(times) <= STEADY * min(times)
 
 
-def _chunk_s(model: SampleModel, tick: Callable[[], None]) -> float:
+def _chunk_s(model: SyntheticModel, tick: Callable[[], None]) -> float:
     """Measure all layers of the sample at 256 rows."""
     few = 32
     tick()

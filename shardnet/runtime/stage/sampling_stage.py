@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardnet.model.sampling.penalties import RowContext, looks_back
+from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.runtime.stage.compute import Samples
@@ -83,7 +83,7 @@ class SamplingStage:
         end = group.position + group.n_rows
         positions = range(end - group.n_sampled, end)
         params = owner.sampling
-        if not looks_back(params):
+        if not needs_context(params):
             return [SampleRow(params=params, position=position) for position in positions]
         return [
             SampleRow(

@@ -25,52 +25,54 @@ from shardnet.model.families.stage_tensors import (
 from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
 KEEPS_BFLOAT16 = "native float32"
-"""What kernels/linear.py calls products in float32 whose weights stay bfloat16."""
+"""KernelChoice.name, as nodes report it, of a kernel in float32 whose weights stay bfloat16."""
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
 
 _GRAPH_BYTES = 256 << 10
-"""What the driver is taken to keep for each graph."""
+"""Assumed memory of the driver for each graph."""
 _GRAPH_POOL_BYTES = 64 << 20
-"""What graphs are taken to need besides: cuBLAS's workspace, and what torch takes at a time."""
+"""Assumed further memory of graphs: cuBLAS's workspace, and the granularity of torch's pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightForm:
-    """What weights are in memory: in `dtype`, which is computed in, but for those of products.
+    """The form of a stage's weights in memory: in the compute dtype, except for linear layers.
 
-    They are rounded, or stay in `products`, which the compiled library multiplies with rows in
-    `dtype`. None and None: in `dtype` too.
+    Linear weights are quantised, or in `linear_dtype` (None: in `dtype`), which the compiled
+    library multiplies with rows in `dtype`.
     """
 
     dtype: DType
-    rounded: Quantization | None = None
-    products: DType | None = None
+    quantization: Quantization | None = None
+    linear_dtype: DType | None = None
 
     @property
     def of_head(self) -> WeightForm:
-        """The LM head's, which is rounded less."""
-        return self if self.rounded is None else replace(self, rounded=self.rounded.of_head)
+        """The form of the LM head, which is quantised less."""
+        if self.quantization is None:
+            return self
+        return replace(self, quantization=self.quantization.of_head)
 
 
 def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Bytes of the largest layer's weights; in most families all are alike."""
+    """Return the bytes of the largest layer's weights; in most families all are equal."""
     return max(layers_weight_bytes(config, form))
 
 
 def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
-    """Bytes of each layer's weights. Those with experts are much the largest."""
+    """Return the bytes of each layer's weights; layers with experts are the largest by far."""
     return tuple(_table_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
 
 
 def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Bytes of the final norm and the LM head, also where the head is tied."""
+    """Return the bytes of the final norm and the LM head, even if the head is tied."""
     return _table_bytes(head_tensors(config), form.of_head)
 
 
 def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Bytes of the embedding tables in `dtype`."""
+    """Return the bytes of the embedding tables in `dtype`."""
     return _bytes(embedding_tensors(config).values(), dtype)
 
 
@@ -80,18 +82,16 @@ def stage_weight_bytes(
     form: WeightForm,
     n_streamed: int = 0,
 ) -> int:
-    """Bytes that the stage's weights take in memory, `n_streamed` layers streamed from disk.
+    """Return the bytes of the stage's weights in memory.
 
-    Of these it is their buffers.
-
-    A tied model's table is held twice by a stage that is first and last: as a table to look rows up
-    in, and in the layout the LM head's kernel wants.
+    For the `n_streamed` layers that are streamed from disk, that is their buffers. A stage that is
+    first and last holds a tied table twice: for lookups, and in the layout of the LM head's kernel.
     """
     parts = stage_tensors(config, layers)
     layer_bytes = sum(_table_bytes(tensors, form) for tensors in parts.layers.values())
     head_bytes = head_weight_bytes(config, form) if parts.head else 0
     streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
-    on_disk = [_product_bytes(tensors, form) for tensors in streamed]
+    on_disk = [_linear_bytes(tensors, form) for tensors in streamed]
     scratch_bytes = max((_scratch_bytes(tensors, form) for tensors in streamed), default=0)
     buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
     embedding_bytes = _bytes(parts.embedding.values(), form.dtype)
@@ -99,7 +99,7 @@ def stage_weight_bytes(
 
 
 def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
-    """Name the layers of a stage that are streamed: spread evenly, so that the disk never rests."""
+    """List the layers of a stage to be streamed: spread evenly, to keep the disk busy."""
     n_layers = len(layers)
     n_streamed = min(n_streamed, n_layers)
     return [
@@ -110,19 +110,19 @@ def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
 
 
 def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Bytes of the layer of which most is read from disk at every step, where it is streamed."""
-    return max(_product_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+    """Return the bytes read from disk per step for the largest layer, if it is streamed."""
+    return max(_linear_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
 
 
 def layer_scratch_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Bytes that a streamed layer takes besides its buffer while it computes."""
+    """Return the bytes that a streamed layer needs besides its buffer while it computes."""
     return max(_scratch_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
 
 
 def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightForm) -> int:
-    """Weight bytes that one row reads: the layers and the head, not the embedding table.
+    """Return the weight bytes that one row reads: layers and head, without the embedding table.
 
-    Of a layer with experts those that the row visits.
+    Of a layer with experts, only those that one row is routed to count.
     """
     is_last = layers.end == config.n_layers
     head = head_weight_bytes(config, form) if is_last else 0
@@ -130,7 +130,7 @@ def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightFor
 
 
 def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Weight bytes that one row reads of the layer of which it reads most."""
+    """Return the largest number of weight bytes that one row reads in any layer."""
     return max(_read_bytes(config, layer, form) for layer in range(config.n_layers))
 
 
@@ -147,7 +147,7 @@ def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
 def kv_block_bytes(
     config: ModelConfig, layers: LayerRange, dtype: DType, kv_dtype: KvDType = KvDType.AUTO
 ) -> int:
-    """Bytes of one block (256 positions) of KV room over the stage's layers."""
+    """Return the bytes of one KV block (256 positions) over the stage's layers."""
     return len(layers) * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
 
 
@@ -159,11 +159,11 @@ def activation_peak_bytes(
     context: int,
     kv_dtype: KvDType = KvDType.AUTO,
 ) -> int:
-    """The most bytes that the activations of a micro-batch of `rows` rows take at once.
+    """Return the peak bytes of activations of a micro-batch of `rows` rows.
 
     `context` bounds the positions of one sequence. Counts the largest of attention (projections,
-    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block. Rounded
-    keys and values of one layer of a sequence are brought back while it is attended over.
+    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
+    Quantised keys and values of one layer of a sequence are dequantised while attending.
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
     queries = rows * config.n_heads * config.key_size * dtype.size_bytes
@@ -182,18 +182,18 @@ def activation_peak_bytes(
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
-    """The most bytes that `rows` rows take while a layer of a streaming stage computes others."""
+    """Return the peak bytes of `rows` rows that wait while a streamed layer computes others."""
     hidden = rows * config.hidden_size * dtype.size_bytes
     n_masks = len(set(config.windows)) or 1
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes
 
 
 def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
-    """The most bytes that CUDA graphs of decode steps keep, of a stage with all layers.
+    """Return an upper bound of the bytes that CUDA graphs of a stage with all layers hold.
 
-    Rounded weights are unpacked on CUDA, by steps without graphs too: that is counted here. Static
-    buffers and the largest graph's own memory follow from the shapes; what the driver and
-    the libraries keep is a margin, not measured yet.
+    On CUDA quantised weights are dequantised for every step, even without graphs: that is counted
+    here. Static buffers and the largest graph's own memory follow from the shapes; the memory of
+    driver and libraries is a margin, not measured yet.
     """
     rows = GRAPH_BUCKETS[-1]
     queries = config.n_heads * config.key_size
@@ -203,7 +203,7 @@ def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | 
     unpacking = 0
     if quantization is not None:
         n_in = max(config.hidden_size, queries, config.intermediate_size)
-        weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and one of the panels before
+        weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and that of the previous panels
         unpacking = 2 * UNPACKED_PANELS * PANEL * n_in * weight  # in graphs, and out of them
     n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
     return (
@@ -215,19 +215,19 @@ def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | 
 
 
 def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
-    """All answers of all experts, their sum in float32, and one expert that every row visits."""
+    """Return the bytes of all expert outputs, their sum in float32, and the shared expert."""
     experts = config.experts
     if experts is None:
         return 0
-    answers = experts.top_k * rows * config.hidden_size * dtype.size_bytes
+    outputs = experts.top_k * rows * config.hidden_size * dtype.size_bytes
     adding = 2 * rows * config.hidden_size * 4
     shared = 4 * rows * experts.shared_intermediate_size * dtype.size_bytes
     one = rows * (2 * config.hidden_size + 4 * experts.intermediate_size) * dtype.size_bytes
-    return answers + max(adding, one) + shared
+    return outputs + max(adding, one) + shared
 
 
 def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
-    """The masks of a chunk, one for each window, and with a soft cap the scores of one KV head."""
+    """Return the bytes of a chunk's masks, one per window, and of unfused scores of one KV head."""
     n_masks = len(set(config.windows)) or 1
     masks = n_masks * rows * context * dtype.size_bytes
     if config.attention_soft_cap is None and not config.has_sinks:
@@ -237,37 +237,38 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
 
 
 def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
-    """Keys and values of one position in one layer."""
+    """Return the bytes of keys and values of one position in one layer."""
     sizes = (config.key_size, config.value_size)
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
 def _table_bytes(tensors: Table, form: WeightForm) -> int:
-    """Bytes of a part's tensors, of which products may be rounded: the last two axes of each.
+    """Return the bytes of tensors; those of linears may be quantised, over their last two axes.
 
-    Rounded weights are filled up to whole panels and groups whichever axis is which.
+    Quantised weights are padded to whole panels and groups; which axis is the output is unknown, so
+    the larger result counts.
     """
-    kind = form.rounded
-    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
-    rest = [shape for name, shape in tensors.items() if name not in products]
+    kind = form.quantization
+    linears = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    rest = [shape for name, shape in tensors.items() if name not in linears]
     if kind is None:
-        return _bytes(rest, form.dtype) + _bytes(products.values(), form.products or form.dtype)
+        return _bytes(rest, form.dtype) + _bytes(linears.values(), form.linear_dtype or form.dtype)
     return _bytes(rest, form.dtype) + sum(
         math.prod(shape[:-2])
         * max(kind.packed_bytes(*shape[-2:]), kind.packed_bytes(*shape[:-3:-1]))
-        for shape in products.values()
+        for shape in linears.values()
     )
 
 
-def _product_bytes(tensors: Table, form: WeightForm) -> int:
-    """Bytes of those of a layer's tensors that are read at every step where it is streamed."""
-    products = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
-    return _table_bytes(products, form)
+def _linear_bytes(tensors: Table, form: WeightForm) -> int:
+    """Return the bytes of the tensors that are read at every step if the layer is streamed."""
+    linears = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    return _table_bytes(linears, form)
 
 
 def _scratch_bytes(tensors: Table, form: WeightForm) -> int:
-    """What a layer's products take once they are packed; rounded weights lie on disk packed."""
-    return 0 if form.rounded is not None else _product_bytes(tensors, form)
+    """Return the bytes of a layer's packed linears; quantised ones are packed on disk already."""
+    return 0 if form.quantization is not None else _linear_bytes(tensors, form)
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

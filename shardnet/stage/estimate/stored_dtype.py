@@ -1,8 +1,7 @@
-"""Whether the weights of products lie in a checkpoint's files as they are computed with.
+"""Whether a checkpoint stores the weights of linear layers in the dtype a kernel needs.
 
-Knows headers. Must not know torch: the planner asks here. Layers are streamed
-(streaming/layer_stream.py) without rounding only from such files; others would have to be made anew
-at every step.
+Knows headers. Must not know torch: the planner asks here. Only such layers can be streamed
+(streaming/layer_stream.py) without quantisation; others would have to be converted at every step.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.tensors.model_tensor import ModelTensor, as_stored
 from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import head_tensors, is_rounded, layer_tensors
 from shardnet.stage.estimate.memory_estimate import WeightForm
@@ -27,54 +25,52 @@ _DTYPES: Final[Mapping[str | None, DType]] = MappingProxyType(
 
 
 def dtype_in_place(checkpoint: Checkpoint) -> DType | None:
-    """Return the dtype in which all layers' products lie in the files, None where one does not."""
+    """Return the stored dtype of all layers' linear weights.
+
+    None if dtypes differ, or if a weight is not stored as one plain tensor.
+    """
     config = checkpoint.config
     found = set()
     for layer in range(config.n_layers):
         for name, shape in layer_tensors(config, layer).items():
             if is_rounded(name, shape):
-                found.add(_lies_in(checkpoint, name))
+                found.add(_stored_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
 def products_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the dtype in which all products lie in the files, the LM head's too; else None."""
+    """Return the stored dtype of all linear weights, the LM head's included; None as above."""
     found = {dtype_in_place(checkpoint)}
     for name, shape in head_tensors(checkpoint.config).items():
         if is_rounded(name, shape):
-            found.add(_lies_in(checkpoint, name))
+            found.add(_stored_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
 def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
-    """Return what the weights are that a stage loads for the kernel of `choice`."""
-    is_kept = products_dtype(checkpoint) is choice.stored_dtype
+    """Return the form in which a stage holds the checkpoint's weights with the kernel `choice`."""
+    stays = products_dtype(checkpoint) is choice.stored_dtype
     return WeightForm(
         dtype=choice.dtype,
-        rounded=choice.quantization,
-        products=choice.stored_dtype if is_kept else choice.dtype,
+        quantization=choice.quantization,
+        linear_dtype=choice.stored_dtype if stays else choice.dtype,
     )
 
 
 def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
-    """Raise CheckpointError unless weights that lie in `found` are computed with in `wanted`."""
+    """Raise CheckpointError unless `found`, the stored dtype or None, is the `wanted` one."""
     if found is wanted:
         return
-    lie = f"are stored in {found.value}" if found else "have to be made of what is stored"
-    way = "" if found in (None, DType.FLOAT16) else f"--dtype {found.value} or "
+    stored = f"are stored in {found.value}" if found else "have to be converted when they are read"
+    flag = "" if found in (None, DType.FLOAT16) else f"--dtype {found.value} or "
     raise CheckpointError(
-        f"--stream-layers: {path}: the weights {lie} and this node computes in {wanted.value}; "
-        f"use {way}--quant int8, whose layers can be streamed from any checkpoint"
+        f"--stream-layers: {path}: the weights {stored} and this node computes in {wanted.value}",
+        remedy=f"use {flag}--quant int8, whose layers can be streamed from any checkpoint",
     )
 
 
-def _lies_in(checkpoint: Checkpoint, name: str) -> DType | None:
+def _stored_dtype(checkpoint: Checkpoint, name: str) -> DType | None:
     tensor = checkpoint.tensors.get(name)
-    return None if tensor is None or _made(tensor) else _DTYPES.get(tensor.dtype)
-
-
-def _made(tensor: ModelTensor) -> bool:
-    """Whether a parameter is more than one part of one file, whose elements stand row by row."""
-    if tensor.make is not as_stored or len(tensor.sources) != 1 or len(tensor.shape) != 2:
-        return True
-    return tensor.sources[0].strides is not None
+    if tensor is None or not tensor.is_stored_matrix:
+        return None
+    return _DTYPES.get(tensor.dtype)

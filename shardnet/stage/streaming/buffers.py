@@ -1,16 +1,16 @@
-"""Where streamed layers lie: memory that is read into, and memory that is computed from.
+"""The buffers of streamed layers: host memory that is read into, and memory that computes.
 
-Knows how bytes come from one to the other, and who waits for whom. Must not know files, layers'
-contents nor in which order layers are wanted.
+Knows how bytes are copied between them, and the synchronization. Must not know files, layers'
+contents nor the order of layers.
 
-On a CPU both are the same two buffers. A device with memory of its own has two buffers there, and
-the bytes come from pinned memory of the host on a stream of their own, while the device computes
-with the other buffer. Two orders must hold, by marks in the streams (CUDA calls them events):
+On a CPU both are the same two buffers. A device with its own memory has two buffers there, filled
+from pinned host memory on a separate stream, while the device computes with the other buffer. Marks
+in the streams (CUDA events) enforce two orders:
 
-- what computes with a buffer waits for the copy into it;
-- the next copy into it waits for what computes with it.
+- computation with a buffer waits for the copy into it;
+- the next copy into it waits for the computation with it.
 
-And the host must not write to pinned memory that is still copied from.
+And the host must not write to pinned memory while it is copied from.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.kernels.device_memory import memory_named
+from shardnet.model.kernels.device_memory import capacity_error_for
 
 log = logging.getLogger(__name__)
 
 Read = Callable[[Tensor], None]
-"""Reads a layer into memory of the host that has its size."""
+"""Reads a layer into host memory of its size, uint8."""
 
 Mark = TypeVar("Mark")
-"""A place in a stream: whoever waits for it waits for all that was launched before it."""
+"""A point in a stream: waiting for it waits for all work launched before it."""
 
 _KEPT_SHARE = 0.5
-"""So much of the memory that the host has left may be pinned for streamed layers."""
+"""The share of the host's available memory that may be pinned for streamed layers."""
 
 
 class Buffers(Protocol):
-    """Two buffers, or one for each layer where those are fewer, numbered from 0.
+    """At most two buffers, numbered from 0.
 
-    `fill` is called on the reading thread, all else on the thread that computes.
+    `fill` is called on the reading thread, everything else on the compute thread.
     """
 
     def make(self, layers: Sequence[int], n_buffers: int, size_bytes: int) -> None:
-        """Take the memory for buffers of so many bytes. Raises CapacityError."""
+        """Allocate buffers of `size_bytes` each. Raises CapacityError if there is no memory."""
 
     def fill(self, layer: int, buffer: int, size_bytes: int, read: Read) -> None:
-        """Bring a layer of so many bytes into a buffer that was released; `read` may raise."""
+        """Fill a released buffer with a layer of `size_bytes`. Raises what `read` raises."""
 
     def receive(self, buffer: int) -> None:
-        """Have what is launched from now on wait for what `fill` has brought."""
+        """Make later launches wait for the last `fill`."""
 
     def release(self, buffer: int) -> None:
-        """Have the next `fill` wait for what was launched so far."""
+        """Make the next `fill` wait for all launches so far."""
 
     def bytes_of(self, buffer: int) -> Tensor:
-        """Return the buffer that is computed from, uint8."""
+        """Return the buffer that computes, uint8."""
 
 
 class HostBuffers:
-    """Buffers that the CPU computes from, where they are read into."""
+    """Buffers in CPU memory, read into and computed from."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def make(self, layers: Sequence[int], n_buffers: int, size_bytes: int) -> None:
-        """Take the memory. Raises CapacityError."""
+        """Allocate the buffers. Raises CapacityError."""
         self._buffers = _taken(_pageable, n_buffers, size_bytes)
 
     def fill(self, layer: int, buffer: int, size_bytes: int, read: Read) -> None:
-        """Read into the buffer, which nobody computes from now."""
+        """Read into the buffer."""
         read(self._buffers[buffer][:size_bytes])
 
     def receive(self, buffer: int) -> None:
-        """Nothing is on its way."""
+        """Do nothing: reads are synchronous."""
 
     def release(self, buffer: int) -> None:
-        """The CPU is through when it says so."""
+        """Do nothing: the CPU computes synchronously."""
 
     def bytes_of(self, buffer: int) -> Tensor:
         """Return the buffer."""
@@ -86,36 +86,36 @@ class HostBuffers:
 
 
 class Transfers(Protocol[Mark]):
-    """The few calls into a device that DeviceBuffers needs."""
+    """The device operations that DeviceBuffers needs."""
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Take memory of the host that can be copied from while others compute, uint8."""
+        """Allocate host memory that supports asynchronous copies, uint8."""
 
     def on_device(self, size_bytes: int) -> Tensor:
-        """Take memory of the device, uint8."""
+        """Allocate device memory, uint8."""
 
     def mark(self) -> Mark:
-        """Mark what the calling thread has launched to compute so far."""
+        """Mark the current end of the calling thread's stream."""
 
     def copy(self, target: Tensor, source: Tensor, after: Mark) -> Mark:
-        """Launch a copy on the second stream, once `after` is reached; mark its end."""
+        """Launch a copy on the second stream, after `after`; return the mark of its end."""
 
     def wait(self, mark: Mark) -> None:
-        """Have what the calling thread launches from now on wait for `mark`."""
+        """Make later launches of the calling thread wait for `mark`."""
 
     def block(self, mark: Mark) -> None:
-        """Wait here until `mark` is reached."""
+        """Block the calling thread until `mark` is reached."""
 
 
 class DeviceBuffers(Generic[Mark]):
-    """Buffers of a device, filled from pinned memory of the host.
+    """Buffers of a device, filled from pinned host memory.
 
-    Where the host has room for all layers they stay there, each read once; else they pass through
-    as many pinned buffers as there are on the device, read anew every time.
+    If all layers fit in host memory they stay there, each read once; else they are read anew every
+    time, through as many pinned buffers as there are on the device.
     """
 
     def __init__(self, transfers: Transfers[Mark], spare_bytes: int) -> None:
-        """`spare_bytes` of the host's memory may be pinned to keep layers."""
+        """Take `spare_bytes`, the host memory that may be pinned to keep layers."""
         self._transfers = transfers
         self._spare_bytes = spare_bytes
         self._buffers: list[Tensor] = []
@@ -126,14 +126,14 @@ class DeviceBuffers(Generic[Mark]):
         self._used: list[Mark] = []  # the end of what computes with it
 
     def make(self, layers: Sequence[int], n_buffers: int, size_bytes: int) -> None:
-        """Take the memory here and there. Raises CapacityError."""
+        """Allocate host and device memory. Raises CapacityError."""
         pinned_bytes = 1 << (size_bytes - 1).bit_length()  # torch takes powers of two
         if len(layers) * pinned_bytes <= self._spare_bytes:
             try:
                 kept = _taken(self._transfers.pinned, len(layers), size_bytes)
                 self._kept = dict(zip(layers, kept, strict=True))
             except CapacityError as error:
-                log.info("streamed layers pass through memory and do not stay: %s", error)
+                log.info("streamed layers are read anew every time, they do not fit: %s", error)
         if not self._kept:
             self._passed = _taken(self._transfers.pinned, n_buffers, size_bytes)
         self._buffers = _taken(self._transfers.on_device, n_buffers, size_bytes)
@@ -141,7 +141,7 @@ class DeviceBuffers(Generic[Mark]):
         self._used = [self._transfers.mark() for _ in range(n_buffers)]
 
     def fill(self, layer: int, buffer: int, size_bytes: int, read: Read) -> None:
-        """Read the layer, unless it has stayed, and launch its copy."""
+        """Read the layer, unless the host still holds it, and launch its copy."""
         source = self._source(layer, buffer)[:size_bytes]
         if layer not in self._read:
             read(source)
@@ -151,7 +151,7 @@ class DeviceBuffers(Generic[Mark]):
         self._copied[buffer] = self._transfers.copy(target, source, self._used[buffer])
 
     def _source(self, layer: int, buffer: int) -> Tensor:
-        """Return where the layer lies or may be read to on the host."""
+        """Return the host memory that holds the layer, or that it may be read into."""
         if self._kept:
             return self._kept[layer]
         copied = self._copied[buffer]
@@ -160,13 +160,13 @@ class DeviceBuffers(Generic[Mark]):
         return self._passed[buffer]
 
     def receive(self, buffer: int) -> None:
-        """Have what computes wait for the copy."""
+        """Make computation wait for the copy."""
         copied = self._copied[buffer]
         assert copied is not None, "fill() comes first"
         self._transfers.wait(copied)
 
     def release(self, buffer: int) -> None:
-        """Have the next copy wait for what computes."""
+        """Make the next copy wait for computation."""
         self._used[buffer] = self._transfers.mark()
 
     def bytes_of(self, buffer: int) -> Tensor:
@@ -175,18 +175,18 @@ class DeviceBuffers(Generic[Mark]):
 
 
 class CudaTransfers:
-    """Copies on a CUDA stream of their own."""
+    """Copies on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Take page-locked memory."""
+        """Allocate page-locked memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def on_device(self, size_bytes: int) -> Tensor:
-        """Take memory that, once freed, is used again only after the second stream's copies."""
+        """Allocate memory that, once freed, is reused only after the second stream's copies."""
         taken = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         taken.record_stream(self._stream)
         return taken
@@ -197,9 +197,9 @@ class CudaTransfers:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @torch.inference_mode()  # as where the buffers were made
+    @torch.inference_mode()  # as for the buffers' allocation
     def copy(self, target: Tensor, source: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
-        """Launch the copy and record an event behind it."""
+        """Launch the copy and record an event after it."""
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
@@ -208,7 +208,7 @@ class CudaTransfers:
         return copied
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Have the calling thread's stream wait."""
+        """Make the calling thread's stream wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def block(self, mark: torch.cuda.Event) -> None:
@@ -217,7 +217,7 @@ class CudaTransfers:
 
 
 def find_buffers(device: torch.device) -> Buffers:
-    """Return where layers that are streamed to `device` lie."""
+    """Return the kind of buffers for layers that are streamed to `device`."""
     if device.type != "cuda":
         return HostBuffers()
     spare_bytes = int(psutil.virtual_memory().available * _KEPT_SHARE)
@@ -229,8 +229,8 @@ def _pageable(size_bytes: int) -> Tensor:
 
 
 def _taken(take: Callable[[int], Tensor], n_buffers: int, size_bytes: int) -> list[Tensor]:
-    with memory_named(
-        f"there is no memory for {n_buffers} layers of {size_bytes} bytes to be streamed; "
-        "give the node fewer layers"
+    with capacity_error_for(
+        f"there is no memory for {n_buffers} layers of {size_bytes} bytes to be streamed",
+        remedy="give the node fewer layers",
     ):
         return [take(size_bytes) for _ in range(n_buffers)]

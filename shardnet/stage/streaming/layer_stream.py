@@ -1,13 +1,14 @@
-"""Layers that stay on disk: read into one of two buffers while another one computes.
+"""Streams layers from disk: one is read into one of two buffers while another computes.
 
-What computes needs packed, and the disk has plain, is packed by those who read, a piece at a time.
+Weights that kernels need packed, but that are plain on disk, are packed by the reading threads, a
+piece at a time.
 
-Knows files and the order in which layers are wanted. Must not know what the bytes mean, where the
-buffers lie (buffers.py), nor why these layers are streamed.
+Knows files and the order in which layers are needed. Must not know what the bytes mean, where the
+buffers are (buffers.py), nor why these layers are streamed.
 
-Reads, not a mapping: of a mapped file that is cut off meanwhile the process dies, of a read file it
-can tell; and two buffers are all the memory that it takes. The system keeps pages of what was read
-as long as nobody else wants the memory.
+It reads files rather than mapping them: truncating a mapped file kills the process, while a failed
+read is an error; and memory is bounded by two buffers. The page cache keeps what was read as long
+as memory is free.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from shardnet.errors import CheckpointError
-from shardnet.model.kernels.library import ROOM
+from shardnet.model.kernels.library import SCRATCH
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.kernels.worker_pool import Crew
+from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.buffers import Buffers, HostBuffers
 
 ALIGNMENT: Final = 64
-"""Bytes that each product's weights begin at a multiple of."""
+"""Alignment of each linear's weights in a buffer, in bytes."""
 _READERS: Final = 2
-"""Threads that read: one alone copies from the system's memory slower than a core multiplies."""
+"""Threads that read: one alone copies from the page cache slower than a core multiplies."""
 _SHARED_BYTES: Final = 1 << 23
-"""What a thread reads before it takes the next: many a piece, and of one place of the disk."""
+"""Bytes of a piece: small enough to share, large enough to read sequentially."""
 _PACKED_AT_A_TIME: Final = 1 << 20
-"""What is read before it is packed: it is still in the processor's caches."""
+"""Bytes that are read before they are packed: they are still in the CPU's caches."""
 
 
 class Packing(Protocol):
-    """Packs bytes of a file on their way into a buffer, units of them each for itself."""
+    """Packs bytes of a file on their way into a buffer, in independent units."""
 
     @property
     def unit_bytes(self) -> int:
-        """Stored bytes that are packed together; the last unit may have fewer."""
+        """Stored bytes of a unit; the last unit may have fewer."""
 
     def packed_bytes(self, size_bytes: int) -> int:
-        """Return what so many stored bytes take when they are packed."""
+        """Return the packed size of `size_bytes` stored bytes."""
 
     def __call__(self, stored: Tensor, packed: Tensor) -> None:
-        """Pack whole units, or the last ones, uint8. Several threads do it at once."""
+        """Pack whole units, or the last ones, uint8. Must be thread-safe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,11 @@ class FilePart:
 
     @classmethod
     def of(cls, path: Path, offset: int, size_bytes: int) -> FilePart:
-        """Name bytes of a file as it is now. Raises CheckpointError when it cannot be looked at."""
+        """Name bytes of a file as it is now. Raises CheckpointError if it cannot be accessed."""
         return cls(path=path, offset=offset, size_bytes=size_bytes, stamp=_stamp(path))
 
     def cut(self, at_a_time: int) -> Iterator[FilePart]:
-        """Name the same bytes in parts of `at_a_time`, the last of what is left."""
+        """Split into parts of `at_a_time` bytes; the last may be shorter."""
         for begin in range(0, self.size_bytes, at_a_time):
             n_bytes = min(at_a_time, self.size_bytes - begin)
             yield replace(self, offset=self.offset + begin, size_bytes=n_bytes)
@@ -79,7 +80,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What a thread reads without looking up, and the bytes of the buffer where it goes."""
+    """A unit of work for one reading thread, and the bytes of the buffer it goes to."""
 
     part: FilePart
     begin: int
@@ -93,7 +94,7 @@ class _StreamedLayer:
     size_bytes: int = 0
 
     def add(self, part: FilePart, begin: int, packing: Packing | None) -> int:
-        """Have a part put at `begin` of the buffer; return where it ends."""
+        """Place a part at offset `begin` of the buffer; return its end."""
         at_a_time = _SHARED_BYTES
         if packing is not None:
             at_a_time = _units(at_a_time, packing)
@@ -114,25 +115,25 @@ class _Fetch:
 
 
 class LayerStream:
-    """Reads the weights of some layers in turn, one ahead of those that compute.
+    """Reads the weights of some layers in turn, one layer ahead of the computation.
 
-    Layers are counted from 0 within the stage. One thread computes and calls everything here; the
-    reading is done on threads that end with this object.
+    Layers are counted from 0 within the stage. Only the compute thread may call its methods; the
+    reading threads end with this object.
     """
 
     def __init__(self, buffers: Buffers | None = None) -> None:
-        """`buffers` are where the layers are computed from; None is memory of the CPU."""
+        """Take the `buffers` that layers are computed from; None is CPU memory."""
         self._buffers = buffers or HostBuffers()
         self._n_buffers = 0
         self._layers: dict[int, _StreamedLayer] = {}
         self._order: list[int] = []
         self._fetches: deque[_Fetch] = deque()
         self._reader: ThreadPoolExecutor | None = None
-        self._crew = Crew(_READERS, "shardnet-stream-help")
+        self._workers = WorkerPool(_READERS, "shardnet-stream-help")
         self.made: dict[int, Linear] = {}
-        """Products that were packed for the layer at work, by where their weights begin."""
+        """Linears that were packed for the current layer, by the offset of their weights."""
         self.n_fetched = 0
-        """Layers read so far, those that are being read included."""
+        """Layers read so far, including those in progress."""
 
     @property
     def n_layers(self) -> int:
@@ -140,9 +141,9 @@ class LayerStream:
         return len(self._layers)
 
     def reserve(self, layer: int, parts: Iterable[FilePart], packing: Packing | None = None) -> int:
-        """Have `parts` read one behind the other with the layer; return where they will begin.
+        """Add `parts`, consecutively, to what is read with the layer; return their offset.
 
-        With `packing` they are packed there, each for itself.
+        With `packing` each part is packed as it is read.
         """
         streamed = self._layers.setdefault(layer, _StreamedLayer())
         begin = end = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
@@ -151,9 +152,9 @@ class LayerStream:
         return begin
 
     def start(self) -> None:
-        """Make the buffers, once all parts are reserved, and begin to read.
+        """Allocate the buffers, once all parts are reserved, and start reading.
 
-        Raises CapacityError where there is no memory for them.
+        Raises CapacityError if there is no memory for them.
         """
         self._order = sorted(self._layers)
         self._n_buffers = min(N_BUFFERS, len(self._order))
@@ -165,23 +166,23 @@ class LayerStream:
             self._restart(self._order[0])
 
     def weights(self, begin: int, size_bytes: int, buffer: int) -> Tensor:
-        """Return the bytes that begin there in a buffer, as uint8."""
+        """Return `size_bytes` at offset `begin` of a buffer, uint8: a view."""
         return self._buffers.bytes_of(buffer)[begin : begin + size_bytes]
 
     def buffer_of(self, layer: int) -> int:
-        """Say in which buffer the layer is that is computed now."""
+        """Return the buffer of the current layer."""
         assert self._fetches, "need() comes first"
         assert self._fetches[0].layer == layer, "need() comes first"
         return self._fetches[0].buffer
 
     def need(self, layer: int) -> None:
-        """Wait until the layer has been read. Does nothing for one that is not streamed.
+        """Wait until the layer has been read. Does nothing for a layer that is not streamed.
 
-        Raises CheckpointError when its file is gone or is not what it was.
+        Raises CheckpointError if its file is missing, unreadable or has changed.
         """
         if layer not in self._layers:
             return
-        if not self._fetches or self._fetches[0].layer != layer:  # the pass before was given up
+        if not self._fetches or self._fetches[0].layer != layer:  # the previous pass was abandoned
             self._restart(layer)
         try:
             self._fetches[0].done.result()
@@ -191,19 +192,19 @@ class LayerStream:
         self._buffers.receive(self._fetches[0].buffer)
 
     def done(self, layer: int) -> None:
-        """Have another layer read into the buffer of this one."""
+        """Release the layer's buffer, into which another layer is read next."""
         if layer not in self._layers:
             return
         self.made.clear()
         fetch = self._fetches.popleft()
         self._buffers.release(fetch.buffer)
         if len(self._order) <= self._n_buffers:
-            self._fetches.append(fetch)  # each has a buffer for itself
+            self._fetches.append(fetch)  # each layer has its own buffer
             return
         self._fetch(self._after(self._fetches[-1].layer), fetch.buffer)
 
     def _restart(self, layer: int) -> None:
-        """Begin anew with `layer`: the pass before was not finished, or there was none."""
+        """Start over with `layer`: the previous pass was not finished, or there was none."""
         self._drop()
         for buffer in range(self._n_buffers):
             self._buffers.release(buffer)
@@ -211,7 +212,7 @@ class LayerStream:
             layer = self._after(layer)
 
     def _drop(self) -> None:
-        wait_for([fetch.done for fetch in self._fetches])  # nothing may write to a buffer now
+        wait_for([fetch.done for fetch in self._fetches])  # no read may still write to a buffer
         self._fetches.clear()
         self.made.clear()
 
@@ -222,23 +223,23 @@ class LayerStream:
         assert self._reader is not None
         self.n_fetched += 1
         wanted = self._layers[layer]
-        read = partial(_read_layer, self._crew, wanted)
+        read = partial(_read_layer, self._workers, wanted)
         done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
 
 def _units(n_bytes: int, packing: Packing) -> int:
-    """Return the bytes of about `n_bytes` that are whole units."""
+    """Round `n_bytes` down to whole units, at least one."""
     return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
 
 
-def _read_layer(crew: Crew, layer: _StreamedLayer, buffer: Tensor) -> None:
-    """Bring a layer's pieces to their places. Raises CheckpointError, which names the file."""
-    crew.do(partial(_bring, buffer), layer.pieces)
+def _read_layer(workers: WorkerPool, layer: _StreamedLayer, buffer: Tensor) -> None:
+    """Read all pieces of a layer into `buffer`. Raises CheckpointError, which names the file."""
+    workers.run(partial(_bring, buffer), layer.pieces)
 
 
 def _bring(buffer: Tensor, piece: _Piece) -> None:
-    """Read a piece, and pack it if it has to be."""
+    """Read a piece, and pack it if necessary."""
     target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
     if _stamp(part.path) != part.stamp:
         raise _changed(part)
@@ -250,7 +251,7 @@ def _bring(buffer: Tensor, piece: _Piece) -> None:
                 return
             end = 0
             for some in part.cut(_units(_PACKED_AT_A_TIME, packing)):
-                stored = ROOM.of(some.size_bytes)[: some.size_bytes]
+                stored = SCRATCH.at_least(some.size_bytes)[: some.size_bytes]
                 _read(file, some, stored)
                 begin, end = end, end + packing.packed_bytes(some.size_bytes)
                 packing(stored, target[begin:end])
@@ -278,13 +279,13 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path}: layers are streamed from it and it cannot be read ({error.strerror}); bring it "
-        "back or `shardnet unload`, then ask again"
+        f"{path}: layers are streamed from it and it cannot be read ({error.strerror})",
+        remedy="bring it back or `shardnet unload`, then ask again",
     )
 
 
 def _changed(part: FilePart) -> CheckpointError:
     return CheckpointError(
-        f"{part.path}: it has changed while layers were streamed from it; `shardnet unload`, then "
-        "ask again"
+        f"{part.path}: it has changed while layers were streamed from it",
+        remedy="`shardnet unload`, then ask again",
     )

@@ -1,6 +1,7 @@
-"""Products whose weights are read from disk whenever their layer is at work.
+"""Linear layers whose weights are read from disk for every pass.
 
-Knows what is made of the bytes that were read, and when. Must not know who reads them, nor names.
+Knows how a linear is made from the bytes that were read, and when. Must not know who reads them,
+nor names.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from shardnet.model.families.stage_tensors import Shape
-from shardnet.model.kernels.bf16_linear import NativeLinear, PanelPacking, fills_panels
+from shardnet.model.kernels.bf16_linear import Bf16Linear, PanelPacking, fills_panels
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import (
     NativeKernels,
-    NativeProduct,
-    NativeSource,
+    NativeMatmul,
     native_kernels,
 )
 from shardnet.model.kernels.linear import (
@@ -25,6 +25,7 @@ from shardnet.model.kernels.linear import (
     KernelChoice,
     Linear,
     PlainLinear,
+    is_native,
     join_biases,
     make_linear,
 )
@@ -32,12 +33,12 @@ from shardnet.stage.streaming.layer_stream import LayerStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredProduct:
-    """What a product is made of that reads its weights as a checkpoint stores them.
+class StoredLinear:
+    """The recipe of a linear layer whose weights are read as a checkpoint stores them.
 
-    `stored` is the shape of the weights one behind the other: [N, K], or [K, N] where they are
-    `transposed`. What the library multiplies is packed as it is read, where panels do not go over
-    from one weight to the next; what oneDNN does, and what is turned, when its layer is at work.
+    `stored` is the shape of the concatenated weights: [N, K], or [K, N] if they are `transposed`.
+    With the compiled library, weights are packed as they are read, unless a panel would cover two
+    of them; for oneDNN, and if transposed, they are packed when their layer is computed.
     """
 
     choice: KernelChoice
@@ -58,8 +59,8 @@ class StoredProduct:
         biases: Sequence[Tensor],
         *,
         transposed: bool,
-    ) -> StoredProduct:
-        """Join weights that are stored in `shapes`, of which one alone may be transposed."""
+    ) -> StoredLinear:
+        """Join weights that are stored in `shapes`; only a single weight may be transposed."""
         assert not transposed or len(shapes) == 1
         native = native_kernels() if choice.kernel is Kernel.NATIVE else None
         n_in, packing = shapes[0][1], None
@@ -84,12 +85,12 @@ class StoredProduct:
 
     @property
     def is_native(self) -> bool:
-        """Whether the compiled library multiplies."""
+        """Whether the compiled library computes it."""
         return self.native is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the bytes that were read are what is multiplied with."""
+        """Whether the bytes in the buffer are the kernel's weights, without further packing."""
         return self.packing is not None or self._is_plain
 
     @property
@@ -97,22 +98,22 @@ class StoredProduct:
         return self.choice.kernel is Kernel.PLAIN and not self.transposed
 
     def read_bytes(self, stored_bytes: int) -> int:
-        """Return what so many stored bytes take when they have been read."""
+        """Return the bytes that `stored_bytes` take in a buffer."""
         return stored_bytes if self.packing is None else self.packing.packed_bytes(stored_bytes)
 
     def make(self, read: Tensor) -> Linear:
-        """Make the product of the bytes [read_bytes] that were read, uint8."""
+        """Make the linear from the bytes in a buffer, uint8 [read_bytes]."""
         if self.native is not None and self.packing is not None:
-            return NativeLinear(read, self.stored, self.bias, self.native)
+            return Bf16Linear(read, self.stored, self.bias, self.native)
         weight = read.view(torch_dtype(self.choice.stored_dtype)).view(self.stored)
         if self._is_plain:
             return PlainLinear(weight, self.bias, self.choice.min_rows)
-        turned = weight.T if self.transposed else weight
-        return make_linear(self.choice, [turned], self.biases, self.device)
+        weight = weight.T if self.transposed else weight
+        return make_linear(self.choice, [weight], self.biases, self.device)
 
 
 class StreamedLinear:
-    """A product whose weights are in one of the buffers of `stream` while its layer computes."""
+    """A linear layer whose weights are in a buffer of `stream` while its layer computes."""
 
     weights_stay = False
 
@@ -128,10 +129,10 @@ class StreamedLinear:
         is_ready: bool,
         is_native: bool,
     ) -> None:
-        """Take where the weights begin in a buffer, and what makes a product of these bytes.
+        """Take the offset `begin` of the weights in a buffer, and `make`, which makes the linear.
 
-        With `is_ready` it multiplies with these very bytes; else it packs them, whenever they have
-        been read, and the product goes with its layer.
+        With `is_ready` the linear uses the bytes in the buffer directly, and there is one for each
+        buffer; else it is made anew after every read, and dropped with its layer.
         """
         self._stream = stream
         self._layer = layer
@@ -150,21 +151,21 @@ class StreamedLinear:
 
     @property
     def is_native(self) -> bool:
-        """Whether the compiled library multiplies."""
+        """Whether the compiled library computes it."""
         return self._is_native
 
-    def native_product(self) -> NativeProduct:
-        """Return what multiplies with the weights that are there now."""
-        product = self._at_hand()
-        assert isinstance(product, NativeSource), "is_native says so"
-        return product.native_product()
+    def native_matmul(self) -> NativeMatmul:
+        """Return the library's matmul with the weights in the current buffer."""
+        linear = self._current()
+        assert is_native(linear), "self.is_native says so"
+        return linear.native_matmul()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply every row."""
-        return self._at_hand()(rows)
+        """Multiply every row: [T, K] to [T, N]."""
+        return self._current()(rows)
 
-    def _at_hand(self) -> Linear:
-        """Return the product of the weights that have been read for the layer at work."""
+    def _current(self) -> Linear:
+        """Return the linear with the weights in the current buffer."""
         buffer = self._stream.buffer_of(self._layer)
         made, key = self._stream.made, self._begin
         if self._is_ready:

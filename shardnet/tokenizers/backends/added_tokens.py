@@ -1,7 +1,7 @@
-"""Tokens beside a tokenizer's own: special ones, and words that are never split.
+"""Added tokens: special ones, and words that are never split.
 
-Knows the JSON files that name them: tokenizer_config.json, special_tokens_map.json and
-added_tokens.json. Must not know how the other tokens are stored.
+Knows the JSON files that define them: tokenizer_config.json, special_tokens_map.json and
+added_tokens.json. Must not know how other tokens are stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.token_files import read_object
 
 MAX_ID = 1 << 22
-"""Ids are below it, far above any vocabulary."""
+"""Upper limit of token ids, far above any vocabulary."""
 
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -25,9 +25,9 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedToken:
-    """A token found as a whole, before a text is split. The flags are those of `tokenizers`.
+    """A token that is matched as a whole, before a text is split. Flags as in `tokenizers`.
 
-    `special`: left out of the decoded text. `normalized`: looked for in the normalized text.
+    `special`: omitted from decoded text. `normalized`: matched in the normalized text.
     """
 
     text: str
@@ -40,7 +40,7 @@ class NamedToken:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[NamedToken]) -> None:
-    """Have the tokens found as wholes. Their texts are in the model's vocabulary already."""
+    """Add tokens to match as a whole. Their texts must be in the model's vocabulary already."""
     for token in sorted(tokens, key=lambda token: token.token_id):
         added = tokenizers.AddedToken(
             token.text,
@@ -57,11 +57,11 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[NamedToken]) -> N
 
 
 def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, NamedToken]:
-    """Read, by id, the tokens that a folder's files add to a vocabulary, or make special there.
+    """Read the tokens that a folder's files add to `vocabulary`, or make special there, by id.
 
-    `added_tokens_decoder` of tokenizer_config.json wins over added_tokens.json. What
-    special_tokens_map.json or tokenizer_config.json give a role to is special. Raises
-    CheckpointError, which names file and field, for what is no token or comes twice.
+    `added_tokens_decoder` of tokenizer_config.json overrides added_tokens.json. Tokens with a role
+    in special_tokens_map.json or tokenizer_config.json are special. Raises CheckpointError, which
+    names file and field, for invalid and duplicate entries.
     """
     config = read_object(folder / "tokenizer_config.json")
     special = _special_texts(folder, config)
@@ -77,10 +77,10 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
             )
         found[token_id] = NamedToken(text=text, token_id=token_id, special=text in special)
     where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
-    said = config.get("added_tokens_decoder") or {}
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{where} must be an object, not {type(said).__name__}")
-    for key, entry in said.items():
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise CheckpointError(f"{where} must be an object, not {type(decoder).__name__}")
+    for key, entry in decoder.items():
         token = _described(key, entry, f"{where}[{key!r:.80}]", special)
         found[token.token_id] = token
     for text in special & vocabulary.keys():
@@ -94,16 +94,18 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
 
 
 def check_id(token_id: int, where: str) -> None:
-    """Raise CheckpointError for what is no token id."""
+    """Raise CheckpointError if `token_id` is outside [0, MAX_ID)."""
     if not 0 <= token_id < MAX_ID:
-        raise CheckpointError(f"{where}: {token_id} is no token id; they go from 0 to {MAX_ID - 1}")
+        raise CheckpointError(
+            f"{where}: {token_id} is not a token id; they go from 0 to {MAX_ID - 1}"
+        )
 
 
 def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
     texts = set()
-    for said in (read_object(folder / "special_tokens_map.json"), config):
-        entries = [said.get(role) for role in _ROLES]
-        more = said.get("additional_special_tokens")
+    for source in (read_object(folder / "special_tokens_map.json"), config):
+        entries = [source.get(role) for role in _ROLES]
+        more = source.get("additional_special_tokens")
         for entry in [*entries, *(more if isinstance(more, list) else [])]:
             text = entry.get("content") if isinstance(entry, dict) else entry
             if isinstance(text, str):
@@ -113,12 +115,15 @@ def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 def _described(key: str, entry: object, where: str, special: set[str]) -> NamedToken:
     if not key.isascii() or not key.isdigit() or len(key) > len(str(MAX_ID)):
-        raise CheckpointError(f"{where}: {key!r:.80} is no token id; fetch the file again")
+        raise CheckpointError(
+            f"{where}: {key!r:.80} is not a token id",
+            remedy="fetch the file again",
+        )
     check_id(int(key), where)
-    said = entry if isinstance(entry, dict) else {}
-    match said:
+    fields = entry if isinstance(entry, dict) else {}
+    match fields:
         case {"content": str(text)} if text:
-            flags = {name: said.get(name, False) for name in _FLAGS}
+            flags = {name: fields.get(name, False) for name in _FLAGS}
             if all(isinstance(flag, bool) for flag in flags.values()):
                 flags["special"] |= text in special
                 return NamedToken(text=text, token_id=int(key), **flags)

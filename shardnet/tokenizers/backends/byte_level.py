@@ -1,4 +1,4 @@
-"""Byte-level BPE: tokens are strings of bytes, written as one printable character per byte.
+"""Byte-level BPE: tokens are byte strings, written with one printable character per byte.
 
 Knows GPT-2's table of these characters (encoder.py of openai/gpt-2) and builds backends from tokens
 with merges or with ranks. Must not know files.
@@ -15,15 +15,15 @@ from tokenizers import decoders, models
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
 from shardnet.tokenizers.backends.merges import merges_of
-from shardnet.tokenizers.backends.pretokenizers import WordSplit
+from shardnet.tokenizers.backends.pretokenizers import Pretokenizer
 
 MAX_TOKEN_BYTES = 256
-"""Cap on a ranked token; the longest of Llama 3 and Mistral have 128."""
+"""Limit of a ranked token; the longest of Llama 3 and Mistral have 128."""
 
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """Map the printable stand-ins to bytes."""
+    """Return the table from printable characters to bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -38,15 +38,15 @@ def _character_of_byte() -> dict[int, str]:
 def ranked_backend(
     ranks: Sequence[bytes],
     named: Collection[NamedToken],
-    split: WordSplit,
+    pretokenizer: Pretokenizer,
     *,
     first_id: int,
     where: str,
 ) -> tokenizers.Tokenizer:
-    """Make a backend of tiktoken's kind. `ranks[r]` has the id `first_id + r`.
+    """Make a backend from tiktoken ranks: `ranks[r]` has the id `first_id + r`.
 
-    Raises CheckpointError, which names the rank, when one is empty, too long or there twice, or a
-    byte has none.
+    `named` are matched as a whole, `where` names the source in errors. Raises CheckpointError,
+    which names the rank, if one is empty, too long or a duplicate, or a byte has no rank.
     """
     table = _character_of_byte()
     vocabulary: dict[str, int] = {}
@@ -64,29 +64,30 @@ def ranked_backend(
         if character not in vocabulary:
             raise CheckpointError(f"{where}: no rank is the single byte 0x{byte:02X}")
     merges = merges_of(vocabulary, vocabulary)
-    return merged_backend(vocabulary, merges, named, split, where=where)
+    return merged_backend(vocabulary, merges, named, pretokenizer, where=where)
 
 
 def merged_backend(
     vocabulary: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
     named: Collection[NamedToken],
-    split: WordSplit,
+    pretokenizer: Pretokenizer,
     *,
     where: str,
     prefix_space: bool = False,
 ) -> tokenizers.Tokenizer:
-    """Make a backend of tokens written in stand-ins, and the merges that make them, best first.
+    """Make a backend from tokens in printable characters, and their merges, best first.
 
-    `named` are found as wholes; they may be in `vocabulary` already. Raises CheckpointError, which
-    names the token, for ids that are none or come twice, and merges of what is no token.
+    `named` are matched as a whole; they may be in `vocabulary` already. Raises CheckpointError,
+    which names the token, for invalid or duplicate ids, and for merges with unknown tokens.
     """
     words = dict(vocabulary)
     for token in named:
         if words.setdefault(token.text, token.token_id) != token.token_id:
             raise CheckpointError(
                 f"{where}: the token {token.text!r:.80} has the ids {words[token.text]} and "
-                f"{token.token_id}; take all files from one checkpoint"
+                f"{token.token_id}",
+                remedy="take all files from one checkpoint",
             )
     _check_ids(words, where)
     for first, second in merges:
@@ -94,16 +95,16 @@ def merged_backend(
             if text not in vocabulary:
                 raise CheckpointError(
                     f"{where}: the merge {first!r:.80} {second!r:.80} needs {text!r:.80}, which is "
-                    "no token"
+                    "not a token"
                 )
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=words, merges=list(merges), ignore_merges=split.whole_words)
+        models.BPE(vocab=words, merges=list(merges), ignore_merges=pretokenizer.whole_words)
     )
     try:
-        backend.pre_tokenizer = split.pre_tokenizer(prefix_space=prefix_space)
+        backend.pre_tokenizer = pretokenizer.pre_tokenizer(prefix_space=prefix_space)
     except ValueError as error:
-        raise CheckpointError(f"{where}: the pattern that splits words: {error}") from error
-    normalizer = split.normalizer()
+        raise CheckpointError(f"{where}: invalid pattern to split words: {error}") from error
+    normalizer = pretokenizer.normalizer()
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.decoder = decoders.ByteLevel()

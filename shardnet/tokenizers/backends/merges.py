@@ -1,6 +1,6 @@
-"""From ranked tokens to the merges that a BPE applies.
+"""Derives BPE merges from ranked tokens.
 
-Knows that sentencepiece and tiktoken keep no merges: any two neighbours whose joined text is a
+Knows that sentencepiece and tiktoken store no merges: any two neighbours whose joined text is a
 token may merge, the best ranked first, the leftmost of equals. Must not know files.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Container, Iterable
 
 
 def merges_of(ranked: Iterable[str], known: Container[str]) -> list[tuple[str, str]]:
-    """List the pairs of tokens of `known` that make the tokens of `ranked`, the best first.
+    """List the pairs of tokens in `known` that merge to tokens of `ranked`, the best first.
 
-    A token is made in several ways. Of those the pair with the longer first part goes first: where
-    two of them overlap in a text (aa a aa), it is the one more to the left.
+    Several pairs may merge to the same token. The pair with the longer first part goes first: where
+    two overlap in a text (aa a aa), it is the leftmost.
     """
     return [
         (token[:cut], token[cut:])

@@ -1,8 +1,8 @@
-"""Tokenizers of sentencepiece's kind: scored pieces, spaces written as ▁, unknown text as bytes.
+"""Sentencepiece tokenizers: scored pieces, spaces written as ▁, unknown text as bytes.
 
-Knows how sentencepiece treats a text (its normalizer.cc, bpe_model.cc and unigram_model.cc) and
-builds a backend that gives the same ids. Must not know files: sentencepiece_file.py and
-gguf_tokenizer.py read pieces from theirs.
+Knows how sentencepiece processes text (its normalizer.cc, bpe_model.cc and unigram_model.cc) and
+builds a backend with the same ids. Must not know files: sentencepiece_file.py and gguf_tokenizer.py
+read pieces from theirs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_to
 from shardnet.tokenizers.backends.merges import merges_of
 
 MAX_PIECE_CHARACTERS = 256
-"""Cap on a piece; training caps them at 16 unless told otherwise."""
+"""Limit of a piece; training limits them to 16 by default."""
 
 SPACE = "▁"
 
 
 class PieceKind(IntEnum):
-    """What a piece is for; the numbers are those of sentencepiece_model.proto and of GGUF."""
+    """The kind of a piece; numbers as in sentencepiece_model.proto and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -40,11 +40,11 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """All that decides how a text becomes pieces. Ids are places in `texts`.
+    """The pieces of a tokenizer and the settings that split text into them. Ids index `texts`.
 
-    `where` names the file and the field. `charsmap` is a compiled normalization, b"" for none.
-    `prefix_each_part`: whether a space goes before every part of a text that special tokens
-    divide, or before its beginning only.
+    `where` names file and field in errors. `charsmap` is a compiled normalization, b"" for none.
+    `prefix_each_part`: whether a space is prepended to every part of a text between special tokens,
+    or to the first only.
     """
 
     where: str
@@ -58,14 +58,14 @@ class Pieces:
     charsmap: bytes = b""
 
     def of_kind(self, *kinds: PieceKind) -> list[str]:
-        """List the texts of some kinds, by id."""
+        """List the texts of pieces of the given kinds, by id."""
         return [text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in kinds]
 
 
 def build_backend(pieces: Pieces, added: Mapping[int, NamedToken]) -> tokenizers.Tokenizer:
-    """Make the backend of some pieces, and of the tokens that files beside them add, by id.
+    """Make the backend from `pieces` and from added tokens by id.
 
-    Raises CheckpointError, which names the piece, for what no tokenizer can be made of.
+    Raises CheckpointError, which names the piece, for invalid pieces or settings.
     """
     _check(pieces)
     named = _named_tokens(pieces, added)
@@ -87,10 +87,10 @@ def build_backend(pieces: Pieces, added: Mapping[int, NamedToken]) -> tokenizers
 
 
 class _Whitespace:
-    """A normalizer: spaces become ▁, with one before the text, and none too many where so wanted.
+    """A normalizer: spaces become ▁; optionally one is prepended, and duplicates are removed.
 
-    Off, it writes spaces as ▁ and no more. The library normalizes the texts of added tokens with
-    it when they are added, and those begin no text.
+    Off, it only writes spaces as ▁: the library normalizes the texts of added tokens with it while
+    they are added, and those are not the start of a text.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -99,7 +99,7 @@ class _Whitespace:
         self.is_on = False
 
     def normalize(self, text: tokenizers.NormalizedString) -> None:
-        """Change the text in place."""
+        """Normalize the text in place."""
         if self.is_on and self._collapses:
             text.replace(tokenizers.Regex(r"\A +"), "")
             text.replace(tokenizers.Regex(" {2,}"), " ")
@@ -136,7 +136,7 @@ def _check(pieces: Pieces) -> None:
     used = [t for t, kind in zip(pieces.texts, pieces.kinds, strict=True) if kind != 5]
     if len(set(used)) < len(used):
         text, count = Counter(used).most_common(1)[0]
-        raise CheckpointError(f"{where}: the piece {text!r:.80} is there {count} times")
+        raise CheckpointError(f"{where}: the piece {text!r:.80} occurs {count} times")
     n_unknown = len(pieces.of_kind(PieceKind.UNKNOWN))
     if n_unknown > 1 or (pieces.is_unigram and not n_unknown):
         raise CheckpointError(f"{where}: {n_unknown} pieces are the unknown one; expected one")
@@ -153,10 +153,10 @@ def _check_bytes(pieces: Pieces) -> None:
 
 
 def _named_tokens(pieces: Pieces, added: Mapping[int, NamedToken]) -> dict[int, NamedToken]:
-    """List what is found as a whole: control and user-defined pieces, and what files add.
+    """List the tokens to match as a whole: control and user-defined pieces, and added tokens.
 
-    A file may rename a control piece, and flag any. A user-defined piece is looked for in the
-    normalized text, as sentencepiece does; in a unigram model it is a piece like others.
+    A file may rename a control piece, and change the flags of any. A user-defined piece is matched
+    in the normalized text, as in sentencepiece; in a unigram model it is an ordinary piece.
     """
     named = {}
     for token_id, (text, kind) in enumerate(zip(pieces.texts, pieces.kinds, strict=True)):
@@ -170,7 +170,8 @@ def _named_tokens(pieces: Pieces, added: Mapping[int, NamedToken]) -> dict[int, 
         if renames and kind not in (PieceKind.CONTROL, PieceKind.UNUSED):
             raise CheckpointError(
                 f"{pieces.where}: id {token_id} is the piece {pieces.texts[token_id]!r:.80}, and "
-                f"{token.text!r:.80} in the files beside it; take both from one checkpoint"
+                f"{token.text!r:.80} in the files beside it",
+                remedy="take both from one checkpoint",
             )
         if kind != PieceKind.USER_DEFINED:
             named[token_id] = token
@@ -180,7 +181,7 @@ def _named_tokens(pieces: Pieces, added: Mapping[int, NamedToken]) -> dict[int, 
 
 
 def _vocabulary(pieces: Pieces, named: Mapping[int, NamedToken]) -> dict[str, int]:
-    """Map texts to ids; pieces that are never used have none."""
+    """Map texts to ids, without unused pieces."""
     vocabulary = {
         text: token_id
         for token_id, (text, kind) in enumerate(zip(pieces.texts, pieces.kinds, strict=True))
@@ -190,7 +191,8 @@ def _vocabulary(pieces: Pieces, named: Mapping[int, NamedToken]) -> dict[str, in
         if vocabulary.setdefault(token.text, token_id) != token_id:
             raise CheckpointError(
                 f"{pieces.where}: {token.text!r:.80} is the piece {vocabulary[token.text]}, and "
-                f"has id {token_id} in the files beside it; take both from one checkpoint"
+                f"has id {token_id} in the files beside it",
+                remedy="take both from one checkpoint",
             )
     return vocabulary
 
@@ -225,9 +227,9 @@ def _unigram(pieces: Pieces, vocabulary: dict[str, int]) -> models.Unigram:
 
 
 def _unigram_scores(pieces: Pieces) -> list[float]:
-    """Give user-defined pieces a score that beats all others (unigram_model.cc, EncodeOptimized).
+    """Give user-defined pieces a score above all others (unigram_model.cc, EncodeOptimized).
 
-    There the best score of a piece is never taken to be below zero.
+    There the best score of a piece is at least zero.
     """
     scored = list(zip(pieces.texts, pieces.scores, pieces.kinds, strict=True))
     best = max((score for _, score, kind in scored if kind == PieceKind.NORMAL), default=0.0)
@@ -265,10 +267,10 @@ def _first_prefix(pieces: Pieces) -> list[pre_tokenizers.PreTokenizer]:
 
 
 def _cutter(named: Mapping[int, NamedToken], pieces: Pieces) -> list[pre_tokenizers.PreTokenizer]:
-    """Cut texts that spell a control or byte piece.
+    """Split texts that spell a control or byte piece.
 
-    In a unigram model of the library every piece can be found in a text; in sentencepiece these
-    cannot. (What is unknown on both sides of a cut gives two ids there, and one in sentencepiece.)
+    A unigram model of the library can match every piece in a text; sentencepiece never matches
+    these. (Unknown text on both sides of a split gives two ids here, and one in sentencepiece.)
     """
     rests: dict[str, list[str]] = {}
     for token in named.values():

@@ -1,7 +1,7 @@
-"""How texts are cut into words before a byte-level BPE: one rule per kind of tokenizer.
+"""Pretokenizers: how text is split into words before byte-level BPE, for each kind of tokenizer.
 
-Knows the patterns that tokenizers were trained with, as their tokenizer.json files or tiktoken name
-them, and the names that GGUF files give them. Must not know tokens.
+Knows the patterns that tokenizers were trained with, as their tokenizer.json files or tiktoken have
+them, and their names in GGUF files. Must not know tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WordSplit:
-    """Patterns that cut a text, one after another; each match is a word, and what lies between.
+class Pretokenizer:
+    """Patterns that split a text, one after another; matches and the text between are words.
 
-    `gpt2_words` cuts what is left as GPT-2 does. `composes`: characters are composed (NFC) first.
-    `whole_words`: a word that is a token is not looked into, as in tiktoken. `adds_bos`: whether
-    GGUF files of this kind that do not say so mean a bos before the text.
+    `gpt2_words` splits the result further as GPT-2 does. `composes`: text is NFC-normalized first.
+    `whole_words`: a word that is a token is not split, as in tiktoken. `adds_bos`: whether bos is
+    prepended by default in GGUF files of this kind.
     """
 
     patterns: tuple[str, ...] = ()
@@ -38,13 +38,13 @@ class WordSplit:
     adds_bos: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Make what a text goes through before it is cut."""
+        """Make the normalizer that runs before splitting, or None."""
         return normalizers.NFC() if self.composes else None
 
     def pre_tokenizer(self, *, prefix_space: bool = False) -> pre_tokenizers.PreTokenizer:
-        """Make what cuts a text, and writes each byte of a word as a character.
+        """Make the splitter, which also writes each byte of a word as a printable character.
 
-        Raises ValueError for a pattern that is none.
+        Raises ValueError for an invalid pattern.
         """
         try:
             cuts = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in self.patterns]
@@ -54,19 +54,21 @@ class WordSplit:
         return pre_tokenizers.Sequence([*cuts, bytes_])
 
 
-GPT2 = WordSplit(gpt2_words=True)
-DIGITS = WordSplit(patterns=(r"\p{N}",), gpt2_words=True)
-CL100K = WordSplit(patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _SPACES)),))
-LLAMA3 = WordSplit(patterns=CL100K.patterns, whole_words=True, adds_bos=True)
-QWEN2 = WordSplit(
+GPT2 = Pretokenizer(gpt2_words=True)
+DIGITS = Pretokenizer(patterns=(r"\p{N}",), gpt2_words=True)
+CL100K = Pretokenizer(
+    patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _SPACES)),)
+)
+LLAMA3 = Pretokenizer(patterns=CL100K.patterns, whole_words=True, adds_bos=True)
+QWEN2 = Pretokenizer(
     patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}", _SIGNS, _SPACES)),), composes=True
 )
-TEKKEN = WordSplit(
+TEKKEN = Pretokenizer(
     patterns=("|".join((_CAPITALS_FIRST, _CAPITALS_LAST, r"\p{N}", _PATHS, _SPACES)),),
     whole_words=True,
     adds_bos=True,
 )
-O200K = WordSplit(
+O200K = Pretokenizer(
     patterns=(
         "|".join(
             (
@@ -80,7 +82,7 @@ O200K = WordSplit(
     ),
     whole_words=True,
 )
-DEEPSEEK3 = WordSplit(
+DEEPSEEK3 = Pretokenizer(
     patterns=(
         r"\p{N}{1,3}",
         "[一-龥぀-ゟ゠-ヿ]+",

@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: from the messages of a conversation to the text of a prompt.
+"""A checkpoint's chat template: renders the messages of a conversation to the text of a prompt.
 
-Knows where checkpoints keep their template, and has it run in a process of its own, with bounds of
-time and memory (chat_render.py). Must not know tokens, requests or the event loop: `render`
+Knows where checkpoints store their template, and runs it in a separate process with limits of time
+and memory (template_renderer.py). Must not know tokens, requests or the event loop: `render`
 blocks, so it is called on a thread that may wait.
 """
 
@@ -21,23 +21,21 @@ from shardnet.errors import CheckpointError, UsageError
 
 MAX_TEMPLATE_BYTES = 2**20
 MAX_TEXT_BYTES = 8 * 2**20
-"""A rendered prompt may be so long: more than any context holds."""
+"""Limit of a rendered prompt: more than any context holds."""
 
 RENDER_S = 5
-"""A template that takes more seconds of processor time is given up: on a busy machine they last
-longer, and that is no fault of the template's."""
+"""Limit of a template's CPU time, in seconds; wall time would depend on other load."""
 WAIT_FACTOR = 12
-"""After so many times as long it is given up whatever it has taken: on a system that does not bound
-processor time."""
+"""Limit of wall time, as a multiple of that: for systems that do not limit CPU time."""
 RENDER_MEMORY_BYTES = 2**30
 
-_PROGRAM = Path(__file__).with_name("chat_render.py")
+_PROGRAM = Path(__file__).with_name("template_renderer.py")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 _TOKEN_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None
-"""How a process ends that has taken all its processor time."""
+"""Exit code of a process that has used up its CPU time."""
 _AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
 Message = Mapping[str, str]
@@ -46,7 +44,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A jinja2 template, where it was found, and the special tokens it may name."""
+    """A jinja2 template, its source file, and the special tokens it may use."""
 
     source: str
     where: str
@@ -56,38 +54,40 @@ class ChatTemplate:
     def find(cls, folder: Path, own: ChatTemplate | None = None) -> ChatTemplate:
         """Find the template of a checkpoint folder.
 
-        The first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or of
-        several the one named "default"), chat_template.json, and `own`, which the tokenizer's file
-        holds. Raises UsageError where there is
-        none, CheckpointError for a file that cannot be read or says something else.
+        It is the first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or
+        of several the one named "default"), chat_template.json, and `own`, that of the tokenizer's
+        file. Raises UsageError if there is none, CheckpointError for an unreadable or invalid file.
         """
         config = _read_json(folder / "tokenizer_config.json")
         tokens = _special_tokens(folder, config)
         file = folder / "chat_template.jinja"
         if file.is_file():
             return cls(source=_read_text(file), where=str(file), tokens=tokens)
-        for name, said in (
+        for name, content in (
             ("tokenizer_config.json", config),
             ("chat_template.json", _read_json(folder / "chat_template.json")),
         ):
-            if said.get("chat_template") is not None:
+            if content.get("chat_template") is not None:
                 where = f"{folder / name}: chat_template"
-                return cls(source=_named(said["chat_template"], where), where=where, tokens=tokens)
+                return cls(
+                    source=_named(content["chat_template"], where), where=where, tokens=tokens
+                )
         if own is not None:
             return own
         raise UsageError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json): it is not a chat model; give the prompt without --chat"
+            "tokenizer_config.json): it is not a chat model",
+            remedy="give the prompt without --chat",
         )
 
     def render(self, messages: Sequence[Message], *, seconds: int = RENDER_S) -> str:
-        """Write the conversation as the model was taught, up to where its answer begins.
+        """Render the conversation to a prompt, up to the start of the model's reply.
 
-        It may take so many `seconds` of processor time.
-        Raises UsageError for messages that the template refuses, in its own words, CheckpointError
-        for a template that is damaged, does what it may not, or takes too long or too much.
+        `seconds` limits CPU time. Raises UsageError for messages that the template refuses, with
+        its own text, CheckpointError for a template that is damaged, does something forbidden, or
+        exceeds its time or memory.
         """
-        asked = {
+        request = {
             "template": self.source,
             "variables": {
                 **self.tokens,
@@ -100,20 +100,23 @@ class ChatTemplate:
             "most_bytes": MAX_TEXT_BYTES,
             "seconds": seconds,
         }
-        answer = self._run(json.dumps(asked), seconds)
-        if "refused" in answer:
-            raise UsageError(f"{self.where} refuses these messages: {answer['refused']}")
-        if "text" not in answer:
-            line = f" line {answer['line']}" if answer.get("line") else ""
-            raise CheckpointError(f"{self.where}{line}: {answer['failed']}; {_AGAIN}")
-        return str(answer["text"])
+        reply = self._run(json.dumps(request), seconds)
+        if "refused" in reply:
+            raise UsageError(f"{self.where} refuses these messages: {reply['refused']}")
+        if "text" not in reply:
+            line = f" line {reply['line']}" if reply.get("line") else ""
+            raise CheckpointError(
+                f"{self.where}{line}: {reply['failed']}",
+                remedy=_AGAIN,
+            )
+        return str(reply["text"])
 
-    def _run(self, asked: str, seconds: int) -> dict[str, Any]:
-        """Have it rendered in a process that ends when it has taken its time."""
+    def _run(self, request: str, seconds: int) -> dict[str, Any]:
+        """Run the renderer process, with its limits, and return its reply."""
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
-                input=asked.encode(),
+                input=request.encode(),
                 capture_output=True,
                 timeout=WAIT_FACTOR * seconds,
                 check=False,
@@ -124,37 +127,42 @@ class ChatTemplate:
         if done.returncode == _OUT_OF_TIME:
             raise self._loops(seconds)
         try:
-            answer = json.loads(done.stdout)
+            reply = json.loads(done.stdout)
         except ValueError:
             last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise CheckpointError(
-                f"{self.where}: rendering it ended with code {done.returncode} ({last}); {_AGAIN}"
+                f"{self.where}: rendering it ended with code {done.returncode} ({last})",
+                remedy=_AGAIN,
             ) from None
-        assert isinstance(answer, dict)
-        return answer
+        assert isinstance(reply, dict)
+        return reply
 
     def _loops(self, seconds: int) -> CheckpointError:
-        return CheckpointError(f"{self.where} was not done after {seconds} s: it loops; {_AGAIN}")
-
-
-def _named(said: object, where: str) -> str:
-    """Take the template, of several the one that is named default."""
-    if isinstance(said, list):
-        named = {e.get("name"): e.get("template") for e in said if isinstance(e, dict)}
-        said = named.get("default")
-    if not isinstance(said, str):
-        raise CheckpointError(
-            f"{where} is neither a template nor a list with one named default; {_AGAIN}"
+        return CheckpointError(
+            f"{self.where} was not done after {seconds} s: it loops",
+            remedy=_AGAIN,
         )
-    return said
+
+
+def _named(value: object, where: str) -> str:
+    """Return the template, of several the one named default."""
+    if isinstance(value, list):
+        named = {e.get("name"): e.get("template") for e in value if isinstance(e, dict)}
+        value = named.get("default")
+    if not isinstance(value, str):
+        raise CheckpointError(
+            f"{where} is neither a template nor a list with one named default",
+            remedy=_AGAIN,
+        )
+    return value
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that the files name, as templates know them."""
+    """Return the special tokens that the files define, by their names in templates."""
     found = {}
-    for said in (_read_json(folder / "special_tokens_map.json"), config):
+    for source in (_read_json(folder / "special_tokens_map.json"), config):
         for name in _TOKEN_NAMES:
-            token = said.get(name)
+            token = source.get(name)
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 found[name] = text
@@ -162,16 +170,22 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read an object; {} where there is no file."""
+    """Read a JSON object; {} if the file is missing."""
     if not path.is_file():
         return {}
     try:
-        said = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
+        value = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable as JSON ({error}); {_AGAIN}") from error
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{path}: expected a JSON object; {_AGAIN}")
-    return said
+        raise CheckpointError(
+            f"{path} is not readable as JSON ({error})",
+            remedy=_AGAIN,
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path}: expected a JSON object",
+            remedy=_AGAIN,
+        )
+    return value
 
 
 def _read_text(path: Path, most_bytes: int = MAX_TEMPLATE_BYTES) -> str:
@@ -179,8 +193,12 @@ def _read_text(path: Path, most_bytes: int = MAX_TEMPLATE_BYTES) -> str:
         size_bytes = path.stat().st_size
         if size_bytes > most_bytes:
             raise CheckpointError(
-                f"{path} has {size_bytes} bytes, at most {most_bytes} are read; {_AGAIN}"
+                f"{path} has {size_bytes} bytes, at most {most_bytes} are read",
+                remedy=_AGAIN,
             )
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {_AGAIN}") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error})",
+            remedy=_AGAIN,
+        ) from error

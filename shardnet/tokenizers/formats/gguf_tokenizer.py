@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, and its chat template.
+"""Reads the tokenizer and chat template in a GGUF file's metadata.
 
 Knows the keys `tokenizer.*` (github.com/ggml-org/ggml, docs/gguf.md) as llama.cpp's converter
 writes them. Must not know the file's bytes: gguf_header.py does.
@@ -13,9 +13,9 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
-from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, WordSplit
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, Pretokenizer
 from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -25,39 +25,39 @@ _AGAIN = "fetch the file again or choose one that a newer llama.cpp has converte
 _Kind = TypeVar("_Kind", bound=object)
 
 
-def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> ReadTokenizer | None:
-    """Make the tokenizer that the metadata of the file `where` describes; None where it has none.
+def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokenizer | None:
+    """Make the tokenizer from the metadata of the file `where`; None if it has none.
 
-    Raises CheckpointError, which names file and key, for a kind of tokenizer or a way to split
-    words that is not supported, and for what is damaged.
+    Raises CheckpointError, which names file and key, for an unsupported kind of tokenizer or
+    pretokenizer, and for damaged values.
     """
-    said = _Metadata(metadata, where)
-    model = said.one("model", str)
+    values = _Metadata(metadata, where)
+    model = values.one("model", str)
     if model is None or model == "none":
         return None
-    tokens = said.texts("tokens", MAX_ID)
+    tokens = values.texts("tokens", MAX_ID)
     match model:
         case "llama":
-            read = _read_pieces(said, tokens)
+            loaded = _read_pieces(values, tokens)
         case "gpt2":
-            read = _read_bytes(said, tokens)
+            loaded = _read_bytes(values, tokens)
         case _:
             raise CheckpointError(
                 f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2"
             )
-    ends = [said.token_id(key, tokens) for key in _END_KEYS]
-    adds_bos = said.one("add_bos_token", bool)
-    return ReadTokenizer(
-        backend=read.backend,
-        bos_id=said.token_id("bos_token_id", tokens),
+    ends = [values.token_id(key, tokens) for key in _END_KEYS]
+    adds_bos = values.one("add_bos_token", bool)
+    return LoadedTokenizer(
+        backend=loaded.backend,
+        bos_id=values.token_id("bos_token_id", tokens),
         eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        adds_bos=read.adds_bos if adds_bos is None else adds_bos,
-        template=_template(said, tokens),
+        adds_bos=loaded.adds_bos if adds_bos is None else adds_bos,
+        template=_template(values, tokens),
     )
 
 
 class _Metadata:
-    """Values under `tokenizer.ggml.`, each with its type checked."""
+    """The values under `tokenizer.ggml.`, type-checked."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
@@ -65,17 +65,20 @@ class _Metadata:
 
     def damaged(self, key: str, why: str) -> CheckpointError:
         """Make the error that names file and key."""
-        return CheckpointError(f"{self.where}: {_KEY}{key} {why}; {_AGAIN}")
+        return CheckpointError(
+            f"{self.where}: {_KEY}{key} {why}",
+            remedy=_AGAIN,
+        )
 
     def one(self, key: str, kind: type[_Kind]) -> _Kind | None:
-        """Return a value of this type, None where the key is missing."""
+        """Return a value of type `kind`, None if the key is missing."""
         value = self._metadata.get(_KEY + key)
         if value is not None and type(value) is not kind:
             raise self.damaged(key, f"must be of type {kind.__name__}, not {value!r:.80}")
         return value
 
     def many(self, key: str, kinds: tuple[type, ...], most: int) -> list[Any] | None:
-        """Return an array whose elements are of these types, None where the key is missing."""
+        """Return an array with elements of types `kinds`, None if the key is missing."""
         values = self._metadata.get(_KEY + key)
         if values is None:
             return None
@@ -86,17 +89,17 @@ class _Metadata:
         return values
 
     def texts(self, key: str, most: int) -> list[str]:
-        """Return an array of texts that must be there, all of them valid UTF-8."""
+        """Return a required array of texts, all valid UTF-8."""
         texts = self.many(key, (str,), most)
         if not texts:
             raise self.damaged(key, "is missing or empty")
         for place, text in enumerate(texts):
             if not text.isascii() and not _is_unicode(text):
-                raise self.damaged(f"{key}[{place}]", "is no UTF-8")
+                raise self.damaged(f"{key}[{place}]", "is not UTF-8")
         return texts
 
     def kinds(self, tokens: list[str]) -> list[int]:
-        """Return the tokens' types; all are normal where the file does not say."""
+        """Return the types of `tokens`; by default all are normal."""
         kinds = self.many("token_type", (int,), MAX_ID)
         if kinds is None:
             return [PieceKind.NORMAL] * len(tokens)
@@ -108,21 +111,22 @@ class _Metadata:
         return kinds
 
     def token_id(self, key: str, tokens: list[str]) -> int | None:
-        """Return the id of one of the tokens, None where the key is missing."""
+        """Return the id of one of `tokens`, None if the key is missing."""
         token_id = self.one(key, int)
         if token_id is not None and not 0 <= token_id < len(tokens):
-            raise self.damaged(key, f"is {token_id}, and there are {len(tokens)} tokens")
+            raise self.damaged(key, f"is {token_id}, but there are {len(tokens)} tokens")
         return token_id
 
     def template(self) -> str | None:
-        """Return the chat template."""
+        """Return the chat template, None if there is none."""
         value = self._metadata.get("tokenizer.chat_template")
         if value is None:
             return None
         if not isinstance(value, str) or not _is_unicode(value) or len(value) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(
                 f"{self.where}: tokenizer.chat_template must be a text of at most "
-                f"{MAX_TEMPLATE_BYTES} bytes; {_AGAIN}"
+                f"{MAX_TEMPLATE_BYTES} bytes",
+                remedy=_AGAIN,
             )
         return value
 
@@ -131,72 +135,74 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _read_pieces(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
-    """Read sentencepiece's kind. Tokens of type UNUSED pad the vocabulary: no id leads to them."""
-    scores = said.many("scores", (float, int), MAX_ID)
+def _read_pieces(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
+    """Read a sentencepiece tokenizer. Tokens of type UNUSED pad the vocabulary and are dropped."""
+    scores = values.many("scores", (float, int), MAX_ID)
     if scores is None or len(scores) != len(tokens):
-        raise said.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
+        raise values.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
     prefix, collapses = (
-        said.one("add_space_prefix", bool),
-        said.one("remove_extra_whitespaces", bool),
+        values.one("add_space_prefix", bool),
+        values.one("remove_extra_whitespaces", bool),
     )
     pieces = Pieces(
-        where=f"{said.where}: {_KEY}tokens",
+        where=f"{values.where}: {_KEY}tokens",
         texts=tokens,
         scores=scores,
-        kinds=said.kinds(tokens),
+        kinds=values.kinds(tokens),
         add_dummy_prefix=prefix is not False,
         remove_extra_whitespaces=bool(collapses),
     )
-    return ReadTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
+    return LoadedTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
 
 
-def _read_bytes(said: _Metadata, tokens: list[str]) -> ReadTokenizer:
-    """Read GPT-2's kind: tokens in stand-ins for bytes, and merges."""
-    split = _word_split(said)
+def _read_bytes(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
+    """Read a byte-level tokenizer as GPT-2's: tokens in printable characters, and merges."""
+    pretokenizer = _pretokenizer(values)
     vocabulary: dict[str, int] = {}
     named = []
-    for token_id, (text, kind) in enumerate(zip(tokens, said.kinds(tokens), strict=True)):
+    for token_id, (text, kind) in enumerate(zip(tokens, values.kinds(tokens), strict=True)):
         if kind == PieceKind.UNUSED:
             continue
         if text in vocabulary:
-            raise said.damaged("tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}")
+            raise values.damaged(
+                "tokens", f"{vocabulary[text]} and {token_id} are both {text!r:.80}"
+            )
         vocabulary[text] = token_id
         if kind != PieceKind.NORMAL:
             special = kind != PieceKind.USER_DEFINED
             named.append(NamedToken(text=text, token_id=token_id, special=special))
     backend = merged_backend(
-        vocabulary, _merges(said), named, split, where=f"{said.where}: {_KEY}merges"
+        vocabulary, _merges(values), named, pretokenizer, where=f"{values.where}: {_KEY}merges"
     )
-    return ReadTokenizer(backend=backend, adds_bos=split.adds_bos)
+    return LoadedTokenizer(backend=backend, adds_bos=pretokenizer.adds_bos)
 
 
-def _word_split(said: _Metadata) -> WordSplit:
-    name = said.one("pre", str)
+def _pretokenizer(values: _Metadata) -> Pretokenizer:
+    name = values.one("pre", str)
     if name not in GGUF_NAMES:
         what = "is missing" if name is None else f"= {name!r:.80} is not supported"
-        raise said.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
+        raise values.damaged("pre", f"{what}; supported: {', '.join(GGUF_NAMES)}")
     return GGUF_NAMES[name]
 
 
-def _merges(said: _Metadata) -> list[tuple[str, str]]:
+def _merges(values: _Metadata) -> list[tuple[str, str]]:
     merges = []
-    for place, line in enumerate(said.texts("merges", 4 * MAX_ID)):
+    for place, line in enumerate(values.texts("merges", 4 * MAX_ID)):
         first, _, second = line.partition(" ")
         if not first or not second or " " in second:
-            raise said.damaged(f"merges[{place}]", f"is {line!r:.80}, not two tokens")
+            raise values.damaged(f"merges[{place}]", f"is {line!r:.80}, not two tokens")
         merges.append((first, second))
     return merges
 
 
-def _template(said: _Metadata, tokens: list[str]) -> ChatTemplate | None:
-    source = said.template()
+def _template(values: _Metadata, tokens: list[str]) -> ChatTemplate | None:
+    source = values.template()
     if source is None:
         return None
-    ids = {role: said.token_id(f"{role}_token_id", tokens) for role in _ROLES}
+    ids = {role: values.token_id(f"{role}_token_id", tokens) for role in _ROLES}
     return ChatTemplate(
         source=source,
-        where=f"{said.where}: tokenizer.chat_template",
+        where=f"{values.where}: tokenizer.chat_template",
         tokens={
             f"{role}_token": tokens[token_id]
             for role, token_id in ids.items()

@@ -1,7 +1,7 @@
-"""GPT-2's form of a tokenizer: vocab.json, and merges.txt beside it.
+"""Reads GPT-2's tokenizer format: vocab.json and merges.txt.
 
-Knows how each class of tokenizer splits words; tokenizer_config.json names it, or the model's type
-does. Must not know tokenizer.json.
+Knows the pretokenizer of each tokenizer class, which tokenizer_config.json names, else the model's
+type implies. Must not know tokenizer.json.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from shardnet.errors import CheckpointError
 from shardnet.model.families.registry import FAMILIES
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
-from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, WordSplit
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
 from shardnet.tokenizers.backends.token_files import read_bytes, read_object
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
 _ENDOFTEXT = "<|endoftext|>"
 _AGAIN = "fetch the file again"
 
 
-def read_gpt2_files(folder: Path) -> ReadTokenizer:
-    """Read vocab.json, merges.txt and the tokens that the files beside them add.
+def read_gpt2_files(folder: Path) -> LoadedTokenizer:
+    """Read vocab.json, merges.txt and the added tokens of the files beside them.
 
     Raises CheckpointError, which names the file and the entry or line.
     """
-    split = _word_split(folder)
+    pretokenizer = _pretokenizer(folder)
     vocabulary = _vocabulary(folder / "vocab.json")
     added = read_added_tokens(folder, vocabulary)
     if _ENDOFTEXT in vocabulary:
@@ -38,19 +38,19 @@ def read_gpt2_files(folder: Path) -> ReadTokenizer:
         vocabulary,
         _merges(folder / "merges.txt"),
         added.values(),
-        split,
+        pretokenizer,
         where=str(folder / "vocab.json"),
         prefix_space=_flag(folder, "add_prefix_space"),
     )
-    return ReadTokenizer(
+    return LoadedTokenizer(
         backend=backend,
-        bos_id=end_id if split is GPT2 else None,
+        bos_id=end_id if pretokenizer is GPT2 else None,
         eos_ids=() if end_id is None else (end_id,),
         adds_bos=False,
     )
 
 
-def _word_split(folder: Path) -> WordSplit:
+def _pretokenizer(folder: Path) -> Pretokenizer:
     path = folder / "tokenizer_config.json"
     named = read_object(path).get("tokenizer_class")
     if named is None:
@@ -60,15 +60,16 @@ def _word_split(folder: Path) -> WordSplit:
             return GGUF_NAMES[family.pretokenizer]
         raise CheckpointError(
             f"{path}: tokenizer_class is missing, and nothing says how vocab.json splits words "
-            f"for model_type = {model_type!r:.80}; add tokenizer.json or tokenizer_class"
+            f"for model_type = {model_type!r:.80}",
+            remedy="add tokenizer.json or tokenizer_class",
         )
-    split = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
-    if split is None:
+    pretokenizer = _CLASSES.get(named.removesuffix("Fast")) if isinstance(named, str) else None
+    if pretokenizer is None:
         raise CheckpointError(
             f"{path}: tokenizer_class = {named!r:.80} is not supported without tokenizer.json; "
             f"supported: {', '.join(_CLASSES)}"
         )
-    return split
+    return pretokenizer
 
 
 def _flag(folder: Path, key: str) -> bool:
@@ -82,7 +83,10 @@ def _flag(folder: Path, key: str) -> bool:
 def _vocabulary(path: Path) -> dict[str, int]:
     vocabulary = read_object(path, distinct=True)
     if not vocabulary:
-        raise CheckpointError(f"{path} has no tokens; {_AGAIN}")
+        raise CheckpointError(
+            f"{path} has no tokens",
+            remedy=_AGAIN,
+        )
     for text, token_id in vocabulary.items():
         if type(token_id) is not int:
             raise CheckpointError(
@@ -95,13 +99,19 @@ def _merges(path: Path) -> list[tuple[str, str]]:
     try:
         lines = read_bytes(path).decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8: {error}; {_AGAIN}") from error
+        raise CheckpointError(
+            f"{path} is not UTF-8: {error}",
+            remedy=_AGAIN,
+        ) from error
     merges = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         first, _, second = line.partition(" ")
         if not first or not second or " " in second:
-            raise CheckpointError(f"{path}: line {number} is no two tokens; {_AGAIN}")
+            raise CheckpointError(
+                f"{path}: line {number} is not two tokens",
+                remedy=_AGAIN,
+            )
         merges.append((first, second))
     return merges

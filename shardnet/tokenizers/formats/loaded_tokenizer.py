@@ -1,6 +1,6 @@
-"""What a tokenizer's file says, whatever its form: the backend, and its own ids and rules.
+"""The contents of a tokenizer's file in any format: the backend, and its ids and settings.
 
-Must not know folders: tokenizers/tokenizer.py weighs it against what stands beside the file.
+Must not know folders: tokenizers/tokenizer.py combines it with the files beside it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTokenizer:
+class LoadedTokenizer:
     """A backend without truncation and padding.
 
-    `adds_bos`: whether bos stands before a text where no other file says so; None: the backend has
-    a post-processor, which decides. `template` is the file's own chat template.
+    `adds_bos`: whether bos is prepended unless another file says otherwise; None leaves it to the
+    backend's post-processor. `template` is the file's own chat template.
     """
 
     backend: tokenizers.Tokenizer

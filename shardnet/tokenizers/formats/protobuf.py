@@ -1,7 +1,7 @@
-"""A reader of protobuf's wire format: the fields of one message, one after another.
+"""Reads protobuf's wire format: the fields of one message, one after another.
 
-Knows varints and lengths (protobuf.dev/programming-guides/encoding) and takes no copies: what has a
-length is a view of the message. Must not know what the fields mean.
+Knows varints and lengths (protobuf.dev/programming-guides/encoding) and makes no copies: values
+with a length are views of the message. Must not know what the fields mean.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 
 Value = int | memoryview
-"""A number, or the bytes of a text, a message, or a number of fixed width."""
+"""An integer, or the bytes of a text, a message or a fixed-width number."""
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Value]]:
     """Yield number and value of each field.
 
-    Raises ValueError, which says where, for what is no message: a length beyond its end, a number
-    that does not end, a wire type that is none or is a group.
+    Raises ValueError, which names the offset, for a length beyond the end of the message, an
+    unterminated varint, and an unknown wire type or a group.
     """
     at = 0
     while at < len(message):
@@ -39,17 +39,18 @@ def fields(message: memoryview) -> Iterator[tuple[int, Value]]:
             raise ValueError(f"byte {start}: wire type {wire_type} of field {number} is not known")
         if length > len(message) - at:
             raise ValueError(
-                f"byte {start}: field {number} claims {length} bytes, {len(message) - at} are left"
+                f"byte {start}: field {number} claims {length} bytes, but only "
+                f"{len(message) - at} remain"
             )
         yield number, message[at : at + length]
         at += length
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Read a varint; return it and where it ends."""
+    """Read a varint at `at`; return it and its end."""
     value = 0
     for place, byte in enumerate(message[at : at + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:
             return value, at + place + 1
-    raise ValueError(f"byte {at}: a number that does not end")
+    raise ValueError(f"byte {at}: an unterminated varint")

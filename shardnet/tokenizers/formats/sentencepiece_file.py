@@ -1,7 +1,7 @@
-"""sentencepiece's `.model` files: pieces with scores, and how texts are normalized.
+"""Reads sentencepiece's `.model` files: pieces with scores, and normalization settings.
 
-Knows sentencepiece_model.proto (github.com/google/sentencepiece, src/). What changes ids and is not
-implemented is refused by name. Must not know what becomes of the pieces.
+Knows sentencepiece_model.proto (github.com/google/sentencepiece, src/). Settings that change ids
+but are not implemented are refused by name. Must not know how pieces are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, read_added_tokens
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.token_files import read_bytes, read_object
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.protobuf import Value, fields
 
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
@@ -23,12 +23,12 @@ _UNIGRAM, _BPE = 1, 2
 _AGAIN = "fetch the file again"
 
 
-def read_sentencepiece(path: Path) -> ReadTokenizer:
-    """Read a `.model` file, and from the JSON files beside it added tokens and rules of prefixes.
+def read_sentencepiece(path: Path) -> LoadedTokenizer:
+    """Read a `.model` file, and added tokens and prefix settings from the JSON files beside it.
 
-    tokenizer_config.json may switch the space before a text off (`add_prefix_space`), or put it
-    before the whole text only, where special tokens divide it (`legacy: false`). Raises
-    CheckpointError, which names the file and the field.
+    tokenizer_config.json may disable the space before a text (`add_prefix_space`), or prepend it
+    only once to a text with special tokens (`legacy: false`). Raises CheckpointError, which names
+    the file and the field.
     """
     config_path = path.parent / "tokenizer_config.json"
     config = read_object(config_path)
@@ -42,7 +42,7 @@ def read_sentencepiece(path: Path) -> ReadTokenizer:
         pieces = replace(pieces, prefix_each_part=False)
     ids = {text: token_id for token_id, text in enumerate(pieces.texts)}
     eos_id = _control_id(pieces, trainer.text(47, "</s>"))
-    return ReadTokenizer(
+    return LoadedTokenizer(
         backend=build_backend(pieces, read_added_tokens(path.parent, ids)),
         bos_id=_control_id(pieces, trainer.text(46, "<s>")),
         eos_ids=() if eos_id is None else (eos_id,),
@@ -51,30 +51,33 @@ def read_sentencepiece(path: Path) -> ReadTokenizer:
 
 
 class _Message:
-    """The fields of a message that come once; of several the last counts, as protobuf says."""
+    """The singular fields of a message; of duplicates the last counts, as in protobuf."""
 
     def __init__(self, data: Value, where: str) -> None:
         if isinstance(data, int):
-            raise CheckpointError(f"{where} is a number, not a message; {_AGAIN}")
+            raise CheckpointError(
+                f"{where} is a number, not a message",
+                remedy=_AGAIN,
+            )
         self.where = where
         self._values: dict[int, Value] = dict(_fields(data, where))
 
     def number(self, field: int, default: int) -> int:
-        """Return a whole number, an enumeration's or 0 or 1."""
+        """Return an integer, enumeration value or boolean."""
         value = self._values.get(field, default)
         if not isinstance(value, int):
             raise self._is_no("number", field)
         return value
 
     def score(self, field: int) -> float:
-        """Return a float32, 0 where there is none."""
+        """Return a float32, 0 by default."""
         value = self._values.get(field, memoryview(bytes(4)))
         if isinstance(value, int) or len(value) != 4:
             raise self._is_no("float", field)
         return float(struct.unpack("<f", value)[0])
 
     def data(self, field: int) -> bytes:
-        """Return bytes, none where there are none."""
+        """Return bytes, b"" by default."""
         value = self._values.get(field, memoryview(b""))
         if isinstance(value, int):
             raise self._is_no("bytes", field)
@@ -90,7 +93,10 @@ class _Message:
             raise self._is_no("UTF-8", field) from error
 
     def _is_no(self, kind: str, field: int) -> CheckpointError:
-        return CheckpointError(f"{self.where}: field {field} is no {kind}; {_AGAIN}")
+        return CheckpointError(
+            f"{self.where}: field {field} is not {kind}",
+            remedy=_AGAIN,
+        )
 
 
 def _fields(data: memoryview, where: str) -> Iterator[tuple[int, Value]]:
@@ -98,7 +104,8 @@ def _fields(data: memoryview, where: str) -> Iterator[tuple[int, Value]]:
         yield from fields(data)
     except ValueError as error:
         raise CheckpointError(
-            f"{where}: truncated or no sentencepiece model: {error}; {_AGAIN}"
+            f"{where}: truncated or no sentencepiece model: {error}",
+            remedy=_AGAIN,
         ) from error
 
 
@@ -113,7 +120,10 @@ def _read_model(data: memoryview, where: str) -> tuple[Pieces, _Message]:
             specs[number] = value
             continue
         if len(texts) == MAX_ID:
-            raise CheckpointError(f"{where}: more than {MAX_ID} pieces; {_AGAIN}")
+            raise CheckpointError(
+                f"{where}: more than {MAX_ID} pieces",
+                remedy=_AGAIN,
+            )
         piece = _Message(value, f"{where}: pieces[{len(texts)}]")
         texts.append(piece.text(1))
         scores.append(piece.score(2))
@@ -166,12 +176,13 @@ def _check_kinds(pieces: Pieces, *, falls_back: bool) -> None:
     if falls_back != (PieceKind.BYTE in pieces.kinds):
         raise CheckpointError(
             f"{pieces.where}: trainer_spec.byte_fallback is {str(falls_back).lower()}, and there "
-            f"are {'no ' if falls_back else ''}byte pieces; {_AGAIN}"
+            f"are {'no ' if falls_back else ''}byte pieces",
+            remedy=_AGAIN,
         )
 
 
 def _control_id(pieces: Pieces, text: str) -> int | None:
-    """Return the id of a control piece; a model may have none of that name."""
+    """Return the id of the control piece `text`, None if there is none."""
     if text not in pieces.texts:
         return None
     token_id = pieces.texts.index(text)

@@ -1,7 +1,7 @@
-"""Mistral's `tekken.json`: ranks of bytes behind a block of special tokens.
+"""Reads Mistral's `tekken.json`: a block of special tokens, then byte-string ranks.
 
 Knows the file (github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py), and the special
-tokens that files before version 7 leave out. Must not know the other tokenizers of Mistral.
+tokens that files before version 7 omit. Must not know the other tokenizers of Mistral.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import TEKKEN
 from shardnet.tokenizers.backends.token_files import read_object
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _MAX_PATTERN_CHARACTERS = 10_000
 _UNNAMED = (
@@ -30,12 +30,15 @@ _UNNAMED = (
 """The special tokens of a file that lists none, from id 0 on."""
 
 
-def read_tekken(path: Path) -> ReadTokenizer:
+def read_tekken(path: Path) -> LoadedTokenizer:
     """Read a tekken.json. Raises CheckpointError, which names the file and the field."""
-    said = read_object(path)
-    config = said.get("config")
+    document = read_object(path)
+    config = document.get("config")
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: config is missing; fetch the file again")
+        raise CheckpointError(
+            f"{path}: config is missing",
+            remedy="fetch the file again",
+        )
     n_tokens = _count(config, "default_vocab_size", path)
     n_special = _count(config, "default_num_special_tokens", path)
     if n_special >= n_tokens:
@@ -47,8 +50,8 @@ def read_tekken(path: Path) -> ReadTokenizer:
         raise CheckpointError(
             f"{path}: config.pattern must be a text of 1 to {_MAX_PATTERN_CHARACTERS} characters"
         )
-    ranks = _ranks(said.get("vocab"), n_tokens - n_special, path)
-    special = _special_tokens(said.get("special_tokens"), n_special, path)
+    ranks = _ranks(document.get("vocab"), n_tokens - n_special, path)
+    special = _special_tokens(document.get("special_tokens"), n_special, path)
     ids = {token.text: token_id for token_id, token in special.items()}
     backend = ranked_backend(
         ranks,
@@ -57,7 +60,7 @@ def read_tekken(path: Path) -> ReadTokenizer:
         first_id=n_special,
         where=f"{path}: vocab",
     )
-    return ReadTokenizer(
+    return LoadedTokenizer(
         backend=backend,
         bos_id=ids.get("<s>"),
         eos_ids=tuple(ids[text] for text in ("</s>",) if text in ids),
@@ -85,7 +88,7 @@ def _ranks(vocab: object, n_ranks: int, path: Path) -> list[bytes]:
             case {"rank": int(rank), "token_bytes": str(text)} if rank == place:
                 pass
             case _:
-                raise CheckpointError(f"{path}: vocab[{place}] is no token of rank {place}")
+                raise CheckpointError(f"{path}: vocab[{place}] is not a token of rank {place}")
         try:
             ranks.append(base64.b64decode(text, validate=True))
         except (binascii.Error, ValueError) as error:
@@ -93,17 +96,17 @@ def _ranks(vocab: object, n_ranks: int, path: Path) -> list[bytes]:
     return ranks
 
 
-def _special_tokens(said: object, n_special: int, path: Path) -> dict[int, NamedToken]:
-    """Read the special tokens, and name those that have no name."""
+def _special_tokens(listed: object, n_special: int, path: Path) -> dict[int, NamedToken]:
+    """Read the special tokens; unnamed ones become <SPECIAL_n>."""
     named: dict[int, NamedToken] = {}
-    if said is None:
-        said = [
+    if listed is None:
+        listed = [
             {"rank": place, "token_str": text, "is_control": True}
             for place, text in enumerate(_UNNAMED[:n_special])
         ]
-    if not isinstance(said, list):
+    if not isinstance(listed, list):
         raise CheckpointError(f"{path}: special_tokens must be a list")
-    for place, entry in enumerate(said):
+    for place, entry in enumerate(listed):
         match entry:
             case {"rank": int(rank), "token_str": str(text)} if (
                 0 <= rank < n_special and rank not in named and text

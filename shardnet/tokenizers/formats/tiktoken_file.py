@@ -1,8 +1,8 @@
-"""Llama 3's `tokenizer.model`: tiktoken's file of ranks.
+"""Reads Llama 3's `tokenizer.model`: tiktoken's file of ranks.
 
-Knows its lines, a token's bytes in base64 and its rank, and what the file does not hold: the
-pattern that splits words and the 256 special tokens (github.com/meta-llama/llama-models,
-models/llama3/tokenizer.py). Must not know other models' rank files.
+Knows its lines, a token's bytes in base64 and its rank, and what the file omits: the pretokenizer's
+pattern and the 256 special tokens (github.com/meta-llama/llama-models, models/llama3/tokenizer.py).
+Must not know other models' rank files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_a
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3
 from shardnet.tokenizers.backends.token_files import read_bytes
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
 _N_SPECIAL = 256
@@ -36,26 +36,26 @@ _AGAIN = "fetch the file again"
 
 
 def looks_like_ranks(beginning: bytes) -> bool:
-    """Whether a file that begins so is one of ranks, and none of sentencepiece's."""
+    """Say whether the beginning of a file is that of a rank file, rather than sentencepiece's."""
     return _LINE.fullmatch(beginning.split(b"\n", 1)[0]) is not None
 
 
-def read_tiktoken(path: Path) -> ReadTokenizer:
-    """Read a file of ranks with Llama 3's special tokens behind them.
+def read_tiktoken(path: Path) -> LoadedTokenizer:
+    """Read a rank file, and add Llama 3's special tokens after the ranks.
 
-    tokenizer_config.json beside it may name them otherwise. Raises CheckpointError, which names the
-    file and the line.
+    tokenizer_config.json beside it may rename them. Raises CheckpointError, which names the file
+    and the line.
     """
     ranks = _ranks(read_bytes(path), str(path))
     special = _special_tokens(len(ranks))
     for token_id, token in read_added_tokens(path.parent, {}).items():
         if token_id < len(ranks):
             raise CheckpointError(
-                f"{path}: id {token_id} is a rank, and {token.text!r:.80} in the files beside it; "
-                "take both from one checkpoint"
+                f"{path}: id {token_id} is a rank, and {token.text!r:.80} in the files beside it",
+                remedy="take both from one checkpoint",
             )
         special[token_id] = token
-    return ReadTokenizer(
+    return LoadedTokenizer(
         backend=ranked_backend(ranks, special.values(), LLAMA3, first_id=0, where=str(path)),
         bos_id=len(ranks) + _BEGIN,
         eos_ids=tuple(len(ranks) + place for place in _ENDS),
@@ -80,11 +80,20 @@ def _ranks(data: bytes, where: str) -> list[bytes]:
         text, _, rank = line.partition(b" ")
         place = f"{where}: line {len(ranks) + 1}"
         if _LINE.fullmatch(line) is None or len(rank) > 10:
-            raise CheckpointError(f"{place} is no token in base64 and its rank; {_AGAIN}")
+            raise CheckpointError(
+                f"{place} is not a token in base64 and its rank",
+                remedy=_AGAIN,
+            )
         if int(rank) != len(ranks) or len(ranks) == MAX_ID - _N_SPECIAL:
-            raise CheckpointError(f"{place} has rank {int(rank)}, expected {len(ranks)}; {_AGAIN}")
+            raise CheckpointError(
+                f"{place} has rank {int(rank)}, expected {len(ranks)}",
+                remedy=_AGAIN,
+            )
         try:
             ranks.append(base64.b64decode(text, validate=True))
         except binascii.Error as error:
-            raise CheckpointError(f"{place}: base64: {error}; {_AGAIN}") from error
+            raise CheckpointError(
+                f"{place}: base64: {error}",
+                remedy=_AGAIN,
+            ) from error
     return ranks

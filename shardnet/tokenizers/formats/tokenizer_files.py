@@ -1,7 +1,7 @@
-"""Which tokenizer a checkpoint has, and what it says.
+"""Finds and reads the tokenizer of a checkpoint.
 
-Knows the names of the files, their order, and how to tell two forms under one name apart. Must not
-know what is inside them: each form has a module of its own.
+Knows the names of the files, their order, and how to tell two formats with one name apart. Must not
+know their contents: each format has its own module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.token_files import read_bytes
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.tokenizers.formats.gpt2_files import read_gpt2_files
-from shardnet.tokenizers.formats.loaded_tokenizer import ReadTokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
 from shardnet.tokenizers.formats.tekken_file import read_tekken
 from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_tiktoken
@@ -25,32 +25,32 @@ MODEL_FILES = (
     "tokenizer.model",
     *(f"tokenizer.model.{version}" for version in ("v7", "v3", "v2", "v1")),
 )
-"""sentencepiece's and Llama 3's, and the names that Mistral gives, the newest first."""
+"""The names of sentencepiece and of Llama 3, and Mistral's, the newest version first."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *MODEL_FILES, "vocab.json", "merges.txt")
-"""In the order in which they are looked for."""
+"""In order of precedence."""
 
 NAMES = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
 
 
 def tokenizer_place(path: Path) -> Path:
-    """Return where the tokenizer of a checkpoint lies: the first file of a GGUF, else the folder.
+    """Return the location of a checkpoint's tokenizer: the first file of a GGUF, else the folder.
 
-    A GGUF holds its own tokenizer, and no file beside it is part of the model.
+    A GGUF holds its own tokenizer, and files beside it are not part of the model.
     """
     return gguf_file(path) or path
 
 
-def read_tokenizer(place: Path) -> ReadTokenizer | None:
-    """Read a GGUF's tokenizer, or the first that is in a folder; None where there is none.
+def read_tokenizer(place: Path) -> LoadedTokenizer | None:
+    """Read the tokenizer of a GGUF file or of a folder; None if there is none.
 
-    Raises CheckpointError, which names file and field, for one that is damaged or not supported.
+    Raises CheckpointError, which names file and field, if it is damaged or not supported.
     """
     if place.is_file():
         return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
     folder = place
     if (folder / "tokenizer.json").is_file():
-        return ReadTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
+        return LoadedTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
     if (folder / "tekken.json").is_file():
         return read_tekken(folder / "tekken.json")
     for name in MODEL_FILES:
@@ -61,7 +61,7 @@ def read_tokenizer(place: Path) -> ReadTokenizer | None:
     return None
 
 
-def _read_model_file(path: Path) -> ReadTokenizer:
+def _read_model_file(path: Path) -> LoadedTokenizer:
     beginning = read_bytes(path)[:1024]
     return read_tiktoken(path) if looks_like_ranks(beginning) else read_sentencepiece(path)
 

@@ -173,7 +173,7 @@ def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None)
     for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
         layers = LayerRange(start, end)
         assert shape.weight_bytes(layers) == stage_weight_bytes(
-            config, layers, WeightForm(dtype=DType.BFLOAT16, rounded=kind)
+            config, layers, WeightForm(dtype=DType.BFLOAT16, quantization=kind)
         )
     for lighter, (_, more) in zip(shape.quantized_sizes, rounding.more(), strict=True):
         rounded = model_shape(config, DType.BFLOAT16, 512, quantization=more)
@@ -337,7 +337,7 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
     whole = LayerRange(0, 6)
     wide = stage_weight_bytes(told.config, whole, WeightForm(dtype=DType.FLOAT32))
     narrow = stage_weight_bytes(
-        told.config, whole, WeightForm(dtype=DType.FLOAT32, products=DType.BFLOAT16)
+        told.config, whole, WeightForm(dtype=DType.FLOAT32, linear_dtype=DType.BFLOAT16)
     )
     assert narrow < 0.7 * wide
     assert (

@@ -32,12 +32,12 @@ TYPES = {
 }
 MIRRORS: dict[str, type[ctypes.Structure]] = {
     "team": library.Team,
-    "product": library._Product,
+    "linear": library._LinearStruct,
     "packing": packing._Packing,
     "norm": structs.NormStruct,
     "residual": structs.ResidualStruct,
-    "attention_half": structs.AttentionStruct,
-    "mlp_half": structs.MlpStruct,
+    "attention_call": structs.AttentionStruct,
+    "mlp_call": structs.MlpStruct,
     "layer": structs.LayerStruct,
 }
 Fields = list[tuple[str, Any]]
@@ -81,7 +81,7 @@ def test_every_struct_is_the_same_on_both_sides(name: str) -> None:
 
 
 def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
-    assert fields_of("kept") == [
+    assert fields_of("slot_layer") == [
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("first", ctypes.c_int64),
@@ -101,11 +101,11 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
         for slot, at, n in ((3, 0, 40), (7, 1300, 2))
     )
     batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=groups, token_ids=range(42))
-    places = plan_step(batch, kv, 2000, torch.float32, (None, 4)).places
-    assert places is not None
-    assert places.has_chunks
-    tables = [kv.places(slot) for slot in (SlotId(3), SlotId(7))]
-    assert places.spans.tolist() == [
+    native_spans = plan_step(batch, kv, 2000, torch.float32, (None, 4)).native_spans
+    assert native_spans is not None
+    assert native_spans.has_chunks
+    tables = [kv.addresses(slot) for slot in (SlotId(3), SlotId(7))]
+    assert native_spans.spans.tolist() == [
         [tables[0].ctypes.data, 0, 40, 0, 1],
         [tables[1].ctypes.data, 40, 42, 1300, 0],
     ]
@@ -119,7 +119,7 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
             keys.shape[1],
         ]
     assert tables[1][1, 2] > 0  # a window has given something up
-    for table in (places.spans, *tables):
+    for table in (native_spans.spans, *tables):
         assert table.dtype == np.int64
         assert table.flags.c_contiguous
 

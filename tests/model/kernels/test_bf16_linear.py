@@ -16,7 +16,7 @@ from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
 from shardnet.model.kernels import linear as linear_module
-from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.library import (
     Isa,
     NativeKernels,
@@ -52,7 +52,7 @@ def test_the_product_is_that_of_torch(
 ) -> None:
     weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
     rows = numbers(n_rows, shape[1], seed=2).to(dtype)
-    product = NativeLinear.pack([weight], bias, kernels_named(name))(rows)
+    product = Bf16Linear.pack([weight], bias, kernels_named(name))(rows)
     assert product.dtype is dtype
     want = rows.double() @ weight.double().T + bias
     spread = float(want.abs().max())
@@ -72,7 +72,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
     for name in ("portable", "avx2", ""):
-        linear = NativeLinear.pack([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
+        linear = Bf16Linear.pack([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
         whole = linear(rows)
         assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
         assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
@@ -81,10 +81,10 @@ def test_a_row_has_the_same_bits_in_any_company(
 def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
     weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
     products = [
-        NativeLinear.pack([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")
+        Bf16Linear.pack([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")
     ]
     assert torch.equal(products[0], products[1])
-    assert torch.equal(NativeLinear.pack([weight], None, kernels_named(""))(rows), products[0])
+    assert torch.equal(Bf16Linear.pack([weight], None, kernels_named(""))(rows), products[0])
 
 
 @pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (40,)], ids=str)
@@ -96,7 +96,7 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
     assert NATIVE is not None
     stored = [numbers(n_in, n_out + 1).bfloat16()[:, 1:].T for n_out in n_outs]
     for weights in (stored, [weight.contiguous() for weight in stored]):
-        came = NativeLinear.pack(weights, None, NATIVE)(torch.eye(n_in))
+        came = Bf16Linear.pack(weights, None, NATIVE)(torch.eye(n_in))
         assert torch.equal(came.T, torch.cat(stored).float())
 
 
@@ -112,7 +112,7 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 )
 def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
     """It is told addresses, and would read beyond what is there."""
-    linear = NativeLinear.pack([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    linear = Bf16Linear.pack([numbers(20, 30).bfloat16()], None, kernels_named(""))
     with pytest.raises(ValueError, match="compiled library"):
         linear(rows)
 
@@ -124,14 +124,14 @@ def test_weights_that_the_library_would_misread_are_refused(bits: int) -> None:
     n_bytes = packed_bytes(shape, bits)
     whole = torch.zeros(n_bytes, dtype=torch.uint8)
     bias = torch.zeros(20)
-    kernels.product(whole, bias, shape, bits, group)
+    kernels.matmul(whole, bias, shape, bits, group)
     wrong = (whole[:-1], torch.zeros(2 * n_bytes, dtype=torch.uint8)[::2], whole.to("meta"))
     for weights in wrong:
-        with pytest.raises(ValueError, match=f"wants {n_bytes} bytes"):
-            kernels.product(weights, bias, shape, bits, group)
+        with pytest.raises(ValueError, match=f"needs {n_bytes} contiguous bytes"):
+            kernels.matmul(weights, bias, shape, bits, group)
     for other in (bias[:-1], bias.bfloat16(), bias.to(torch.int32)):
         with pytest.raises(ValueError, match="a bias"):
-            kernels.product(whole, other, shape, bits, group)
+            kernels.matmul(whole, other, shape, bits, group)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:
     weight, rows = numbers(20, 30), numbers(3, 30)
     assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
     with pytest.raises(ValueError, match=r"float32, not bfloat16"):
-        NativeLinear.pack([weight], None, kernels_named(""))
+        Bf16Linear.pack([weight], None, kernels_named(""))
 
 
 def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(

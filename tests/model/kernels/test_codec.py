@@ -55,7 +55,7 @@ def test_nothing_is_copied_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 23, 25, 48])
 def test_a_payload_of_another_size_is_refused(size_bytes: int) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"take 24 bytes, {size_bytes} came"):
+    with pytest.raises(RemoteProtocolError, match=f"take 24 bytes, but {size_bytes} came"):
         from_bytes(bytearray(size_bytes), DType.FLOAT32, 2, 3, CPU)
 
 

@@ -102,8 +102,8 @@ def test_weights_of_any_dtype_and_of_zeros_are_packed(
 def test_packing_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = numbers(100, 96)
     whole = pack(weight, Quantization.INT4)
-    monkeypatch.setattr(quantized_linear, "_ROUNDED_AT_A_TIME", 1)
-    monkeypatch.setattr(quantized_linear, "_PACKED_AT_A_TIME", 1)
+    monkeypatch.setattr(quantized_linear, "_TORCH_CHUNK_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_linear, "_NATIVE_CHUNK_WEIGHTS", 1)
     calls = []
     assert torch.equal(pack_all([weight], Quantization.INT4, lambda: calls.append(1)), whole)
     assert len(calls) == 7  # panels
@@ -257,7 +257,7 @@ def test_every_instruction_set_and_company_give_the_same_bits(
     packed = pack(weight, kind)
 
     def multiply(native: NativeKernels, some: Tensor) -> Tensor:
-        return native.product(packed, None, (n_out, n_in), kind.bits, kind.group)(some)
+        return native.matmul(packed, None, (n_out, n_in), kind.bits, kind.group)(some)
 
     assert NATIVE is not None
     whole = multiply(NATIVE, rows)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.model.kernels.worker_pool import Crew
+from shardnet.model.kernels.worker_pool import WorkerPool
 
 TIMEOUT_S = 20.0
 
@@ -20,15 +20,15 @@ class Told(Exception):
 @given(st.integers(1, 5), st.integers(0, 40))
 def test_every_piece_is_done_once(n_threads: int, n_pieces: int) -> None:
     done: list[int] = []
-    crew = Crew(n_threads, "crew")
+    workers = WorkerPool(n_threads, "workers")
     for _ in range(2):
-        crew.do(done.append, range(n_pieces))
+        workers.run(done.append, range(n_pieces))
     assert sorted(done) == sorted([*range(n_pieces)] * 2)
 
 
 def test_helpers_work_while_the_caller_does() -> None:
     both = threading.Barrier(2, timeout=TIMEOUT_S)
-    Crew(2, "crew").do(lambda piece: both.wait() and None, range(2))
+    WorkerPool(2, "workers").run(lambda piece: both.wait() and None, range(2))
 
 
 @pytest.mark.parametrize("who", ["caller", "helper", "alive"])
@@ -51,14 +51,14 @@ def test_what_is_raised_ends_the_job_once_nobody_works(who: str) -> None:
         if who == "alive":
             raise Told
 
-    crew = Crew(2, "crew")
+    workers = WorkerPool(2, "workers")
     with pytest.raises(Told):
-        crew.do(work, range(10_000), alive)
+        workers.run(work, range(10_000), alive)
     n_then = n_done
     assert working.acquire(blocking=False)
     assert working.acquire(blocking=False), "nobody works any more"
     working.release(2)
     done: list[int] = []
-    crew.do(done.append, range(3))
+    workers.run(done.append, range(3))
     assert sorted(done) == [0, 1, 2]
     assert n_done == n_then

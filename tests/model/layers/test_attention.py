@@ -82,12 +82,12 @@ def test_each_row_sees_its_own_slot_up_to_itself(
     step = plan_step(batch(*sizes), kv, 400, torch.float32, [None, kind.window])
     for slot, (past_keys, past_values) in enumerate(past):
         cached_keys, cached_values = kv.layer(SlotId(slot), 0)
-        cached_keys[:, : len(past_keys)] = kv.kept(past_keys).transpose(0, 1)
-        cached_values[:, : len(past_values)] = kv.kept(past_values).transpose(0, 1)
+        cached_keys[:, : len(past_keys)] = kv.quantize(past_keys).transpose(0, 1)
+        cached_values[:, : len(past_values)] = kv.quantize(past_values).transpose(0, 1)
     attended = attention(queries, keys, values, 0, step, kind).view(n_rows, n_heads, head_size)
 
     def seen_rows(past: Tensor, new: Tensor) -> Tensor:
-        return kv.restored(kv.kept(torch.cat((past, new))), head_size)
+        return kv.dequantize(kv.quantize(torch.cat((past, new))), head_size)
 
     start = 0
     for (_, rows), (past_keys, past_values) in zip(sizes, past, strict=True):
@@ -119,7 +119,7 @@ def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
         kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1, kv_dtype=kv_dtype)
         kv.ensure(SlotId(0), position)
         for cached, past in zip(kv.layer(SlotId(0), 0), (keys, values), strict=True):
-            cached[:, :position] = kv.kept(past[:position]).transpose(0, 1)
+            cached[:, :position] = kv.quantize(past[:position]).transpose(0, 1)
         out = []
         for start, count in sizes:
             step = plan_step(batch((start, count)), kv, 400, torch.float32, [kind.window])
@@ -164,14 +164,14 @@ def test_rounded_keys_and_values_are_brought_back_one_slot_at_a_time(
     kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=4, kv_dtype=KvDType.INT8)
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    restored = kv.restored
+    dequantize = kv.dequantize
 
     def watched(kept: Tensor, width: int) -> Tensor:
         alive.append(sum(ref() is not None for ref in made))
-        made.append(weakref.ref(rows := restored(kept, width)))
+        made.append(weakref.ref(rows := dequantize(kept, width)))
         return rows
 
-    monkeypatch.setattr(kv, "restored", watched)
+    monkeypatch.setattr(kv, "dequantize", watched)
     sizes = [(0, 40), (0, 3), (0, 1), (0, 50)]
     step = plan_step(batch(*sizes), kv, 400, torch.float32)
     queries = torch.randn(94, 4, 8)

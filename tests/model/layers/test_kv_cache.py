@@ -64,7 +64,7 @@ def test_growing_and_trimming_keep_what_is_held() -> None:
 def test_keys_without_values_grow_and_are_copied(kv_dtype: KvDType) -> None:
     cache = KvCache(N_LAYERS, 1, 5, torch.float32, CPU, 8, value_size=0, kv_dtype=kv_dtype)
     cache.ensure(SLOT, 3)
-    written = cache.kept(torch.randn(N_LAYERS, 1, 3, 5))
+    written = cache.quantize(torch.randn(N_LAYERS, 1, 3, 5))
     for layer in range(N_LAYERS):
         cache.layer(SLOT, layer)[0][:, :3] = written[layer]
     cache.ensure(SLOT, BLOCK_POSITIONS + 1)

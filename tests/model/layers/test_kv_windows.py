@@ -30,7 +30,7 @@ def write(cache: KvCache, slot: SlotId, position: int, values: Tensor) -> None:
     for layer in range(len(WINDOWS)):
         rows = slice(position - cache.first(slot, layer), end - cache.first(slot, layer))
         for tensor in cache.layer(slot, layer):
-            tensor[0, rows] = cache.kept(values[:, None])
+            tensor[0, rows] = cache.quantize(values[:, None])
 
 
 def seen(cache: KvCache, slot: SlotId, layer: int, end: int) -> list[float]:
@@ -40,7 +40,7 @@ def seen(cache: KvCache, slot: SlotId, layer: int, end: int) -> list[float]:
     rows = slice(max(0, end - window) - first, end - first)
     assert rows.start >= 0
     kept = cache.layer(slot, layer)[1][0, rows]
-    values: list[float] = cache.restored(kept, 1)[:, 0].tolist()
+    values: list[float] = cache.dequantize(kept, 1)[:, 0].tolist()
     return values
 
 
@@ -104,7 +104,7 @@ def test_a_rewind_below_what_is_kept_is_refused() -> None:
         write(cache, SLOT, position, torch.zeros(256))
     write(cache, SLOT, 1024 - REWIND_ROWS, torch.zeros(1))
     with pytest.raises(
-        CapacityError, match=r"slot 0 keeps positions from \d+ on .* rewound to 300"
+        CapacityError, match=r"slot 0 holds positions from \d+ on .* rewound to 300"
     ):
         cache.ensure(SLOT, 301)
     with pytest.raises(CapacityError, match="was rewound to 300"):

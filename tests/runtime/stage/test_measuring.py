@@ -17,10 +17,10 @@ from support.rings.stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear, make_linear
-from shardnet.model.layers.attention import Step
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.runtime.stage import measuring
 from shardnet.runtime.stage.measuring import (
     measure_disk,
@@ -34,10 +34,10 @@ from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_byt
 from shardnet.stage.synthetic_model import (
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
-    SampleModel,
     StepTimes,
-    sample_bytes,
-    sample_config,
+    SyntheticModel,
+    synthetic_bytes,
+    synthetic_config,
 )
 from shardnet.types import DType, KvDType
 
@@ -119,9 +119,9 @@ def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     monkeypatch.setattr(synthetic_model, "make_linear", make)
     model = config(QWEN3_MOE, torch_dtype="bfloat16")
     choice = probed(torch.device("cpu"), DType.FLOAT32, DType.BFLOAT16)
-    SampleModel(model, choice, torch.device("cpu"), no_tick)
+    SyntheticModel(model, choice, torch.device("cpu"), no_tick)
     assert made
-    assert all(isinstance(product, NativeLinear) for product in made)
+    assert all(isinstance(product, Bf16Linear) for product in made)
 
 
 def windows_of(durations_s: Iterable[float]) -> list[float]:
@@ -183,14 +183,14 @@ def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) ->
     """Always the same few would stay in the cache, and the layer would look fast."""
     visited: dict[int, set[int]] = {}
 
-    def tell(step: Step, layer: int, experts: torch.Tensor) -> None:
+    def tell(step: ForwardStep, layer: int, experts: torch.Tensor) -> None:
         visited.setdefault(layer, set()).update(experts.flatten().tolist())
 
-    monkeypatch.setattr(Step, "tell_experts", tell)
+    monkeypatch.setattr(ForwardStep, "record_experts", tell)
     cpu = torch.device("cpu")
-    sample = sample_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
+    sample = synthetic_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
     assert sample is not None
-    model = SampleModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
+    model = SyntheticModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
     for _ in range(80):
         model.step(1)
     assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
@@ -225,8 +225,8 @@ def test_a_sample_fits_its_memory_and_stands_for_the_model(
         vocab_size=vocab_size,
     )
     form = WeightForm(dtype=dtype)
-    sample = sample_config(model, form, memory_bytes)
-    roomy = sample_config(model, form, 1 << 60)
+    sample = synthetic_config(model, form, memory_bytes)
+    roomy = synthetic_config(model, form, 1 << 60)
     assert roomy is not None
     is_uncached = roomy.n_layers * layer_weight_bytes(model, form) >= UNCACHED_BYTES
     assert is_uncached or roomy.n_layers == n_layers
@@ -234,9 +234,9 @@ def test_a_sample_fits_its_memory_and_stands_for_the_model(
     assert head_bytes <= MAX_HEAD_BYTES
     assert roomy.vocab_size == vocab_size or head_bytes > MAX_HEAD_BYTES // 2
     if sample is None:
-        assert memory_bytes < sample_bytes(roomy, form)
+        assert memory_bytes < synthetic_bytes(roomy, form)
     else:
-        assert sample_bytes(sample, form) <= memory_bytes
+        assert synthetic_bytes(sample, form) <= memory_bytes
         assert 1 <= sample.n_layers <= roomy.n_layers
         assert 1 <= sample.vocab_size <= roomy.vocab_size
 

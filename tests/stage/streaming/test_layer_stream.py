@@ -20,7 +20,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
-from shardnet.model.kernels.bf16_linear import NativeLinear, PanelPacking
+from shardnet.model.kernels.bf16_linear import Bf16Linear, PanelPacking
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
@@ -206,7 +206,7 @@ def test_a_disk_without_room_for_rounded_weights_is_named(
 ) -> None:
     folder = make(tmp_path / "model", "llama")
     monkeypatch.setattr(PackCache, "put", lambda *arguments: None)
-    with pytest.raises(CapacityError, match="could not be kept"):
+    with pytest.raises(CapacityError, match="could not be stored"):
         load(folder, 4, choice_of(DType.FLOAT32, "int8"), tmp_path / "packs")
 
 
@@ -232,9 +232,9 @@ def test_weights_that_have_to_be_made_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="use --dtype bfloat16 or --quant"):
         load(brain, 4)
     stacked = make(tmp_path / "stacked", "gpt_oss")
-    with pytest.raises(CheckpointError, match="have to be made of what is stored"):
+    with pytest.raises(CheckpointError, match="have to be converted when they are read"):
         load(stacked, 4)
-    with pytest.raises(UsageError, match="not kept on disk"):
+    with pytest.raises(UsageError, match="not cached on disk"):
         load(brain, 4, choice_of(DType.FLOAT32, "int8"))
 
 
@@ -307,8 +307,8 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
     packed = stream.weights(begin, packing.packed_bytes(2 * shape[0] * n_in), 0)
     assert begin + packed.numel() <= end
     assert torch.equal(
-        NativeLinear(packed, shape, None, native)(rows),
-        NativeLinear.pack(weights, None, native)(rows),
+        Bf16Linear(packed, shape, None, native)(rows),
+        Bf16Linear.pack(weights, None, native)(rows),
     )
     first = weights[0].view(torch.uint8).flatten()
     for plain in (0, end):
@@ -374,7 +374,7 @@ def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     figures = figures_of(MEASURE, str(large), quant)
     config, kind = Checkpoint.open(large).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
-    form = WeightForm(dtype=dtype, rounded=kind)
+    form = WeightForm(dtype=dtype, quantization=kind)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form, 8)
     resident = stage_weight_bytes(config, LayerRange(0, 8), form)
     slack = 6 << 20

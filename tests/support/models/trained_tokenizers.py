@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers
 
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.merges import merges_of
-from shardnet.tokenizers.backends.pretokenizers import LLAMA3, TEKKEN, WordSplit
+from shardnet.tokenizers.backends.pretokenizers import LLAMA3, TEKKEN, Pretokenizer
 
 TEXT = [
     "hello world the cat sat on the mat " * 3,
@@ -84,7 +84,7 @@ def write_sentencepiece(folder: Path, kind: str, name: str = "tokenizer.model") 
 
 
 @cache
-def ranks(split: WordSplit, n_ranks: int = 380) -> tuple[bytes, ...]:
+def ranks(split: Pretokenizer, n_ranks: int = 380) -> tuple[bytes, ...]:
     """Tokens in the order in which plain byte-pair training finds them; the last is never made."""
     (pattern,) = split.patterns
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
@@ -198,7 +198,7 @@ def _kind_of(model: sentencepiece.SentencePieceProcessor, kind: str, token_id: i
     return 3 if model.is_control(token_id) else 6 if model.is_byte(token_id) else 1
 
 
-def gguf_ranks(split: WordSplit, pre: str) -> dict[str, Any]:
+def gguf_ranks(split: Pretokenizer, pre: str) -> dict[str, Any]:
     """The metadata of ranked tokens with two special ones and one word behind them."""
     tokens_of_split = ranks(split)
     table = {byte: character for character, byte in byte_of_character().items()}

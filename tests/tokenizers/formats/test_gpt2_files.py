@@ -147,14 +147,14 @@ def added(entry: Any, key: str = "430") -> Callable[[Path], object]:
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "a line of one token": (merges(lambda text: text + "abc\n"), "merges.txt", "is no two tokens"),
-    "a line of three": (merges(lambda text: text + "a b c\n"), "merges.txt", "is no two tokens"),
+    "a line of one token": (merges(lambda text: text + "abc\n"), "merges.txt", "is not two tokens"),
+    "a line of three": (merges(lambda text: text + "a b c\n"), "merges.txt", "is not two tokens"),
     "merges of no tokens": (
         merges(lambda text: text + "q z\n"),
         "merge",
-        "'qz', which is no token",
+        "'qz', which is not a token",
     ),
-    "merges that are no UTF-8": (merges(lambda text: text + "\udcff"), "merges.txt", "no UTF-8"),
+    "merges that are no UTF-8": (merges(lambda text: text + "\udcff"), "merges.txt", "not UTF-8"),
     "no words": (lambda f: (f / "vocab.json").write_text("{}"), "vocab.json", "has no tokens"),
     "words twice": (
         lambda f: (f / "vocab.json").write_text('{"a": 0, "a": 1}'),
@@ -195,15 +195,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an added gigantic id": (
         beside("added_tokens.json", {"<x>": 1 << 60}),
         "added_tokens.json",
-        "is no token id",
+        "is not a token id",
     ),
     "an added token without text": (added({}), "added_tokens_decoder", "expected an object with"),
     "a flag that is none": (added({"content": "x", "lstrip": 1}), "added_tokens_decoder", "430"),
-    "a key that is no id": (added({"content": "x"}, "x"), "added_tokens_decoder", "no token id"),
+    "a key that is no id": (added({"content": "x"}, "x"), "added_tokens_decoder", "not a token id"),
     "a key that is gigantic": (
         added({"content": "x"}, "9" * 5000),
         "added_tokens_decoder",
-        "no token id",
+        "not a token id",
     ),
     "bos that is neither true nor false": (
         beside(

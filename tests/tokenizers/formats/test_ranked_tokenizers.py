@@ -16,14 +16,14 @@ from support.models import trained_tokenizers as trained
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.byte_level import ranked_backend
-from shardnet.tokenizers.backends.pretokenizers import LLAMA3, O200K, TEKKEN, WordSplit
+from shardnet.tokenizers.backends.pretokenizers import LLAMA3, O200K, TEKKEN, Pretokenizer
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 N_RANKS = len(trained.ranks(LLAMA3))
 
 
 @cache
-def oracle(split: WordSplit, n_unused: int = 0) -> tiktoken.Encoding:
+def oracle(split: Pretokenizer, n_unused: int = 0) -> tiktoken.Encoding:
     tokens = trained.ranks(split)
     return tiktoken.Encoding(
         name="small",
@@ -162,10 +162,10 @@ def line(token: bytes, rank: int) -> bytes:
 
 
 BAD_RANKS: dict[str, tuple[Callable[[Lines], Lines], str]] = {
-    "a line cut short": (lambda lines: [*lines[:-1], b"AAAA"], "line 380 is no token in base64"),
+    "a line cut short": (lambda lines: [*lines[:-1], b"AAAA"], "line 380 is not a token in base64"),
     "a rank left out": (lambda lines: lines[:9] + lines[10:], "line 10 has rank 10, expected 9"),
     "a rank twice": (lambda lines: [*lines[:10], *lines[9:]], "line 11 has rank 9, expected 10"),
-    "a gigantic rank": (lambda lines: [*lines, b"AAAA " + b"9" * 40], "line 381 is no token"),
+    "a gigantic rank": (lambda lines: [*lines, b"AAAA " + b"9" * 40], "line 381 is not a token"),
     "broken base64": (lambda lines: [*lines, b"AAAAA 380"], "line 381: base64"),
     "a token twice": (
         lambda lines: [*lines, line(b"zzqq", 380)],
@@ -222,9 +222,9 @@ BAD_TEKKEN: dict[str, tuple[dict[str, Any], str]] = {
         "default_num_special_tokens is 401, of 401 tokens",
     ),
     "no pattern": (config(pattern=None), "config.pattern must be a text"),
-    "a pattern that is none": (config(pattern="(["), "the pattern that splits words"),
+    "a pattern that is none": (config(pattern="(["), "invalid pattern to split words"),
     "a gigantic pattern": (config(pattern="a" * 20_000), "config.pattern must be a text"),
-    "a rank that is another's": (vocab(7, rank=8), r"vocab\[7\] is no token of rank 7"),
+    "a rank that is another's": (vocab(7, rank=8), r"vocab\[7\] is not a token of rank 7"),
     "bytes that are none": (vocab(7, token_bytes="A"), r"vocab\[7\]\.token_bytes"),
     "bytes that are no ASCII": (vocab(7, token_bytes="é"), r"vocab\[7\]\.token_bytes"),
     "vocab is no list": ({"vocab": {"a": 1}}, "vocab lists 0 tokens"),

@@ -200,20 +200,20 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: b"\x0a\xff\xff\xff\xff\x0f" + data,
         "field 1 claims 4294967295 bytes",
     ),
-    "a number without end": (lambda data: b"\x0a" + b"\xff" * 20, "does not end"),
+    "a number without end": (lambda data: b"\x0a" + b"\xff" * 20, "unterminated varint"),
     "a group": (lambda data: b"\x0b" + data, "wire type 3 of field 1"),
     "pieces that are numbers": (lambda data: b"\x08\x05" + data, r"pieces\[0\] is a number"),
     "a piece of a float": (
         lambda data: field(1, field(1, 1.0)) + data,
-        r"pieces\[0\]: field 1 is no UTF-8|piece 0 ",
+        r"pieces\[0\]: field 1 is not UTF-8|piece 0 ",
     ),
     "a piece that is no UTF-8": (
         lambda data: field(1, field(1, b"\xc3\x28")) + data,
-        r"pieces\[0\]: field 1 is no UTF-8",
+        r"pieces\[0\]: field 1 is not UTF-8",
     ),
     "a piece twice": (
         lambda data: with_piece(data, 300, field(1, "▁the".encode())),
-        "the piece '▁the' is there 2 times",
+        "the piece '▁the' occurs 2 times",
     ),
     "an empty piece": (
         lambda data: with_piece(data, 300, field(1, b"")),

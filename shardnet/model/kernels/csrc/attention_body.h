@@ -1,8 +1,8 @@
-/* A part of halves_body.h: how decode rows attend over what their slots keep.
+/* Included by sublayers_body.h: how decode rows attend over the keys and values in their slots.
  *
- * One row and some queries of one KV head at a time. Of `KEYS` keys after the other: their scores, the softmax, which
- * is kept up as it goes, and the sum of their values. Keys are turned into columns, so that a vector holds one column
- * of many keys: scores need no sums across a vector, and a column that was turned once serves all queries.
+ * One row and some query heads of one KV head at a time. For KEYS keys at a time: scores, running softmax, and the
+ * weighted sum of values. Keys are transposed into columns, so that a vector holds one column of many keys: scores need
+ * no horizontal sums, and each transposed column serves all queries.
  */
 
 /* A part of a value's 32 bits: the first or second of two bfloat16, or one of four int8, which `scales` are for. */
@@ -12,9 +12,9 @@ INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes
     return __builtin_convertvector((ints)(bits << (24 - 8 * part)) >> 24, lanes) * scales;
 }
 
-/* Turns up to LANES keys of `n_words` times 32 bits into columns: the keys' first words, then their second ones. Lanes
- * beyond `n` repeat the last key. */
-INLINE TARGET void NAME(stand)(uints *columns, const char *rows, int64_t stride, int n, int64_t n_words) {
+/* Transposes up to LANES keys of `n_words` 32-bit words: the keys' first words, then their second ones. Lanes beyond
+ * `n` repeat the last key. */
+INLINE TARGET void NAME(transpose)(uints *columns, const char *rows, int64_t stride, int n, int64_t n_words) {
     for (int lane = 0; lane < LANES; lane += 4) {
         const char *from[4];
         for (int i = 0; i < 4; i++) from[i] = rows + (lane + i < n ? lane + i : n - 1) * stride;
@@ -40,21 +40,21 @@ INLINE TARGET void NAME(stand)(uints *columns, const char *rows, int64_t stride,
 }
 
 /* Scores [n_queries][KEYS] of up to LANES keys for queries [head_size][n_queries]. */
-INLINE TARGET void NAME(score)(const struct attention_half *half, const char *keys, int n, const float *queries,
+INLINE TARGET void NAME(score)(const struct attention_call *call, const char *keys, int n, const float *queries,
                                float *scores, const int n_queries, const enum kind kind) {
     const int per_word = kind == INT8 ? 4 : kind == BFLOAT16 ? 2 : 1;
-    const int64_t n_words = half->head_size / per_word;
+    const int64_t n_words = call->head_size / per_word;
     uints columns[MAX_HEAD];
     const int n_apart = n_queries > 2 ? 1 : per_word;
     lanes sums[MAX_QUERIES][4] = {{{0}}}, scales = {0};
-    NAME(stand)(columns, keys, half->kept_bytes, n, n_words);
+    NAME(transpose)(columns, keys, call->row_bytes, n, n_words);
     for (int64_t word = 0; word < n_words; word++) {
-        if (kind == INT8 && word * 4 % half->group == 0) {
-            const char *from = keys + half->head_size + word * 4 / half->group * 2;
+        if (kind == INT8 && word * 4 % call->group == 0) {
+            const char *from = keys + call->head_size + word * 4 / call->group * 2;
             float apart[LANES];
             for (int i = 0; i < LANES; i++) {
                 uint16_t scale;
-                memcpy(&scale, from + (i < n ? i : n - 1) * half->kept_bytes, 2);
+                memcpy(&scale, from + (i < n ? i : n - 1) * call->row_bytes, 2);
                 apart[i] = from_bf16(scale);
             }
             memcpy(&scales, apart, sizeof scales);
@@ -71,19 +71,19 @@ INLINE TARGET void NAME(score)(const struct attention_half *half, const char *ke
     }
 }
 
-/* Columns of a value as its slot keeps it. */
-INLINE TARGET lanes NAME(value)(const struct attention_half *half, const char *row, int64_t begin, int n,
+/* Loads and dequantises columns of a value in its slot. */
+INLINE TARGET lanes NAME(value)(const struct attention_call *call, const char *row, int64_t begin, int n,
                                 const enum kind kind) {
     if (kind != INT8) return NAME(load)(row, begin, n, kind == BFLOAT16);
     uint16_t scale;
     bytes narrow;
     memcpy(&narrow, row + begin, sizeof narrow);
-    memcpy(&scale, row + half->head_size + begin / half->group * 2, 2);
+    memcpy(&scale, row + call->head_size + begin / call->group * 2, 2);
     return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
 }
 
 /* totals = totals * less + weights * values, for `n` values and some of their columns; weights: [n_queries][KEYS]. */
-INLINE TARGET void NAME(weigh_columns)(const struct attention_half *half, const char *row, int n, const float *weights,
+INLINE TARGET void NAME(weigh_columns)(const struct attention_call *call, const char *row, int n, const float *weights,
                                        const float *less, float (*totals)[MAX_HEAD], int64_t begin, int width,
                                        const int n_vectors, const int n_queries, const enum kind kind) {
     lanes sums[MAX_QUERIES][4];
@@ -92,29 +92,30 @@ INLINE TARGET void NAME(weigh_columns)(const struct attention_half *half, const 
             memcpy(&sums[q][c], &totals[q][begin + c * LANES], sizeof(lanes));
             sums[q][c] *= less[q];
         }
-    for (int i = 0; i < n; i++, row += half->kept_bytes, weights++)
+    for (int i = 0; i < n; i++, row += call->row_bytes, weights++)
         for (int c = 0; c < n_vectors; c++) {
-            const lanes value = NAME(value)(half, row, begin + c * LANES, width, kind);
+            const lanes value = NAME(value)(call, row, begin + c * LANES, width, kind);
             for (int q = 0; q < n_queries; q++) sums[q][c] += weights[q * KEYS] * value;
         }
     for (int q = 0; q < n_queries; q++)
         for (int c = 0; c < n_vectors; c++) memcpy(&totals[q][begin + c * LANES], &sums[q][c], sizeof(lanes));
 }
 
-INLINE TARGET void NAME(weigh)(const struct attention_half *half, const char *values, int n, const float *weights,
+INLINE TARGET void NAME(weigh)(const struct attention_call *call, const char *values, int n, const float *weights,
                                const float *less, float (*totals)[MAX_HEAD], const int n_queries,
                                const enum kind kind) {
-    const int n_vectors = n_queries > 4 ? 1 : n_queries > 2 ? 2 : 4; /* so many sums that none waits for itself */
-    const int64_t size = half->head_size;
+    const int n_vectors = n_queries > 4 ? 1 : n_queries > 2 ? 2 : 4; /* enough independent sums to hide latency */
+    const int64_t size = call->head_size;
     int64_t c = 0;
     for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
-        NAME(weigh_columns)(half, values, n, weights, less, totals, c, LANES, n_vectors, n_queries, kind);
+        NAME(weigh_columns)(call, values, n, weights, less, totals, c, LANES, n_vectors, n_queries, kind);
     for (; c < size; c += LANES)
-        NAME(weigh_columns)(half, values, n, weights, less, totals, c, of_last(size, c), 1, n_queries, kind);
+        NAME(weigh_columns)(call, values, n, weights, less, totals, c, of_last(size, c), 1, n_queries, kind);
 }
 
-/* Makes scores of `n` keys into weights, beside the largest score so far. Returns what earlier ones shrink by. */
-INLINE TARGET float NAME(soften)(float *scores, int n, float *best, lanes *sum) {
+/* Turns scores of `n` keys into softmax weights relative to the largest score so far. Returns the factor by which
+ * earlier weights shrink. */
+INLINE TARGET float NAME(softmax)(float *scores, int n, float *best, lanes *sum) {
     const lanes none = (lanes){0} - INFINITY;
     lanes most = none;
     for (int i = 0; i < n; i += LANES) {
@@ -123,7 +124,7 @@ INLINE TARGET float NAME(soften)(float *scores, int n, float *best, lanes *sum) 
         const ints is_there = NAME(numbers)() < n - i;
         some = (lanes)((is_there & (ints)some) | (~is_there & (ints)none));
         memcpy(scores + i, &some, sizeof some);
-        const ints is_more = ~(some <= most); /* and where it is no number */
+        const ints is_more = ~(some <= most); /* true for NaN, too */
         most = (lanes)((is_more & (ints)some) | (~is_more & (ints)most));
     }
     const float largest = NAME(largest)(most);
@@ -145,65 +146,65 @@ INLINE TARGET float NAME(soften)(float *scores, int n, float *best, lanes *sum) 
     return less;
 }
 
-/* Attends one row with some heads of a group: `n` of them, computed as if they were `n_queries`. */
-INLINE TARGET void NAME(attend_group)(const struct attention_half *half, const struct span *span, int64_t row,
+/* Attends one row with `n` query heads of a group, padded to `n_queries`. */
+INLINE TARGET void NAME(attend_group)(const struct attention_call *call, const struct span *span, int64_t row,
                                       int64_t kv_head, int64_t first_query, int n, const int n_queries,
                                       const enum kind kind) {
-    const int is_bf16 = half->residual.is_bf16;
-    const int64_t size = half->head_size, stride = half->kept_bytes;
-    const struct kept *kept = &span->layers[half->layer];
+    const int is_bf16 = call->residual.is_bf16;
+    const int64_t size = call->head_size, stride = call->row_bytes;
+    const struct slot_layer *stored = &span->layers[call->layer];
     const int64_t position = span->position + row - span->start;
-    const int64_t first = half->window && position >= half->window ? position - half->window + 1 : 0;
-    const int64_t begin = (kv_head * kept->capacity + first - kept->first) * stride;
+    const int64_t first = call->window && position >= call->window ? position - call->window + 1 : 0;
+    const int64_t begin = (kv_head * stored->capacity + first - stored->first) * stride;
     const int64_t n_seen = position - first + 1;
-    const int64_t head = kv_head * (half->n_heads / half->n_kv_heads) + first_query;
-    const int64_t row_heads = half->n_heads + 2 * half->n_kv_heads;
-    const char *keys = (char *)kept->keys + begin, *values = (char *)kept->values + begin;
+    const int64_t head = kv_head * (call->n_heads / call->n_kv_heads) + first_query;
+    const int64_t row_heads = call->n_heads + 2 * call->n_kv_heads;
+    const char *keys = (char *)stored->keys + begin, *values = (char *)stored->values + begin;
     float queries[MAX_HEAD * MAX_QUERIES], scores[MAX_QUERIES * KEYS], totals[MAX_QUERIES][MAX_HEAD];
     float best[MAX_QUERIES], less[MAX_QUERIES] = {0};
     lanes sums[MAX_QUERIES];
     for (int q = 0; q < n_queries; q++) {
-        const char *query = at(half->looking, (row * row_heads + head + q) * size, is_bf16);
+        const char *query = at(call->projected, (row * row_heads + head + q) * size, is_bf16);
         best[q] = -INFINITY;
         sums[q] = (lanes){0};
         for (int64_t i = 0; i < size; i++)
-            queries[i * n_queries + q] = q < n ? number(query, i, is_bf16) * half->scale : 0;
+            queries[i * n_queries + q] = q < n ? number(query, i, is_bf16) * call->scale : 0;
         for (int64_t i = 0; i < size; i += LANES) memset(&totals[q][i], 0, sizeof(lanes));
     }
     for (int64_t seen = 0; seen < n_seen; seen += KEYS, keys += KEYS * stride, values += KEYS * stride) {
         const int n_keys = n_seen - seen < KEYS ? (int)(n_seen - seen) : KEYS;
         for (int i = 0; i < n_keys; i += LANES) {
             const int n_lanes = of_last(n_keys, i);
-            if (seen + i + AHEAD + LANES <= n_seen) ask_for(keys, stride, i + AHEAD, i + AHEAD + LANES);
-            ask_for(values, stride, i, i + n_lanes);
-            NAME(score)(half, keys + i * stride, n_lanes, queries, scores + i, n_queries, kind);
+            if (seen + i + AHEAD + LANES <= n_seen) prefetch(keys, stride, i + AHEAD, i + AHEAD + LANES);
+            prefetch(values, stride, i, i + n_lanes);
+            NAME(score)(call, keys + i * stride, n_lanes, queries, scores + i, n_queries, kind);
         }
-        for (int q = 0; q < n; q++) less[q] = NAME(soften)(scores + q * KEYS, n_keys, &best[q], &sums[q]);
-        NAME(weigh)(half, values, n_keys, scores, less, totals, n_queries, kind);
+        for (int q = 0; q < n; q++) less[q] = NAME(softmax)(scores + q * KEYS, n_keys, &best[q], &sums[q]);
+        NAME(weigh)(call, values, n_keys, scores, less, totals, n_queries, kind);
     }
     for (int q = 0; q < n; q++) {
-        const float share = 1.0f / NAME(sum)(sums[q]);
+        const float scale = 1.0f / NAME(sum)(sums[q]);
         for (int64_t i = 0; i < size; i += LANES) {
             lanes total;
             memcpy(&total, &totals[q][i], sizeof total);
-            NAME(save_either)(half->attended, (row * half->n_heads + head + q) * size + i, of_last(size, i),
-                              total * share, is_bf16);
+            NAME(save_either)
+            (call->attended, (row * call->n_heads + head + q) * size + i, of_last(size, i), total * scale, is_bf16);
         }
     }
 }
 
-/* How many heads of a group look together, so that the compiler unrolls. */
-#define ATTEND(name, kind)                                                                                       \
-    static APART TARGET void NAME(name)(const struct attention_half *half, const struct span *span, int64_t row, \
-                                        int64_t kv_head, int64_t query, int n) {                                 \
-        if (n == 1)                                                                                              \
-            NAME(attend_group)(half, span, row, kv_head, query, n, 1, kind);                                     \
-        else if (n == 2)                                                                                         \
-            NAME(attend_group)(half, span, row, kv_head, query, n, 2, kind);                                     \
-        else if (n <= 4)                                                                                         \
-            NAME(attend_group)(half, span, row, kv_head, query, n, 4, kind);                                     \
-        else                                                                                                     \
-            NAME(attend_group)(half, span, row, kv_head, query, n, 8, kind);                                     \
+/* One function per number of query heads, so that the compiler unrolls. */
+#define ATTEND(name, kind)                                                                                          \
+    static NOINLINE TARGET void NAME(name)(const struct attention_call *call, const struct span *span, int64_t row, \
+                                           int64_t kv_head, int64_t query, int n) {                                 \
+        if (n == 1)                                                                                                 \
+            NAME(attend_group)(call, span, row, kv_head, query, n, 1, kind);                                        \
+        else if (n == 2)                                                                                            \
+            NAME(attend_group)(call, span, row, kv_head, query, n, 2, kind);                                        \
+        else if (n <= 4)                                                                                            \
+            NAME(attend_group)(call, span, row, kv_head, query, n, 4, kind);                                        \
+        else                                                                                                        \
+            NAME(attend_group)(call, span, row, kv_head, query, n, 8, kind);                                        \
     }
 ATTEND(attend_float32, FLOAT32)
 ATTEND(attend_bfloat16, BFLOAT16)
@@ -212,20 +213,20 @@ ATTEND(attend_int8, INT8)
 
 /* An item is one row and one KV head. */
 static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_half *half = argument;
-    const int64_t n_group = half->n_heads / half->n_kv_heads;
+    const struct attention_call *call = argument;
+    const int64_t n_group = call->n_heads / call->n_kv_heads;
     for (int64_t item = begin; item < end; item++) {
-        const int64_t row = item / half->n_kv_heads, kv_head = item % half->n_kv_heads;
-        const struct span *span = span_of(half, row);
+        const int64_t row = item / call->n_kv_heads, kv_head = item % call->n_kv_heads;
+        const struct span *span = span_of(call, row);
         if (span->is_chunk) continue;
         for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
             const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
-            if (half->group)
-                NAME(attend_int8)(half, span, row, kv_head, query, n);
-            else if (half->residual.is_bf16)
-                NAME(attend_bfloat16)(half, span, row, kv_head, query, n);
+            if (call->group)
+                NAME(attend_int8)(call, span, row, kv_head, query, n);
+            else if (call->residual.is_bf16)
+                NAME(attend_bfloat16)(call, span, row, kv_head, query, n);
             else
-                NAME(attend_float32)(half, span, row, kv_head, query, n);
+                NAME(attend_float32)(call, span, row, kv_head, query, n);
         }
     }
 }

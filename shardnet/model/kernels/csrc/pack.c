@@ -1,16 +1,16 @@
-/* Packs weights for the products of products.c: rounded to int8 or int4, or bfloat16 as they are.
+/* Packs weights for linear.c: quantised to int8 or int4, or bfloat16 unchanged.
  *
- * products.c describes the layouts; kernels/quantized_linear.py and kernels/bf16_linear.py do the same with torch, to
- * the same bits: every sum, product and comparison here is one of theirs, in their order.
+ * linear.c describes the layouts; kernels/quantized_linear.py and kernels/bf16_linear.py do the same with torch, to
+ * the same bits: every sum, multiplication and comparison here is one of theirs, in the same order.
  *
- * Some outputs of a panel are the lanes of vectors, which compilers fit to the machine.
+ * The lanes of a vector are outputs of a panel; compilers map them to the machine's registers.
  */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#include "products.h"
+#include "linear.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -18,7 +18,7 @@
 #define MAX_GROUP INT8_GROUP
 #define SQUARE_BYTES (PANEL * QUAD_BYTES)
 #if defined(__x86_64__)
-#define LANES 8 /* outputs that are rounded at once: of 16 a panel has */
+#define LANES 8 /* outputs that are quantised at once, of the 16 of a panel */
 #else
 #define LANES 4
 #endif
@@ -31,7 +31,7 @@ struct packing {
     struct team team;
     int64_t n_out, n_in, stride;
     int32_t type; /* of the weights */
-    int32_t bits; /* 8, 4, or 16 for bfloat16 as it is */
+    int32_t bits; /* 8, 4, or 16 for unchanged bfloat16 */
 };
 
 /* Weights are put into lanes one by one, as bits. */
@@ -90,7 +90,7 @@ INLINE void widen(lanes values[MAX_GROUP], int type, int group) {
             values[i] = from_f16((bit_lanes)values[i]);
 }
 
-/* Reads the inputs from `begin` on of the outputs from `first` on; what is missing is zero. */
+/* Reads the inputs from `begin` on of the outputs from `first` on, padded with zeros. */
 INLINE void read_group(const struct packing *p, int64_t first, int64_t begin, int group, lanes values[MAX_GROUP]) {
     const int n = (int)(p->n_in - begin < group ? p->n_in - begin : group);
     const int n_outputs = (int)(p->n_out - first < LANES ? p->n_out - first : LANES);
@@ -114,7 +114,7 @@ INLINE void put_scales(bit_lanes scale, uint8_t *out) {
     memcpy(out, narrow, sizeof narrow);
 }
 
-/* Four numbers as bytes, after `offset` was added; what is no number becomes zero. */
+/* Four numbers as bytes, after `offset` was added; NaN becomes zero. */
 INLINE bit_lanes quad(const lanes values[4], lanes inverse, float low, float high, int offset) {
     bit_lanes together = {0};
     for (int i = 0; i < 4; i++) {
@@ -143,7 +143,7 @@ INLINE void pack_int8(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
     }
 }
 
-/* The sum of squares, in halves, as kernels/quantized_linear.py adds them. */
+/* The sum of squares, added pairwise by halves as in kernels/quantized_linear.py. */
 INLINE lanes error_of(const lanes values[MAX_GROUP], lanes scale) {
     const lanes inverse = inverse_of(scale);
     lanes squares[32];
@@ -156,7 +156,7 @@ INLINE lanes error_of(const lanes values[MAX_GROUP], lanes scale) {
     return squares[0];
 }
 
-/* One side goes to -8: the largest weight lies there, whatever its sign. */
+/* int4 reaches -8 on one side: the scale maps the weight of largest magnitude there, whatever its sign. */
 INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *out) {
     static const float shrinks[] = {0.92f, 0.85f, 0.78f};
     lanes extreme = values[0];
@@ -183,7 +183,7 @@ INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
 
 /* --- a panel */
 
-INLINE void round_panel(const struct packing *p, int64_t panel) {
+INLINE void quantize_panel(const struct packing *p, int64_t panel) {
     const int group = p->bits == 8 ? INT8_GROUP : INT4_GROUP;
     const int64_t n_groups = (p->n_in + group - 1) / group;
     const int64_t group_bytes = SCALE_BYTES + (int64_t)group * PANEL * p->bits / 8;
@@ -210,7 +210,7 @@ INLINE uint32_t pair_at(const uint16_t *weights, int64_t left) {
 typedef void (*square_function)(const uint16_t *from, int64_t stride, uint8_t *out);
 
 /* bfloat16: outputs and pairs of inputs change places, a square of them at a time. */
-INLINE void turn_panel(const struct packing *p, int64_t panel, square_function turn) {
+INLINE void transpose_panel(const struct packing *p, int64_t panel, square_function turn) {
     const int64_t n_in = p->n_in, n_pairs = (n_in + 1) / 2, first = panel * PANEL;
     const int n_outputs = (int)(p->n_out - first < PANEL ? p->n_out - first : PANEL);
     const uint16_t *weights = (const uint16_t *)p->weights + first * p->stride;
@@ -229,7 +229,7 @@ INLINE void turn_panel(const struct packing *p, int64_t panel, square_function t
     }
 }
 
-INLINE void turn_square(const uint16_t *from, int64_t stride, uint8_t *out) {
+INLINE void transpose_square(const uint16_t *from, int64_t stride, uint8_t *out) {
     uint32_t square[PANEL][PANEL];
     for (int o = 0; o < PANEL; o++)
         for (int k = 0; k < PANEL; k++) square[k][o] = pair_at(from + o * stride + 2 * k, 2);
@@ -239,7 +239,8 @@ INLINE void turn_square(const uint16_t *from, int64_t stride, uint8_t *out) {
 #if defined(__x86_64__)
 #define AVX2_TARGET __attribute__((target("avx2")))
 #define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#define AHEAD 512 /* bytes of each row that are asked for before they are turned: 16 rows are many to foresee */
+#define AHEAD \
+    512 /* bytes of each row to prefetch before it is transposed: 16 streams are too many for hardware prefetching */
 
 /* Squares of 2, 4 and 8 change places one after the other: first within the quarters of a register, then these. */
 AVX512_TARGET INLINE void avx512_square(const uint16_t *from, int64_t stride, uint8_t *out) {
@@ -268,7 +269,7 @@ AVX512_TARGET INLINE void avx512_square(const uint16_t *from, int64_t stride, ui
         a[k] = _mm512_shuffle_i32x4(b[k], b[k + 8], 0x88);
         a[k + 8] = _mm512_shuffle_i32x4(b[k], b[k + 8], 0xdd);
     }
-    if ((uintptr_t)out % QUAD_BYTES == 0) /* past the caches: weights are read when all of them have been packed */
+    if ((uintptr_t)out % QUAD_BYTES == 0) /* bypass the caches: weights are read only once all are packed */
         for (int k = 0; k < PANEL; k++) _mm512_stream_si512((__m512i *)(out + k * QUAD_BYTES), a[k]);
     else
         for (int k = 0; k < PANEL; k++) _mm512_storeu_si512(out + k * QUAD_BYTES, a[k]);
@@ -296,36 +297,37 @@ AVX2_TARGET INLINE void avx2_eight(const uint16_t *from, int64_t stride, uint8_t
 
 AVX2_TARGET INLINE void avx2_square(const uint16_t *from, int64_t stride, uint8_t *out) {
     for (int o = 0; o < PANEL; o += 8)
-        for (int k = 0; k < PANEL; k += 8)
-            avx2_eight(from + o * stride + 2 * k, stride, out + k * QUAD_BYTES + 4 * o);
+        for (int k = 0; k < PANEL; k += 8) avx2_eight(from + o * stride + 2 * k, stride, out + k * QUAD_BYTES + 4 * o);
 }
 #endif
 
 typedef void (*panel_function)(const struct packing *, int64_t);
 
-static void portable_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
+static void portable_panel(const struct packing *p, int64_t panel) { quantize_panel(p, panel); }
 
-static void portable_turned(const struct packing *p, int64_t panel) { turn_panel(p, panel, turn_square); }
+static void portable_transposed(const struct packing *p, int64_t panel) { transpose_panel(p, panel, transpose_square); }
 
 #if defined(__x86_64__)
-AVX2_TARGET static void avx2_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
+AVX2_TARGET static void avx2_panel(const struct packing *p, int64_t panel) { quantize_panel(p, panel); }
 
-AVX2_TARGET static void avx2_turned(const struct packing *p, int64_t panel) { turn_panel(p, panel, avx2_square); }
+AVX2_TARGET static void avx2_transposed(const struct packing *p, int64_t panel) {
+    transpose_panel(p, panel, avx2_square);
+}
 
-AVX512_TARGET static void avx512_panel(const struct packing *p, int64_t panel) { round_panel(p, panel); }
+AVX512_TARGET static void avx512_panel(const struct packing *p, int64_t panel) { quantize_panel(p, panel); }
 
-AVX512_TARGET static void avx512_turned(const struct packing *p, int64_t panel) {
-    turn_panel(p, panel, avx512_square);
-    _mm_sfence(); /* other threads may be told now that the panel is there */
+AVX512_TARGET static void avx512_transposed(const struct packing *p, int64_t panel) {
+    transpose_panel(p, panel, avx512_square);
+    _mm_sfence(); /* makes the streamed panel visible to other threads */
 }
 #endif
 
 static panel_function panel_for(const struct packing *p) {
 #if defined(__x86_64__)
-    if (p->team.isa == AVX512) return p->bits == 16 ? avx512_turned : avx512_panel;
-    if (p->team.isa == AVX2) return p->bits == 16 ? avx2_turned : avx2_panel;
+    if (p->team.isa == AVX512) return p->bits == 16 ? avx512_transposed : avx512_panel;
+    if (p->team.isa == AVX2) return p->bits == 16 ? avx2_transposed : avx2_panel;
 #endif
-    return p->bits == 16 ? portable_turned : portable_panel;
+    return p->bits == 16 ? portable_transposed : portable_panel;
 }
 
 static void pack_panels(const void *argument, int64_t begin, int64_t end) {
@@ -336,5 +338,5 @@ static void pack_panels(const void *argument, int64_t begin, int64_t end) {
 
 /* Packs weights. Everything in `p` has been checked by the caller. */
 void shardnet_pack(const struct packing *p) {
-    shardnet_share_out(&p->team, pack_panels, p, (p->n_out + PANEL - 1) / PANEL, 1);
+    shardnet_parallel_for(&p->team, pack_panels, p, (p->n_out + PANEL - 1) / PANEL, 1);
 }

@@ -1,13 +1,13 @@
-/* Tiles for AVX2: a panel's outputs are two registers, both at once where rows leave room for them. */
+/* Tiles for AVX2: a panel's outputs are two registers, both at once where enough registers are free. */
 
 #include <immintrin.h>
 
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX2_ROWS_OF_BOTH 3 /* of rounded rows */
+#define AVX2_ROWS_OF_BOTH 3 /* of quantised rows */
 #define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
 
-/* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: so many sums as registers hold. */
-INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const int n_rows, const struct product *p,
+/* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: as many sums as registers hold. */
+INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const int n_rows, const struct linear *p,
                                      const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
     const float *x = floats_of(p, row) + begin;
@@ -34,17 +34,17 @@ INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const in
         for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * h, total[h][r]);
 }
 
-INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const struct product *p, const uint8_t *w, int64_t row,
+INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const struct linear *p, const uint8_t *w, int64_t row,
                                    float sums[2][MAX_TILE][PANEL]) {
     const int most = n_rows <= AVX2_WIDE_ROWS ? n_rows : (n_rows + 1) / 2;
     avx2_wide_part(n_rows, 0, most, p, w, row, sums);
     if (most < n_rows) avx2_wide_part(n_rows, most, n_rows - most, p, w, row, sums);
 }
 
-/* Rounded rows and weights. */
-INLINE WITH_AVX2 void avx2_rounded_of(const int n_rows, const int n_halves, int half, const int bits,
-                                      const struct product *p, const uint8_t *w, int64_t row,
-                                      float sums[2][MAX_TILE][PANEL]) {
+/* Quantised rows and weights. */
+INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, int half, const int bits,
+                                        const struct linear *p, const uint8_t *w, int64_t row,
+                                        float sums[2][MAX_TILE][PANEL]) {
     const int32_t group = p->group;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const __m256i flip = _mm256_set1_epi8((char)0x80);
@@ -102,8 +102,8 @@ INLINE WITH_AVX2 void avx2_rounded_of(const int n_rows, const int n_halves, int 
     else                          \
         for (int half = 0; half < 2; half++) OF(n, 1, half, __VA_ARGS__)
 #define AVX2_WIDE(n) avx2_wide_of(n, p, w, row, sums)
-#define AVX2_EIGHT(n) AVX2_HALVES(n, avx2_rounded_of, 8, p, w, row, sums)
-#define AVX2_FOUR(n) AVX2_HALVES(n, avx2_rounded_of, 4, p, w, row, sums)
+#define AVX2_EIGHT(n) AVX2_HALVES(n, avx2_quantized_of, 8, p, w, row, sums)
+#define AVX2_FOUR(n) AVX2_HALVES(n, avx2_quantized_of, 4, p, w, row, sums)
 TILE(avx2_wide, WITH_AVX2, AVX2_WIDE)
 TILE(avx2_eight, WITH_AVX2, AVX2_EIGHT)
 TILE(avx2_four, WITH_AVX2, AVX2_FOUR)

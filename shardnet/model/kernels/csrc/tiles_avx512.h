@@ -1,25 +1,25 @@
-/* Tiles for AVX-512: with bfloat16 two panels at once, so that what is spread of a row serves 32 outputs. */
+/* Tiles for AVX-512: with bfloat16 two panels at once, so that each broadcast of a row serves 32 outputs. */
 
 #include <immintrin.h>
 
 #define WITH_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 
-/* Many rows compute longer than the machine's own prefetching looks ahead, which ends with each page: the first tile of
- * rows asks for what comes a page later. Few rows wait for memory anyway, and asking slows them down. */
+/* With many rows, computing a page takes longer than hardware prefetching covers, which ends at each page: the first
+ * tile of rows prefetches one page ahead. Few rows are bound by memory anyway, and prefetching slows them down. */
 #define AHEAD 4096
-#define ASKING_ROWS 6
-#define ASKING_ROWS_OF_INT4 4
+#define PREFETCHING_ROWS 6
+#define PREFETCHING_ROWS_OF_INT4 4
 
-INLINE WITH_AVX512 void avx512_ask_for(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
+INLINE WITH_AVX512 void avx512_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
 /* Rows of float32. */
-INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, const struct product *p, const uint8_t *w,
+INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, const struct linear *p, const uint8_t *w,
                                        int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int64_t panel = bytes_of_panel(p);
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);
     const float *x = floats_of(p, row);
-    const int asks = n_rows >= ASKING_ROWS / 2 && row == 0;
+    const int prefetches = n_rows >= PREFETCHING_ROWS / 2 && row == 0;
     __m512 total[2][MAX_TILE];
     for (int q = 0; q < n_panels; q++)
         for (int r = 0; r < n_rows; r++) total[q][r] = _mm512_setzero_ps();
@@ -27,7 +27,7 @@ INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, con
         __m512 first[2], second[2];
         for (int q = 0; q < n_panels; q++) {
             const __m512i both = _mm512_loadu_si512(w + q * panel);
-            if (asks) avx512_ask_for(w + q * panel);
+            if (prefetches) avx512_prefetch(w + q * panel);
             first[q] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
             second[q] = _mm512_castsi512_ps(_mm512_and_si512(both, high));
         }
@@ -54,11 +54,11 @@ INLINE WITH_AVX512_BF16 __m512bh avx512_spread(const uint16_t *pair) {
 }
 
 /* Rows of bfloat16, multiplied in pairs. */
-INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panels, const struct product *p,
+INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panels, const struct linear *p,
                                              const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int64_t panel = bytes_of_panel(p);
     const uint16_t *x = pairs_of(p, row);
-    const int asks = n_rows >= ASKING_ROWS && row == 0;
+    const int prefetches = n_rows >= PREFETCHING_ROWS && row == 0;
     __m512 total[2][MAX_TILE];
     for (int q = 0; q < n_panels; q++)
         for (int r = 0; r < n_rows; r++) total[q][r] = _mm512_setzero_ps();
@@ -66,7 +66,7 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
         __m512bh pairs[2];
         for (int q = 0; q < n_panels; q++) {
             pairs[q] = (__m512bh)_mm512_loadu_si512(w + q * panel);
-            if (asks) _mm_prefetch((const char *)w + q * panel + AHEAD, _MM_HINT_T1);
+            if (prefetches) _mm_prefetch((const char *)w + q * panel + AHEAD, _MM_HINT_T1);
         }
         for (int r = 0; r < n_rows; r++) {
             const __m512bh own = avx512_spread(x + 2 * r);
@@ -77,18 +77,18 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
         for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
 }
 
-/* Rounded rows and weights, one panel at a time: with two, registers run out. The sums of groups stay in memory. */
-INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, const struct product *p, const uint8_t *w,
-                                          int64_t row, float sums[2][MAX_TILE][PANEL]) {
+/* Quantised rows and weights, one panel at a time: with two, registers run out. The sums of groups stay in memory. */
+INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, const struct linear *p, const uint8_t *w,
+                                            int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int group = bits == 8 ? INT8_GROUP : INT4_GROUP, group_bytes = SCALE_BYTES + group * PANEL * bits / 8;
     const __m512i low = _mm512_set1_epi8(15);
     const int8_t *x = quads_of(p, row);
-    const int asks = n_rows >= (bits == 8 ? ASKING_ROWS : ASKING_ROWS_OF_INT4) && row == 0;
+    const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], _mm512_setzero_ps());
     for (int64_t g = 0; g < p->n_groups; g++, w += group_bytes) {
         __m512i sum[MAX_TILE];
-        if (asks)
-            for (int byte = 0; byte < group_bytes; byte += 64) avx512_ask_for(w + byte);
+        if (prefetches)
+            for (int byte = 0; byte < group_bytes; byte += 64) avx512_prefetch(w + byte);
         for (int r = 0; r < n_rows; r++) sum[r] = _mm512_set1_epi32(p->offsets[(row + r) * p->n_groups + g]);
         for (int quad = 0; quad < group / 4; quad += 2, x += 8 * n_rows) {
             const uint8_t *quads = w + SCALE_BYTES + quad * QUAD_BYTES * bits / 8;
@@ -114,8 +114,8 @@ INLINE WITH_AVX512 void avx512_rounded_of(const int n_rows, const int bits, cons
 #define TWO_WIDE(n) avx512_wide_of(n, 2, p, w, row, sums)
 #define ONE_PAIRS(n) avx512_pairs_of(n, 1, p, w, row, sums)
 #define TWO_PAIRS(n) avx512_pairs_of(n, 2, p, w, row, sums)
-#define ONE_EIGHT(n) avx512_rounded_of(n, 8, p, w, row, sums)
-#define ONE_FOUR(n) avx512_rounded_of(n, 4, p, w, row, sums)
+#define ONE_EIGHT(n) avx512_quantized_of(n, 8, p, w, row, sums)
+#define ONE_FOUR(n) avx512_quantized_of(n, 4, p, w, row, sums)
 TILE(avx512_one_wide, WITH_AVX512, ONE_WIDE)
 TILE(avx512_two_wide, WITH_AVX512, TWO_WIDE)
 TILE(avx512_one_pairs, WITH_AVX512_BF16, ONE_PAIRS)

@@ -1,11 +1,11 @@
-/* Tiles for NEON: a panel's outputs are four registers, one after the other. */
+/* Tiles for NEON: a panel's outputs are four registers. */
 
 #include <arm_neon.h>
 
 #define WITH_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
 
 /* Rows of float32. */
-INLINE void neon_wide_of(const int n_rows, const struct product *p, const uint8_t *w, int64_t row,
+INLINE void neon_wide_of(const int n_rows, const struct linear *p, const uint8_t *w, int64_t row,
                          float sums[2][MAX_TILE][PANEL]) {
     const uint32x4_t high = vdupq_n_u32(0xffff0000u);
     for (int part = 0; part < 4; part++) {
@@ -26,9 +26,9 @@ INLINE void neon_wide_of(const int n_rows, const struct product *p, const uint8_
 
 INLINE int8x16_t neon_spread(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(quad_at(x))); }
 
-/* Rounded rows and weights. */
-INLINE WITH_NEON void neon_rounded_of(const int n_rows, const int bits, const struct product *p, const uint8_t *w,
-                                      int64_t row, float sums[2][MAX_TILE][PANEL]) {
+/* Quantised rows and weights. */
+INLINE WITH_NEON void neon_quantized_of(const int n_rows, const int bits, const struct linear *p, const uint8_t *w,
+                                        int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int32_t group = p->group;
     const uint8x16_t low = vdupq_n_u8(15), flip = vdupq_n_u8(0x80);
     for (int part = 0; part < 4; part++) {
@@ -69,8 +69,8 @@ INLINE WITH_NEON void neon_rounded_of(const int n_rows, const int bits, const st
 }
 
 #define NEON_WIDE(n) neon_wide_of(n, p, w, row, sums)
-#define NEON_EIGHT(n) neon_rounded_of(n, 8, p, w, row, sums)
-#define NEON_FOUR(n) neon_rounded_of(n, 4, p, w, row, sums)
+#define NEON_EIGHT(n) neon_quantized_of(n, 8, p, w, row, sums)
+#define NEON_FOUR(n) neon_quantized_of(n, 4, p, w, row, sums)
 TILE(neon_wide, , NEON_WIDE)
 TILE(neon_eight, WITH_NEON, NEON_EIGHT)
 TILE(neon_four, WITH_NEON, NEON_FOUR)

@@ -1,4 +1,4 @@
-/* Tiles in plain C: what the other instruction sets are held against. */
+/* Tiles in plain C: the reference for the other instruction sets. */
 
 INLINE float from_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31;
@@ -15,8 +15,8 @@ INLINE float from_f16(uint16_t half) {
     return value;
 }
 
-static void portable_rounded(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
-                             float sums[2][MAX_TILE][PANEL]) {
+static void portable_quantized(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
+                               float sums[2][MAX_TILE][PANEL]) {
     const int n_quads = p->group / 4, stride = 4 * n_rows;
     for (int64_t g = 0; g < p->n_groups; g++) {
         const uint8_t *scales = w + g * bytes_of_group(p), *quads = scales + SCALE_BYTES;
@@ -40,7 +40,7 @@ static void portable_rounded(const struct product *p, const uint8_t *w, int64_t 
     }
 }
 
-static void portable_wide(const struct product *p, const uint8_t *w, int64_t row, int n_rows,
+static void portable_wide(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
                           float sums[2][MAX_TILE][PANEL]) {
     const float *x = floats_of(p, row);
     memset(sums[0], 0, sizeof sums[0]);
@@ -54,4 +54,4 @@ static void portable_wide(const struct product *p, const uint8_t *w, int64_t row
 }
 
 static const struct tiles portable_wide_tiles = {portable_wide, NULL};
-static const struct tiles portable_rounded_tiles = {portable_rounded, NULL};
+static const struct tiles portable_quantized_tiles = {portable_quantized, NULL};

@@ -17,7 +17,7 @@ from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.fused.layers import _MAX_ROWS, NativeLayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
-from shardnet.model.layers.attention import Step, plan_step
+from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.model.layers.rotary import Rotary
 from shardnet.stage.load import load_stage
 from shardnet.types import DType, KvDType, LayerRange
@@ -64,7 +64,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     said: list[bool] = []
     call = NativeLayers.__call__
 
-    def noted(layers: NativeLayers, hidden: Tensor, rotaries: list[Rotary], step: Step) -> object:
+    def noted(
+        layers: NativeLayers, hidden: Tensor, rotaries: list[Rotary], step: ForwardStep
+    ) -> object:
         result = call(layers, hidden, rotaries, step)
         said.append(result is not None)
         return result
@@ -148,7 +150,7 @@ def test_rows_that_do_not_belong_to_the_step_are_refused(tmp_path: Path) -> None
     [stage] = load(folder, DType.BFLOAT16).stages
     step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype, (), None)
     wide = torch.zeros(2, stage.width + 1).bfloat16()
-    with pytest.raises(ValueError, match=f"library wants {stage.width} columns"):
+    with pytest.raises(ValueError, match=f"library needs {stage.width} columns"):
         list(stage._family.walk(wide, step))
     with pytest.raises(ValueError, match="of 3 rows"):
         list(stage._family.walk(torch.zeros(3, stage.width).bfloat16(), step))

@@ -1,8 +1,8 @@
-"""Renders one chat template in a process of its own: a program for chat_template.py to run.
+"""Renders one chat template in a separate process: the program that chat_template.py runs.
 
 Reads a JSON object from standard input and writes one to standard output. Knows jinja2 and nothing
-of shardnet. The template is a stranger's: it runs in jinja2's sandbox, and this process has bounds
-of memory and processor time, so that no expression can take more than its deadline.
+of shardnet. The template is untrusted: it runs in jinja2's sandbox, and this process has limits of
+memory and CPU time, so that no expression can exceed its deadline.
 """
 
 from __future__ import annotations
@@ -22,48 +22,49 @@ import jinja2.sandbox
 
 
 class RefusedByTemplateError(Exception):
-    """The template itself refuses the messages."""
+    """The template refuses the messages."""
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model says, for training: here its body stands as it is."""
+    """`{% generation %}` marks the model's output for training: here its body is left unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Give the body."""
+        """Return the body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def main() -> None:
-    """Render what standard input asks for."""
-    asked = json.load(sys.stdin)
-    limit(asked["memory_bytes"], asked["seconds"])
-    answer: dict[str, Any]
+    """Render the request on standard input."""
+    request = json.load(sys.stdin)
+    limit(request["memory_bytes"], request["seconds"])
+    reply: dict[str, Any]
     try:
-        answer = {"text": render(asked["template"], asked["variables"], asked["most_bytes"])}
+        reply = {"text": render(request["template"], request["variables"], request["most_bytes"])}
     except RefusedByTemplateError as error:
-        answer = {"refused": str(error)}
+        reply = {"refused": str(error)}
     except jinja2.TemplateSyntaxError as error:
-        answer = {"failed": error.message or "syntax error", "line": error.lineno}
+        reply = {"failed": error.message or "syntax error", "line": error.lineno}
     except MemoryError:
-        answer = {"failed": f"it needs more than {asked['memory_bytes'] >> 20} MiB"}
+        reply = {"failed": f"it needs more than {request['memory_bytes'] >> 20} MiB"}
     except RecursionError:
-        answer = {"failed": "it calls itself without end"}
-    except Exception as error:  # whatever a stranger's expression raises
-        answer = {"failed": f"{type(error).__name__}: {error}"[:500], "line": line_of(error)}
-    json.dump(answer, sys.stdout)
+        reply = {"failed": "it calls itself without end"}
+    except Exception as error:  # an untrusted expression may raise anything
+        reply = {"failed": f"{type(error).__name__}: {error}"[:500], "line": line_of(error)}
+    json.dump(reply, sys.stdout)
 
 
 def limit(memory_bytes: int, seconds: int) -> None:
-    """Bound this process where the system can: its memory, and its processor time from now on.
+    """Limit this process' memory and its further CPU time, where the system supports it.
 
-    The system ends it with SIGXCPU then, and with SIGKILL a second later. It leaves no core.
+    The system ends it with SIGXCPU at the limit, and with SIGKILL a second later, without a core
+    dump.
     """
     try:
         import resource
-    except ImportError:  # Windows: only the deadline of the parent bounds it
+    except ImportError:  # Windows: only the parent's deadline applies
         return
     most_s = math.ceil(time.process_time() + seconds)
     for what, soft, hard in (
@@ -78,7 +79,7 @@ def limit(memory_bytes: int, seconds: int) -> None:
 
 
 def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:
-    """Run the template; raises ValueError when its text grows beyond `most_bytes`."""
+    """Render the template. Raises ValueError if the text exceeds `most_bytes`."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -98,17 +99,17 @@ def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:
 
 
 def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **rest: Any) -> str:
-    """Write JSON as templates expect it: jinja2's own filter would escape for HTML."""
+    """Serialize to JSON as templates expect: jinja2's own filter would escape for HTML."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **rest)
 
 
 def refuse(why: object) -> None:
-    """Let the template say what it does not take."""
+    """Raise the template's own error."""
     raise RefusedByTemplateError(str(why))
 
 
 def line_of(error: BaseException) -> int | None:
-    """Return the template's line that raised, None where it is not known."""
+    """Return the line of the template that raised, None if unknown."""
     trace, line = error.__traceback__, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

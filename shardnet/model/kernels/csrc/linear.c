@@ -1,20 +1,20 @@
-/* Products with int8, int4 and bfloat16 weights, for AVX-512, AVX2, NEON and plain C.
+/* Linear layers with int8, int4 and bfloat16 weights, for AVX-512, AVX2, NEON and plain C.
  *
- * kernels/quantized_linear.py and kernels/bf16_linear.py define the layouts, pack.c packs weights; kernels/library.py finds this
- * library and calls it. It is optional: built where a C compiler is at hand, and torch does its work elsewhere.
+ * kernels/quantized_linear.py and kernels/bf16_linear.py define the layouts, pack.c packs weights;
+ * kernels/library.py finds this library and calls it. It is optional: built where a C compiler is available, and torch
+ * does its work elsewhere.
  *
- * Packed weights: panels of 16 outputs; in a panel the groups of inputs, one behind the other; of a
- * group first 16 float16 scales, one per output, then the weights, four inputs of each output at a
- * time: 64 bytes hold [16 outputs][4 inputs] of int8 + 128, or of two such quads int4 + 8, the first
- * in the low halves.
+ * Packed weights: panels of 16 outputs; in a panel the groups of inputs, in order; of a group first 16 float16 scales,
+ * one per output, then the weights, four inputs of each output at a time: 64 bytes hold [16 outputs][4 inputs] of
+ * int8 + 128, or of two such quads int4 + 8, the first in the low nibbles.
  *
  * Of bfloat16 there are no groups: 64 bytes hold [16 outputs][2 inputs].
  *
- * With int8 and int4 rows are rounded to int8 per row and group. A group's products are summed exactly, in int32, then
- * scaled and added to a float32 sum, group by group: so a row has the same bits in any company, with
- * any number of threads and on any of these instruction sets. With bfloat16 a row is multiplied in
- * float32, input by input, with fused multiply-adds: the same bits in any company, too. Where rows
- * are bfloat16 and the machine has instructions for that, pairs of inputs are added first.
+ * With int8 and int4 weights, rows are quantised to int8 per row and group. The dot product of a group is exact, in
+ * int32, then scaled and added to a float32 sum, group by group: a row's bits are independent of the batch, of the
+ * number of threads and of the instruction set. With bfloat16 weights a row is multiplied in float32, input by input,
+ * with fused multiply-adds: also independent of the batch. Where rows are bfloat16 and the machine has instructions for
+ * it, pairs of inputs are added first.
  */
 
 #include <math.h>
@@ -23,7 +23,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "products.h"
+#include "linear.h"
 #include "tiles.h"
 #include "tiles_portable.h"
 #if defined(__x86_64__)
@@ -37,22 +37,22 @@
 #endif
 #endif
 
-/* --- rows to int8 */
+/* --- rows quantised to int8 */
 
-/* Where a row's group `g` begins in its tile, and how many bytes its quads lie apart. */
-INLINE int8_t *tile_of(const struct product *p, int64_t row, int64_t g, int32_t *stride) {
+/* Finds where a row's group `g` begins in its tile, and the stride in bytes between its quads. */
+INLINE int8_t *tile_of(const struct linear *p, int64_t row, int64_t g, int32_t *stride) {
     int64_t first = row / MAX_TILE * MAX_TILE;
     int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     *stride = (int32_t)n_rows * 4;
-    return p->rounded + first * p->n_groups * p->group + g * p->group * n_rows + (row - first) * 4;
+    return p->quantized + first * p->n_groups * p->group + g * p->group * n_rows + (row - first) * 4;
 }
 
-INLINE void round_row(const struct product *p, int64_t row) {
+INLINE void quantize_row(const struct linear *p, int64_t row) {
     const int32_t group = p->group;
     const float *wide = (const float *)p->rows + row * p->n_in;
     const uint16_t *narrow = (const uint16_t *)p->rows + row * p->n_in;
     float values[INT8_GROUP];
-    int8_t rounded[INT8_GROUP];
+    int8_t quantized[INT8_GROUP];
     for (int64_t g = 0; g < p->n_groups; g++) {
         int64_t begin = g * group;
         int32_t n = (int32_t)(p->n_in - begin < group ? p->n_in - begin : group);
@@ -65,7 +65,7 @@ INLINE void round_row(const struct product *p, int64_t row) {
             largest = size > largest ? size : largest;
             is_finite &= size <= 3.402823466e38f;
         }
-        /* What is not finite makes every output so: the caller sees it and names it. */
+        /* A value that is not finite makes every output NaN: the caller detects and reports it. */
         float scale = is_finite ? largest / 127.0f : NAN;
         float inverse = is_finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
         int32_t stride;
@@ -76,10 +76,10 @@ INLINE void round_row(const struct product *p, int64_t row) {
             float shifted = (is_finite ? values[i] * inverse : 0.0f) + 12582912.0f;
             int32_t bits;
             memcpy(&bits, &shifted, 4);
-            rounded[i] = (int8_t)(bits - 0x4b400000);
+            quantized[i] = (int8_t)(bits - 0x4b400000);
             sum += bits - 0x4b400000;
         }
-        for (int32_t i = 0; i < group; i += 4) memcpy(out + i / 4 * stride, rounded + i, 4);
+        for (int32_t i = 0; i < group; i += 4) memcpy(out + i / 4 * stride, quantized + i, 4);
         p->scales[row * p->n_groups + g] = scale;
         p->offsets[row * p->n_groups + g] = (p->bits == 8 ? -128 : -8) * sum;
     }
@@ -87,13 +87,13 @@ INLINE void round_row(const struct product *p, int64_t row) {
 
 /* --- rows for bfloat16 weights: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
 
-INLINE void lay_out_row(const struct product *p, int64_t row) {
+INLINE void lay_out_row(const struct linear *p, int64_t row) {
     const int64_t first = row / MAX_TILE * MAX_TILE, n_in = p->n_in;
     const int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     const float *wide = (const float *)p->rows + row * n_in;
     const uint16_t *narrow = (const uint16_t *)p->rows + row * n_in;
     if (p->pairs) {
-        uint16_t *out = (uint16_t *)p->rounded + first * even_inputs(p) + (row - first) * 2;
+        uint16_t *out = (uint16_t *)p->quantized + first * even_inputs(p) + (row - first) * 2;
         for (int64_t i = 0; i + 1 < n_in; i += 2) memcpy(out + i * n_rows, narrow + i, 4);
         if (n_in % 2) {
             out[(n_in - 1) * n_rows] = narrow[n_in - 1];
@@ -101,12 +101,12 @@ INLINE void lay_out_row(const struct product *p, int64_t row) {
         }
         return;
     }
-    float *out = (float *)p->rounded + first * even_inputs(p) + (row - first);
+    float *out = (float *)p->quantized + first * even_inputs(p) + (row - first);
     for (int64_t i = 0; i < n_in; i++) out[i * n_rows] = p->is_bf16 ? from_bf16(narrow[i]) : wide[i];
     if (n_in % 2) out[n_in * n_rows] = 0;
 }
 
-static const struct tiles *tiles_for(const struct product *p) {
+static const struct tiles *tiles_for(const struct linear *p) {
 #if defined(__x86_64__)
     if (p->team.isa == AVX512 && p->bits == 16) return p->pairs ? &avx512_pairs_tiles : &avx512_wide_tiles;
     if (p->team.isa == AVX512) return p->bits == 8 ? &avx512_eight_tiles : &avx512_four_tiles;
@@ -116,10 +116,10 @@ static const struct tiles *tiles_for(const struct product *p) {
     if (p->team.isa == NEON && p->bits == 16) return &neon_wide_tiles;
     if (p->team.isa == NEON) return p->bits == 8 ? &neon_eight_tiles : &neon_four_tiles;
 #endif
-    return p->bits == 16 ? &portable_wide_tiles : &portable_rounded_tiles;
+    return p->bits == 16 ? &portable_wide_tiles : &portable_quantized_tiles;
 }
 
-static void store(const struct product *p, int64_t row, int64_t panel, const float *sums) {
+static void store(const struct linear *p, int64_t row, int64_t panel, const float *sums) {
     int64_t begin = panel * PANEL;
     int n = (int)(p->n_out - begin < PANEL ? p->n_out - begin : PANEL);
     float values[PANEL];
@@ -136,17 +136,17 @@ static void store(const struct product *p, int64_t row, int64_t panel, const flo
 
 /* --- the work */
 
-static void round_rows(const void *argument, int64_t begin, int64_t end) {
-    const struct product *p = argument;
+static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
+    const struct linear *p = argument;
     for (int64_t row = begin; row < end; row++)
         if (p->bits == 16)
             lay_out_row(p, row);
         else
-            round_row(p, row);
+            quantize_row(p, row);
 }
 
 static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
-    const struct product *p = argument;
+    const struct linear *p = argument;
     const struct tiles *tiles = tiles_for(p);
     const int64_t panel_bytes = bytes_of_panel(p);
     float sums[2][MAX_TILE][PANEL];
@@ -181,8 +181,8 @@ static void take_pieces(void *argument) {
     }
 }
 
-void shardnet_share_out(const struct team *team, work_function work, const void *argument, int64_t n_items,
-                        int64_t piece) {
+void shardnet_parallel_for(const struct team *team, work_function work, const void *argument, int64_t n_items,
+                           int64_t piece) {
     struct job job = {.work = work, .argument = argument, .n_items = n_items, .piece = piece};
     if (!team->parallel || team->n_threads < 2 || n_items <= piece) {
         work(argument, 0, n_items);
@@ -195,13 +195,13 @@ void shardnet_share_out(const struct team *team, work_function work, const void 
 /* --- what kernels/library.py calls */
 
 #if defined(__x86_64__)
-/* What CPUID says of the machine, and which registers the system keeps: asked here, since what compilers bring for it
- * differs in the names it knows. */
+/* Features by CPUID, and which registers the system saves. Queried here, since compilers' own helpers differ in the
+ * names they know. */
 struct machine {
-    uint32_t leaf1_c, leaf7_b, leaf7_c, leaf7_d, leaf71_a, kept;
+    uint32_t leaf1_c, leaf7_b, leaf7_c, leaf7_d, leaf71_a, saved;
 };
 
-static struct machine look_at_machine(void) {
+static struct machine query_machine(void) {
     struct machine m = {0};
     uint32_t a, b, c, d;
     if (__get_cpuid(1, &a, &b, &c, &d)) m.leaf1_c = c;
@@ -209,7 +209,7 @@ static struct machine look_at_machine(void) {
         m.leaf7_b = b, m.leaf7_c = c, m.leaf7_d = d;
         if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) m.leaf71_a = a;
     }
-    if (m.leaf1_c >> 27 & 1) __asm__ volatile("xgetbv" : "=a"(m.kept), "=d"(d) : "c"(0)); /* OSXSAVE */
+    if (m.leaf1_c >> 27 & 1) __asm__ volatile("xgetbv" : "=a"(m.saved), "=d"(d) : "c"(0)); /* OSXSAVE */
     return m;
 }
 
@@ -219,17 +219,17 @@ INLINE int has_all(uint32_t found, uint32_t wanted) { return (found & wanted) ==
 #define HAS_AVX2 (1u << 5)                                            /* leaf 7, ebx */
 #define AVX512_F_DQ_BW_VL (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* leaf 7, ebx */
 #define AVX512_VNNI (1u << 11)                                        /* leaf 7, ecx */
-#define YMM_KEPT 0x06u
-#define ZMM_KEPT 0xe6u
+#define YMM_SAVED 0x06u
+#define ZMM_SAVED 0xe6u
 #endif
 
 /* The best instruction set of this machine. */
 int32_t shardnet_isa(void) {
 #if defined(__x86_64__)
-    const struct machine m = look_at_machine();
-    if (!has_all(m.kept, YMM_KEPT) || !has_all(m.leaf1_c, FMA_AVX_F16C) || !has_all(m.leaf7_b, HAS_AVX2))
+    const struct machine m = query_machine();
+    if (!has_all(m.saved, YMM_SAVED) || !has_all(m.leaf1_c, FMA_AVX_F16C) || !has_all(m.leaf7_b, HAS_AVX2))
         return PORTABLE;
-    if (has_all(m.kept, ZMM_KEPT) && has_all(m.leaf7_b, AVX512_F_DQ_BW_VL) && has_all(m.leaf7_c, AVX512_VNNI))
+    if (has_all(m.saved, ZMM_SAVED) && has_all(m.leaf7_b, AVX512_F_DQ_BW_VL) && has_all(m.leaf7_c, AVX512_VNNI))
         return AVX512;
     return AVX2;
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -243,7 +243,7 @@ int32_t shardnet_isa(void) {
 /* Whether pairs of bfloat16 are multiplied at once, and whether whole tiles are (AMX). */
 int32_t shardnet_has_bf16_pairs(void) {
 #if defined(__x86_64__)
-    return look_at_machine().leaf71_a >> 5 & 1;
+    return query_machine().leaf71_a >> 5 & 1;
 #else
     return 0;
 #endif
@@ -251,23 +251,23 @@ int32_t shardnet_has_bf16_pairs(void) {
 
 int32_t shardnet_has_bf16_tiles(void) {
 #if defined(__x86_64__)
-    return look_at_machine().leaf7_d >> 22 & 1;
+    return query_machine().leaf7_d >> 22 & 1;
 #else
     return 0;
 #endif
 }
 
-/* Says by its name what the structs are: kernels/library.py looks for its own version. */
-void shardnet_version_7(void) {}
+/* Its name is the version of the structs: kernels/library.py looks for its own. */
+void shardnet_version_8(void) {}
 
-void shardnet_multiply(struct product *p) {
+void shardnet_linear(struct linear *p) {
     const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
     /* Pieces of about 128 KiB of weights, and of whole pairs of panels: small enough to share out evenly, large enough
      * to pay. */
     const int64_t bytes = bytes_of_panel(p), pairs = 65536 / (bytes ? bytes : 1);
     p->pairs = p->has_pairs && p->is_bf16;
-    p->scales = (float *)(p->rounded + p->n_rows * p->n_groups * p->group);
+    p->scales = (float *)(p->quantized + p->n_rows * p->n_groups * p->group);
     p->offsets = (int32_t *)(p->scales + p->n_rows * p->n_groups);
-    shardnet_share_out(&p->team, round_rows, p, p->n_rows, 16);
-    shardnet_share_out(&p->team, multiply_panels, p, n_panels, 2 * (pairs > 0 ? pairs : 1));
+    shardnet_parallel_for(&p->team, prepare_rows, p, p->n_rows, 16);
+    shardnet_parallel_for(&p->team, multiply_panels, p, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }

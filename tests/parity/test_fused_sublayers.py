@@ -1,4 +1,4 @@
-"""Halves of layers by the compiled library, against the same halves by torch."""
+"""Sub-layers by the compiled library, against the same sub-layers by torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardnet.model.config.model_config import Activation
 from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.sublayers import with_native_halves
-from shardnet.model.kernels.bf16_linear import NativeLinear
+from shardnet.model.fused.sublayers import with_native_sublayers
+from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
-from shardnet.model.layers.attention import AttentionKind, Step, plan_step
-from shardnet.model.layers.decoder_layer import AttentionHalf, Layer, MlpHalf, Residual
+from shardnet.model.layers.attention import AttentionKind, ForwardStep, plan_step
+from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
 from shardnet.model.layers.kv_cache import KvCache
-from shardnet.model.layers.kv_quantization import round_rows
+from shardnet.model.layers.kv_quantization import quantize_rows
 from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was
 ISAS = ("portable", "avx2", "")
 WIDTH, INNER = 40, 72
 
-FAMILIES_BY_HALVES = {
+SUBLAYERS_BY_FAMILY = {
     "mistral": (True, True),
     "mistral-odd": (True, True),
     "qwen2": (True, True),
@@ -79,13 +79,13 @@ def native(dtype: DType) -> KernelChoice:
     return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
 
 
-@pytest.fixture(params=list(FAMILIES_BY_HALVES))
+@pytest.fixture(params=list(SUBLAYERS_BY_FAMILY))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def chains(folder: Path, choice: KernelChoice, kv_dtype: KvDType) -> tuple[StageChain, StageChain]:
-    """The model with halves by the library and by torch, the products the library's in both."""
+    """The model with sub-layers by the library and by torch, the linears by the library in both."""
     whole = [LayerRange(0, Checkpoint.open(folder).config.n_layers)]
     ours = StageChain.load(folder, whole, choice, kv_dtype=kv_dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -117,8 +117,8 @@ def test_every_family_computes_what_torch_does(
     )
     ours, theirs = chains(folder, native(DType.FLOAT32), kv_dtype)
     layer = ours.stages[0]._family._layers[0][0]  # type: ignore[attr-defined]
-    halves = (isinstance(layer.attention, NativeAttention), isinstance(layer.mlp, NativeMlp))
-    assert halves == FAMILIES_BY_HALVES[family]
+    computed = (isinstance(layer.attention, NativeAttention), isinstance(layer.mlp, NativeMlp))
+    assert computed == SUBLAYERS_BY_FAMILY[family]
     for groups in batches():
         logits, want = ours.step(*groups), theirs.step(*groups)
         if kv_dtype is KvDType.AUTO:
@@ -148,21 +148,19 @@ def layer_by_torch(
     window: int | None = None,
     norms: torch.dtype = torch.float32,
 ) -> Layer:
-    """A layer with norms everywhere, whose products are the library's for an instruction set."""
+    """A layer with norms everywhere, whose linears are the library's for an instruction set."""
     n_heads, n_kv_heads = heads
 
-    def linear(n_out: int, n_in: int, seed: int) -> NativeLinear:
+    def linear(n_out: int, n_in: int, seed: int) -> Bf16Linear:
         weight = numbers(n_out, n_in, seed=seed) / n_in**0.5
-        return NativeLinear.pack(
-            [weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name)
-        )
+        return Bf16Linear.pack([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
 
     def norm(width: int, seed: int) -> Norm:
         return Norm(weight=numbers(width, seed=seed).to(norms), bias=None, eps=1e-5)
 
     qk_norm = HeadNorm.join(norm(size, 5), norm(size, 6), n_heads, n_kv_heads)
     return Layer(
-        attention=AttentionHalf(
+        attention=AttentionSublayer(
             residual=Residual(before=norm(WIDTH, 1), after=norm(WIDTH, 2), multiplier=0.3),
             self_attn=SelfAttention(
                 n_heads=n_heads,
@@ -174,7 +172,7 @@ def layer_by_torch(
                 qk_norm=qk_norm,
             ),
         ),
-        mlp=MlpHalf(
+        mlp=MlpSublayer(
             residual=Residual(before=norm(WIDTH, 3), after=norm(WIDTH, 4)),
             mlp=GatedMlp(
                 activation=activation,
@@ -220,7 +218,7 @@ class Runner:
             sin=torch.cat((-angles.sin(), angles.sin()), -1).unsqueeze(1).to(dtype),
         )
 
-    def step(self, *groups: RowGroup) -> Step:
+    def step(self, *groups: RowGroup) -> ForwardStep:
         n_rows = sum(g.n_rows for g in groups)
         batch = MicroBatch(
             epoch=Epoch(1), step=StepId(1), groups=groups, token_ids=tuple(range(n_rows))
@@ -242,7 +240,7 @@ def test_every_instruction_set_computes_what_torch_does(
 ) -> None:
     size, heads = shape
     plain = layer_by_torch(name, size=size, heads=heads, norms=dtype)
-    ours = with_native_halves(plain, kernels_named(name))
+    ours = with_native_sublayers(plain, kernels_named(name))
     assert isinstance(ours.attention, NativeAttention)
     assert isinstance(ours.mlp, NativeMlp)
     runners = [Runner(layer, size, heads[1], dtype) for layer in (ours, plain)]
@@ -266,7 +264,7 @@ def test_every_instruction_set_computes_what_torch_does(
 def test_activations_hold_for_any_numbers(name: str, activation: Activation) -> None:
     plain = layer_by_torch(name, activation=activation)
     plain = replace(plain, mlp=replace(plain.mlp, residual=Residual()))  # type: ignore[type-var]
-    ours = with_native_halves(plain, kernels_named(name))
+    ours = with_native_sublayers(plain, kernels_named(name))
     runners = [Runner(layer, 8, 2, torch.float32) for layer in (ours, plain)]
     for scale in (0.0, 1e-20, 1.0, 30.0, 1e4):
         hidden = numbers(9, WIDTH, seed=4) * scale
@@ -281,10 +279,10 @@ def test_activations_hold_for_any_numbers(name: str, activation: Activation) -> 
 
 def test_an_activation_that_the_library_has_not_stays_torchs() -> None:
     plain = layer_by_torch("", activation=Activation.GELU)
-    ours = with_native_halves(plain, kernels_named(""))
+    ours = with_native_sublayers(plain, kernels_named(""))
     assert isinstance(ours.attention, NativeAttention)
     assert ours.mlp is plain.mlp
-    assert with_native_halves(plain, None) is plain
+    assert with_native_sublayers(plain, None) is plain
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -292,7 +290,9 @@ def test_an_activation_that_the_library_has_not_stays_torchs() -> None:
 def test_what_is_no_number_stays_so_in_its_row_alone(name: str, bad: float) -> None:
     """The head looks at logits: a row that went wrong must not come out as a number."""
     for dtype in (torch.float32, torch.bfloat16):
-        runner = Runner(with_native_halves(layer_by_torch(name), kernels_named(name)), 8, 2, dtype)
+        runner = Runner(
+            with_native_sublayers(layer_by_torch(name), kernels_named(name)), 8, 2, dtype
+        )
         hidden = numbers(5, WIDTH)
         hidden[3, 7] = bad
         out = runner.run(hidden, *(group(slot, 0, 1) for slot in range(5)))
@@ -307,13 +307,13 @@ def test_what_is_no_number_stays_so_in_its_row_alone(name: str, bad: float) -> N
     is_wide=st.booleans(),
     n_threads=st.sampled_from([1, 2]),
 )
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     lengths: list[int], window: int | None, is_wide: bool, n_threads: int
 ) -> None:
     """Alone or beside others, in one frame or row by row, with a prompt chunk or without."""
     dtype = torch.float32 if is_wide else torch.bfloat16
     for name in ISAS:
-        layer = with_native_halves(layer_by_torch(name, window=window), kernels_named(name))
+        layer = with_native_sublayers(layer_by_torch(name, window=window), kernels_named(name))
         runners = [Runner(layer, 8, 2, dtype) for _ in range(3)]
         rows = [numbers(n, WIDTH, seed=slot) for slot, n in enumerate(lengths)]
         groups = [group(slot, 0, n) for slot, n in enumerate(lengths)]
@@ -339,7 +339,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | None) -> None:
     """It grows in blocks, gives up what its window does not see, and is copied."""
     plain = layer_by_torch(name, window=window)
-    ours = with_native_halves(plain, kernels_named(name))
+    ours = with_native_sublayers(plain, kernels_named(name))
     runners = [Runner(layer, 8, 2, torch.float32) for layer in (ours, plain)]
     for position in range(0, 1500, 250):
         hidden = numbers(250, WIDTH, seed=position)
@@ -363,20 +363,20 @@ def test_rows_that_the_library_would_misread_are_refused(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """It is told addresses, and would read and write beyond what is there."""
-    layer = with_native_halves(layer_by_torch(""), kernels_named(""))
+    layer = with_native_sublayers(layer_by_torch(""), kernels_named(""))
     runner = Runner(layer, 8, 2, torch.float32)
     step = runner.step(group(0, 0, 5))
     rotary = runner.table.at(step.positions)
-    with pytest.raises(ValueError, match=r"rows|computes no"):
+    with pytest.raises(ValueError, match=r"rows|does not compute"):
         layer.attention(torch.zeros(shape, dtype=dtype), 0, rotary, step)
     if shape[0] == 5:
-        with pytest.raises(ValueError, match=r"rows|computes no"):
+        with pytest.raises(ValueError, match=r"rows|does not compute"):
             layer.mlp(torch.zeros(shape, dtype=dtype), 0, rotary, step)
 
 
 def test_a_step_of_other_rows_or_layers_is_refused() -> None:
     """The library looks rows up in the step's spans, and layers in its slots."""
-    layer = with_native_halves(layer_by_torch(""), kernels_named(""))
+    layer = with_native_sublayers(layer_by_torch(""), kernels_named(""))
     runner = Runner(layer, 8, 2, torch.float32)
     step = runner.step(group(0, 0, 5))
     hidden, rotary = torch.zeros(4, WIDTH), runner.table.at(step.positions[:4])
@@ -390,8 +390,8 @@ def test_a_step_of_other_rows_or_layers_is_refused() -> None:
 def test_parts_of_another_shape_are_refused() -> None:
     plain = layer_by_torch("")
     first, second = plain.attention, plain.mlp
-    assert isinstance(first, AttentionHalf)
-    assert isinstance(second, MlpHalf)
+    assert isinstance(first, AttentionSublayer)
+    assert isinstance(second, MlpSublayer)
     assert isinstance(first.self_attn, SelfAttention)
     short = Residual(before=Norm(weight=torch.ones(WIDTH - 1), bias=None, eps=1e-6))
     more_heads = replace(first.self_attn, n_heads=2 * first.self_attn.n_heads)
@@ -402,31 +402,33 @@ def test_parts_of_another_shape_are_refused() -> None:
         (replace(plain, mlp=replace(second, mlp=turned)), "gate_up_proj"),
     ):
         with pytest.raises(ValueError, match=words):
-            with_native_halves(wrong, kernels_named(""))
+            with_native_sublayers(wrong, kernels_named(""))
 
 
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 64, 96])
-def test_keys_are_rounded_to_torchs_bytes(name: str, dtype: torch.dtype, size: int) -> None:
+def test_keys_are_quantized_to_torchs_bytes(name: str, dtype: torch.dtype, size: int) -> None:
     """And what is no number shows in its group alone."""
     layer = layer_by_torch(name, size=size, norms=dtype)
-    ours = with_native_halves(layer, kernels_named(name))
-    kept, rounded = (Runner(ours, size, 2, dtype, kv_dtype) for kv_dtype in KvDType)
+    ours = with_native_sublayers(layer, kernels_named(name))
+    plain, quantized = (Runner(ours, size, 2, dtype, kv_dtype) for kv_dtype in KvDType)
     hidden = numbers(40, WIDTH) * torch.logspace(-40, 3, 40)[:, None]
     hidden[7] = 0
     for row, bad in ((11, float("nan")), (12, float("inf")), (13, -float("inf"))):
         hidden[row, 3] = bad
     for begin, end in ((0, 33), (33, 40)):  # a chunk, then rows
-        for runner in (kept, rounded):
+        for runner in (plain, quantized):
             runner.run(hidden[begin:end], group(0, begin, end - begin))
-    for own, want in zip(rounded.kv.layer(SlotId(0), 0), kept.kv.layer(SlotId(0), 0), strict=True):
+    for own, want in zip(
+        quantized.kv.layer(SlotId(0), 0), plain.kv.layer(SlotId(0), 0), strict=True
+    ):
         assert own.dtype is torch.int8
-        rounded_by_torch = round_rows(want[:, :40])
-        assert torch.equal(own[:, :40, :size], rounded_by_torch[..., :size])
+        quantized_by_torch = quantize_rows(want[:, :40])
+        assert torch.equal(own[:, :40, :size], quantized_by_torch[..., :size])
         scales, wanted = (  # of what is no number the bits are anybody's
             rows[..., size:].contiguous().view(torch.bfloat16)
-            for rows in (own[:, :40], rounded_by_torch)
+            for rows in (own[:, :40], quantized_by_torch)
         )
         torch.testing.assert_close(scales, wanted, rtol=0, atol=0, equal_nan=True)
         assert scales.isnan().any()
@@ -434,10 +436,10 @@ def test_keys_are_rounded_to_torchs_bytes(name: str, dtype: torch.dtype, size: i
 
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("size", [32, 64, 24])
-def test_rounded_keys_are_attended_as_torch_does(name: str, size: int) -> None:
+def test_quantized_keys_are_attended_as_torch_does(name: str, size: int) -> None:
     """Groups of 24 columns are not the library's."""
     plain = layer_by_torch(name, size=size)
-    ours = with_native_halves(plain, kernels_named(name))
+    ours = with_native_sublayers(plain, kernels_named(name))
     runners = [Runner(layer, size, 2, torch.float32, KvDType.INT8) for layer in (ours, plain)]
     for groups in ((group(0, 0, 20),), (group(0, 20, 100), group(1, 0, 3)), (group(0, 120, 19),)):
         n_rows = sum(g.n_rows for g in groups)

@@ -1,4 +1,4 @@
-/* What halves.c compiles once for each instruction set: TARGET and NAME say for which, LANES what its vectors hold. */
+/* Included by sublayers.c once for each instruction set, given by TARGET and NAME; its vectors have LANES lanes. */
 
 typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
@@ -67,7 +67,7 @@ INLINE TARGET void NAME(save_either)(void *values, int64_t begin, int n, lanes w
         NAME(save)(values, begin, n, wide, 0);
 }
 
-/* Sums and largest of a vector's numbers, in a fixed order. */
+/* Sum and maximum over a vector's lanes, in a fixed order. */
 INLINE TARGET float NAME(sum)(lanes wide) {
     float values[LANES];
     memcpy(values, &wide, sizeof values);
@@ -84,7 +84,7 @@ INLINE TARGET float NAME(largest)(lanes wide) {
     return values[0];
 }
 
-/* e^x to two units in the last place; below -87 and above 88 as there. */
+/* e^x to two units in the last place; x is clamped to [-87.3, 88]. */
 INLINE TARGET lanes NAME(exponential)(lanes x) {
     const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
     const ints is_low = x<low, is_high = x> high;
@@ -118,23 +118,23 @@ INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, c
     }
 }
 
-INLINE TARGET void NAME(enter_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(normalize_some)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
-        NAME(norm_row)(&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16),
-                       r->width, is_bf16);
+        NAME(norm_row)
+        (&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16), r->width, is_bf16);
     }
 }
 
-static TARGET void NAME(enter)(const void *argument, int64_t begin, int64_t end) {
+static TARGET void NAME(normalize)(const void *argument, int64_t begin, int64_t end) {
     const struct residual *r = argument;
     if (r->is_bf16)
-        NAME(enter_rows)(r, begin, end, 1);
+        NAME(normalize_some)(r, begin, end, 1);
     else
-        NAME(enter_rows)(r, begin, end, 0);
+        NAME(normalize_some)(r, begin, end, 0);
 }
 
-INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+INLINE TARGET void NAME(add_some)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         void *inner = at(r->inner, place, is_bf16), *out = at(r->out, place, is_bf16);
@@ -148,16 +148,17 @@ INLINE TARGET void NAME(leave_rows)(const struct residual *r, int64_t begin, int
     }
 }
 
-static TARGET void NAME(leave)(const void *argument, int64_t begin, int64_t end) {
+static TARGET void NAME(add)(const void *argument, int64_t begin, int64_t end) {
     const struct residual *r = argument;
     if (r->is_bf16)
-        NAME(leave_rows)(r, begin, end, 1);
+        NAME(add_some)(r, begin, end, 1);
     else
-        NAME(leave_rows)(r, begin, end, 0);
+        NAME(add_some)(r, begin, end, 0);
 }
 
 /* Rotates the first columns of a head by its row's position; `sin` carries the sign. */
-INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, int64_t n_rotated, const int is_bf16) {
+INLINE TARGET void NAME(rotate_head)(void *head, const void *cos, const void *sin, int64_t n_rotated,
+                                     const int is_bf16) {
     const int64_t half = n_rotated / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         const int n = of_last(half, i);
@@ -169,14 +170,14 @@ INLINE TARGET void NAME(rotate)(void *head, const void *cos, const void *sin, in
     }
 }
 
-/* Rounds a key or value as layers/kv_quantization.py does, to the same bits. */
-INLINE TARGET void NAME(round_head)(const struct attention_half *half, const void *head, int8_t *to,
-                                    const int is_bf16) {
+/* Quantises a key or value as in layers/kv_quantization.py, to the same bits. */
+INLINE TARGET void NAME(quantize_head)(const struct attention_call *call, const void *head, int8_t *to,
+                                       const int is_bf16) {
     const lanes none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to even */
-    for (int64_t begin = 0; begin < half->head_size; begin += half->group) {
+    for (int64_t begin = 0; begin < call->head_size; begin += call->group) {
         lanes most = none;
         ints is_none = {0};
-        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+        for (int64_t i = begin; i < begin + call->group; i += LANES) {
             const lanes size = (lanes)((ints)NAME(load)(head, i, LANES, is_bf16) & 0x7fffffff);
             const ints is_more = size > most;
             is_none |= size != size;
@@ -185,56 +186,57 @@ INLINE TARGET void NAME(round_head)(const struct attention_half *half, const voi
         float largest = NAME(largest)(most) / 127.0f;
         for (int i = 0; i < LANES; i++) largest = is_none[i] ? NAN : largest;
         const uint16_t narrow = largest < 1.17549435e-38f ? 0 : to_bf16(largest);
-        memcpy(to + half->head_size + begin / half->group * 2, &narrow, 2);
+        memcpy(to + call->head_size + begin / call->group * 2, &narrow, 2);
         const float scale = from_bf16(narrow);
-        for (int64_t i = begin; i < begin + half->group; i += LANES) {
+        for (int64_t i = begin; i < begin + call->group; i += LANES) {
             const lanes ratio = NAME(load)(head, i, LANES, is_bf16) / scale;
             const ints is_number = ratio - ratio == 0;
             const ints whole = is_number & ((ints)(ratio + magic) - 0x4b400000);
-            const bytes rounded = __builtin_convertvector(whole, bytes);
-            memcpy(to + i, &rounded, sizeof rounded);
+            const bytes quantized = __builtin_convertvector(whole, bytes);
+            memcpy(to + i, &quantized, sizeof quantized);
         }
     }
 }
 
-/* Norm and rotation of each head of a row; keys and values go where its slot keeps them. */
-INLINE TARGET void NAME(turn_row)(const struct attention_half *half, int64_t row, const int is_bf16) {
-    const int64_t size = half->head_size, n_turned = half->n_heads + half->n_kv_heads;
-    char *heads = at(half->looking, row * (n_turned + half->n_kv_heads) * size, is_bf16);
-    const char *cos = at(half->cos, row * half->n_rotated, is_bf16);
-    const char *sin = at(half->sin, row * half->n_rotated, is_bf16);
-    for (int64_t head = 0; head < n_turned; head++) {
+/* Normalises and rotates each head of a row; stores its keys and values in its slot. */
+INLINE TARGET void NAME(rotate_row)(const struct attention_call *call, int64_t row, const int is_bf16) {
+    const int64_t size = call->head_size, n_rotated_heads = call->n_heads + call->n_kv_heads;
+    char *heads = at(call->projected, row * (n_rotated_heads + call->n_kv_heads) * size, is_bf16);
+    const char *cos = at(call->cos, row * call->n_rotated, is_bf16);
+    const char *sin = at(call->sin, row * call->n_rotated, is_bf16);
+    for (int64_t head = 0; head < n_rotated_heads; head++) {
         char *own = at(heads, head * size, is_bf16);
-        if (half->heads.weight)
-            NAME(norm_row)(&half->heads, at(half->heads.weight, head * size, half->heads.is_bf16), own, own, size,
-                           is_bf16);
-        NAME(rotate)(own, cos, sin, half->n_rotated, is_bf16);
+        if (call->head_norm.weight)
+            NAME(norm_row)
+            (&call->head_norm, at(call->head_norm.weight, head * size, call->head_norm.is_bf16), own, own, size,
+             is_bf16);
+        NAME(rotate_head)(own, cos, sin, call->n_rotated, is_bf16);
     }
-    if (!half->n_spans) return;
-    const struct span *span = span_of(half, row);
-    const struct kept *kept = &span->layers[half->layer];
-    const int64_t place = span->position + row - span->start - kept->first;
-    for (int64_t head = 0; head < half->n_kv_heads; head++) {
-        const int64_t to = (head * kept->capacity + place) * half->kept_bytes;
-        const char *key = at(heads, (half->n_heads + head) * size, is_bf16);
-        const char *value = at(heads, (n_turned + head) * size, is_bf16);
-        if (half->group) {
-            NAME(round_head)(half, key, (int8_t *)kept->keys + to, is_bf16);
-            NAME(round_head)(half, value, (int8_t *)kept->values + to, is_bf16);
+    if (!call->n_spans) return;
+    const struct span *span = span_of(call, row);
+    const struct slot_layer *stored = &span->layers[call->layer];
+    const int64_t place = span->position + row - span->start - stored->first;
+    for (int64_t head = 0; head < call->n_kv_heads; head++) {
+        const int64_t to = (head * stored->capacity + place) * call->row_bytes;
+        const char *key = at(heads, (call->n_heads + head) * size, is_bf16);
+        const char *value = at(heads, (n_rotated_heads + head) * size, is_bf16);
+        if (call->group) {
+            NAME(quantize_head)(call, key, (int8_t *)stored->keys + to, is_bf16);
+            NAME(quantize_head)(call, value, (int8_t *)stored->values + to, is_bf16);
         } else {
-            memcpy((char *)kept->keys + to, key, (size_t)half->kept_bytes);
-            memcpy((char *)kept->values + to, value, (size_t)half->kept_bytes);
+            memcpy((char *)stored->keys + to, key, (size_t)call->row_bytes);
+            memcpy((char *)stored->values + to, value, (size_t)call->row_bytes);
         }
     }
 }
 
-static TARGET void NAME(turn)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_half *half = argument;
+static TARGET void NAME(rotate_rows)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_call *call = argument;
     for (int64_t row = begin; row < end; row++)
-        if (half->residual.is_bf16)
-            NAME(turn_row)(half, row, 1);
+        if (call->residual.is_bf16)
+            NAME(rotate_row)(call, row, 1);
         else
-            NAME(turn_row)(half, row, 0);
+            NAME(rotate_row)(call, row, 0);
 }
 
 #include "attention_body.h"
@@ -248,26 +250,26 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
-INLINE TARGET void NAME(activate_rows)(const struct mlp_half *half, int64_t begin, int64_t end, const int is_bf16) {
-    const int64_t width = half->n_inner;
+INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begin, int64_t end, const int is_bf16) {
+    const int64_t width = call->n_inner;
     for (int64_t row = begin; row < end; row++)
         for (int64_t i = 0; i < width; i += LANES) {
             const int n = of_last(width, i);
-            const lanes gate = NAME(load)(half->gated, 2 * row * width + i, n, is_bf16);
-            const lanes up = NAME(load)(half->gated, (2 * row + 1) * width + i, n, is_bf16);
-            NAME(save)(half->active, row * width + i, n, NAME(activated)(gate, half->activation) * up, is_bf16);
+            const lanes gate = NAME(load)(call->projected, 2 * row * width + i, n, is_bf16);
+            const lanes up = NAME(load)(call->projected, (2 * row + 1) * width + i, n, is_bf16);
+            NAME(save)(call->activated, row * width + i, n, NAME(activated)(gate, call->activation) * up, is_bf16);
         }
 }
 
 static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t end) {
-    const struct mlp_half *half = argument;
-    if (half->residual.is_bf16)
-        NAME(activate_rows)(half, begin, end, 1);
+    const struct mlp_call *call = argument;
+    if (call->residual.is_bf16)
+        NAME(activate_rows)(call, begin, end, 1);
     else
-        NAME(activate_rows)(half, begin, end, 0);
+        NAME(activate_rows)(call, begin, end, 0);
 }
 
-static const struct steps NAME(steps) = {NAME(enter), NAME(leave), NAME(turn), NAME(attend), NAME(activate)};
+static const struct steps NAME(steps) = {NAME(normalize), NAME(add), NAME(rotate_rows), NAME(attend), NAME(activate)};
 
 #undef lanes
 #undef ints

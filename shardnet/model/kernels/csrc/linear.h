@@ -1,7 +1,7 @@
-/* What the files of the library know of each other: products, threads, bfloat16. kernels/library.py mirrors the structs. */
+/* Shared by all files of the library: linear layers, threads, bfloat16. kernels/library.py mirrors the structs. */
 
-#ifndef SHARDNET_PRODUCTS_H
-#define SHARDNET_PRODUCTS_H
+#ifndef SHARDNET_LINEAR_H
+#define SHARDNET_LINEAR_H
 
 #include <stdint.h>
 #include <string.h>
@@ -26,32 +26,32 @@ struct team {
     int32_t isa; /* what all of them compute with */
 };
 
-/* Does the items [begin, end) of a job. */
+/* Computes the items [begin, end) of a job. */
 typedef void (*work_function)(const void *argument, int64_t begin, int64_t end);
 
-/* Has `n_items` done in pieces of `piece`: whoever is free takes the next one. */
-void shardnet_share_out(const struct team *team, work_function work, const void *argument, int64_t n_items,
-                        int64_t piece);
+/* Computes `n_items` on the team's threads in pieces of `piece` items: a thread that is free takes the next piece. */
+void shardnet_parallel_for(const struct team *team, work_function work, const void *argument, int64_t n_items,
+                           int64_t piece);
 
-struct product {
+struct linear {
     const uint8_t *weights; /* packed */
     const void *rows;       /* [n_rows, n_in] float32 or bfloat16 */
     void *out;              /* [n_rows, n_out], of the same type */
     const float *bias;      /* [n_out], or NULL */
-    int8_t *rounded;        /* room for [tiles][quads][rows of the tile][4 inputs], scales and offsets */
-    float *scales;          /* [n_rows, n_groups], in that room */
-    int32_t *offsets;       /* [n_rows, n_groups], in that room: what unsigned weights add too much */
+    int8_t *quantized;      /* scratch: [tiles][quads][rows of the tile][4 inputs], scales and offsets */
+    float *scales;          /* [n_rows, n_groups], in that scratch memory */
+    int32_t *offsets;       /* [n_rows, n_groups], in that scratch memory: corrects for unsigned weights */
     struct team team;
     int64_t n_rows, n_in, n_out, n_groups;
     int32_t group;     /* inputs of a group: INT8_GROUP or INT4_GROUP */
     int32_t bits;      /* 8, 4, or 16 for bfloat16 */
     int32_t is_bf16;   /* the type of rows and out */
     int32_t has_pairs; /* the machine multiplies pairs of bfloat16 */
-    int32_t pairs;     /* and that is done: with 16 bits, with rows of bfloat16 */
+    int32_t pairs;     /* and this call does so: 16 bits, rows of bfloat16 */
 };
 
 /* out = rows * weights^T + bias. Everything in `p` has been checked by the caller. */
-void shardnet_multiply(struct product *p);
+void shardnet_linear(struct linear *p);
 
 INLINE float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;

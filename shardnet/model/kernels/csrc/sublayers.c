@@ -1,0 +1,243 @@
+/* The sub-layers of a decoder layer in one call each, attention and MLP with norms and residual, and whole layers.
+ *
+ * fused/structs.py makes the structs, fused/sublayers.py decides which sub-layers are computed here. Linear layers are
+ * those of linear.c; the rest is written once, in sublayers_body.h, with the compiler's vectors, and compiled for each
+ * instruction set. Values are float32 from load to store, and rounded where torch rounds: after each matmul, norm,
+ * rotation, activation and sum. A row's bits depend neither on the other rows of the batch nor on the threads.
+ */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "linear.h"
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
+#endif
+
+#define NOINLINE __attribute__((noinline)) /* compiled once, rather than wherever it is called */
+#define MAX_HEAD 256                       /* columns of a head */
+#define MAX_QUERIES 8                      /* query heads of a group that share each load of keys */
+#define KEYS 128                           /* scored before their values are weighted and summed */
+#define AHEAD 32                           /* keys to prefetch before they are scored */
+
+typedef uint32_t quad __attribute__((vector_size(16)));
+
+enum activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
+enum kind { FLOAT32, BFLOAT16, INT8 }; /* how keys and values are stored */
+enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
+
+/* RMSNorm. */
+struct norm {
+    const void *weight; /* NULL: there is none */
+    float eps;
+    int32_t is_bf16; /* the weight */
+};
+
+/* Norms and residual of a sub-layer: out = hidden + multiplier * after(sublayer(before(hidden))). */
+struct residual {
+    struct norm before, after;
+    const void *hidden; /* [n_rows, width] */
+    void *out;          /* [n_rows, width] */
+    void *inner;        /* scratch [n_rows, width] */
+    int64_t n_rows, width;
+    float multiplier;
+    int32_t is_bf16; /* all rows, keys and values: else they are float32 */
+    struct team team;
+};
+
+/* Keys and values [KV heads, capacity, row_bytes] of a slot in one layer, from position `first` on: unchanged, or
+ * quantised to int8 as in layers/kv_quantization.py: a head's columns, then a bfloat16 scale for each group of them. */
+struct slot_layer {
+    void *keys, *values;
+    int64_t first, capacity;
+};
+
+/* The rows [start, end) of one slot, `position` the first one's. */
+struct span {
+    const struct slot_layer *layers;
+    int64_t start, end, position;
+    int64_t is_chunk; /* a prompt chunk: torch attends over it */
+};
+
+struct attention_call {
+    struct residual residual;
+    struct norm head_norm; /* [n_heads + n_kv_heads, head_size] */
+    struct linear *qkv, *output;
+    int8_t *scratch;       /* for the linear layers */
+    const void *cos, *sin; /* [n_rows, n_rotated] */
+    void *projected;       /* queries, keys and values, scratch [n_rows, n_heads + 2 * n_kv_heads, head_size] */
+    void *attended;        /* [n_rows, n_heads, head_size] */
+    const struct span *spans;
+    int64_t n_spans, layer, n_heads, n_kv_heads, head_size, n_rotated, window;
+    int64_t row_bytes; /* of one key or value in a slot */
+    int64_t group;     /* columns that share a scale: a multiple of LANES; 0 where nothing is quantised */
+    float scale;
+};
+
+struct mlp_call {
+    struct residual residual;
+    struct linear *gate_up, *down;
+    int8_t *scratch;
+    void *projected; /* gate and up, scratch [n_rows, 2 * n_inner] */
+    void *activated; /* scratch [n_rows, n_inner] */
+    int64_t n_inner;
+    int32_t activation;
+};
+
+struct layer {
+    struct attention_call *attention;
+    struct mlp_call *mlp;
+};
+
+INLINE const struct span *span_of(const struct attention_call *call, int64_t row) {
+    const struct span *span = call->spans;
+    while (row >= span->end) span++;
+    return span;
+}
+
+/* The address of a value in a row or slot, and the value. */
+INLINE char *at(const void *values, int64_t index, int is_bf16) {
+    return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
+}
+
+INLINE float number(const void *values, int64_t index, int is_bf16) {
+    if (is_bf16) {
+        uint16_t bits;
+        memcpy(&bits, at(values, index, 1), 2);
+        return from_bf16(bits);
+    }
+    float value;
+    memcpy(&value, at(values, index, 0), 4);
+    return value;
+}
+
+/* Prefetches the rows [begin, end) of a head's keys or values. */
+INLINE void prefetch(const char *rows, int64_t stride, int64_t begin, int64_t end) {
+    for (int64_t i = begin * stride; i < end * stride; i += 64) __builtin_prefetch(rows + i);
+}
+
+struct steps {
+    work_function normalize, add, rotate, attend, activate;
+};
+
+/* (e^x - 1 - x) / x^2 on half of ln 2 to both sides, by Chebyshev points: two units in the last place for e^x. */
+#define C0 0.5f
+#define C1 0.16666667f
+#define C2 0.041666463f
+#define C3 0.008333298f
+#define C4 0.0013933688f
+#define C5 0.00019899334f
+
+#define TARGET
+#define LANES 4
+#define NAME(x) x##_portable
+#include "sublayers_body.h"
+
+#if defined(__x86_64__)
+#undef TARGET
+#undef LANES
+#undef NAME
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NAME(x) x##_avx2
+#include "sublayers_body.h"
+
+#undef TARGET
+#undef LANES
+#undef NAME
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define NAME(x) x##_avx512
+#include "sublayers_body.h"
+#endif
+
+static const struct steps *steps_for(const struct team *team) {
+#if defined(__x86_64__)
+    if (team->isa == AVX512) return &steps_avx512;
+    if (team->isa == AVX2) return &steps_avx2;
+#else
+    (void)team;
+#endif
+    return &steps_portable;
+}
+
+static void multiply(struct linear *p, const struct residual *residual, int8_t *scratch, const void *rows, void *out) {
+    p->rows = rows;
+    p->out = out;
+    p->quantized = scratch;
+    p->n_rows = residual->n_rows;
+    p->is_bf16 = residual->is_bf16;
+    p->team.n_threads = residual->team.n_threads;
+    shardnet_linear(p);
+}
+
+/* Pieces are large enough to be worth waking a thread for. */
+#define ROWS_AT_ONCE 8
+#define WORK_AT_ONCE 65536
+
+static const void *normalize(const struct steps *steps, const struct residual *residual) {
+    if (!residual->before.weight) return residual->hidden;
+    shardnet_parallel_for(&residual->team, steps->normalize, residual, residual->n_rows, ROWS_AT_ONCE);
+    return residual->inner;
+}
+
+static void add_residual(const struct steps *steps, const struct residual *residual) {
+    shardnet_parallel_for(&residual->team, steps->add, residual, residual->n_rows, ROWS_AT_ONCE);
+}
+
+static int64_t most_seen(const struct attention_call *call) {
+    int64_t most = 1;
+    for (int64_t i = 0; i < call->n_spans; i++) {
+        const struct span *span = &call->spans[i];
+        int64_t seen = span->position + span->end - span->start;
+        if (call->window && seen > call->window) seen = call->window;
+        if (!span->is_chunk && seen > most) most = seen;
+    }
+    return most;
+}
+
+/* --- called from Python, which has checked everything in the structs. */
+
+void shardnet_attention(struct attention_call *call, int32_t parts) {
+    const struct residual *residual = &call->residual;
+    const struct steps *steps = steps_for(&residual->team);
+    if (parts & BEFORE) {
+        multiply(call->qkv, residual, call->scratch, normalize(steps, residual), call->projected);
+        if (!(parts & STORE)) call->n_spans = 0;
+        shardnet_parallel_for(&residual->team, steps->rotate, call, residual->n_rows, ROWS_AT_ONCE);
+    }
+    if (parts & ATTEND) {
+        const int64_t work = most_seen(call) * call->head_size * call->n_heads / call->n_kv_heads;
+        const int64_t piece = WORK_AT_ONCE / work;
+        shardnet_parallel_for(&residual->team, steps->attend, call, residual->n_rows * call->n_kv_heads,
+                              piece > 0 ? piece : 1);
+    }
+    if (parts & AFTER) {
+        multiply(call->output, residual, call->scratch, call->attended, residual->inner);
+        add_residual(steps, residual);
+    }
+}
+
+void shardnet_mlp(struct mlp_call *call) {
+    const struct residual *residual = &call->residual;
+    const struct steps *steps = steps_for(&residual->team);
+    multiply(call->gate_up, residual, call->scratch, normalize(steps, residual), call->projected);
+    shardnet_parallel_for(&residual->team, steps->activate, call, residual->n_rows, ROWS_AT_ONCE);
+    multiply(call->down, residual, call->scratch, call->activated, residual->inner);
+    add_residual(steps, residual);
+}
+
+void shardnet_layers(const struct layer *layers, int64_t n_layers) {
+    for (int64_t i = 0; i < n_layers; i++) {
+        shardnet_attention(layers[i].attention, BEFORE | STORE | ATTEND | AFTER);
+        shardnet_mlp(layers[i].mlp);
+    }
+}
