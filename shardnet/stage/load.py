@@ -54,7 +54,8 @@ def load_stage(
     `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `progress` is called with (bytes done,
-    bytes in total) after every part; an exception it raises aborts the loading and releases everything.
+    bytes in total) after every part; an exception it raises aborts the loading and releases
+    everything.
 
     Raises CheckpointError for tensors that do not match the config, UsageError for layers that the
     model does not have and for layers that cannot be streamed, CapacityError if memory runs out or

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.planning import model_shape
+from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.placement.figures import ModelShape
 from shardnet.model.kernels.linear import probe
 from shardnet.types import DType
