@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
-import sysconfig
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from shardnet.model.config.quantization import PANEL, Quantization
 ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
 
-_LIBRARY: Final = "_quantized"
+_LIBRARY: Final = "_quantized.so"
 _VERSION: Final = 8
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
@@ -261,7 +260,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
 
 
 def _open() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name(f"{_LIBRARY}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    path = Path(__file__).with_name(_LIBRARY)
     if not path.is_file():
         return None
     try:
