@@ -55,7 +55,7 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
 
 
-def test_a_row_keeps_its_bits_in_company(any_folder: Path, choice: KernelChoice) -> None:
+def test_a_row_keeps_its_bits_in_any_batch(any_folder: Path, choice: KernelChoice) -> None:
     """Decode rows of several sequences in one micro-batch, against each sequence alone."""
     n_sequences = min(choice.exact_rows, 9)
     prompts = [random_prompt(3 + 5 * i, 300, seed=i) for i in range(n_sequences)]

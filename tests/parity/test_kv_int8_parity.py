@@ -151,7 +151,7 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
             assert torch.equal(logits, expected)
 
 
-def test_a_row_keeps_its_bits_in_company(folder: Path, choice: KernelChoice) -> None:
+def test_a_row_keeps_its_bits_in_any_batch(folder: Path, choice: KernelChoice) -> None:
     n_sequences = min(choice.exact_rows, 5)
     prompts = [random_prompt(3 + 9 * i, 300, seed=i) for i in range(n_sequences)]
     together = load(folder, 1, choice).generate(prompts, 5)

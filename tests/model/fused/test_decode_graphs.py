@@ -51,10 +51,10 @@ N_SLOTS = 6
 
 
 def choice_of(quantization: Quantization | None = None) -> KernelChoice:
-    """One whose rows keep their bits in company, so that filling up changes none."""
+    """A batch-invariant kernel, so that padding changes no bits."""
     choice = probe(CPU, DType.FLOAT32, None, quantization)
     if choice.exact_rows < MAX_EXACT_ROWS:
-        pytest.skip("rows have other bits in other company here")
+        pytest.skip("no kernel here is batch-invariant")
     return choice
 
 
@@ -172,7 +172,7 @@ def test_stages_keep_apart_what_they_replay(llama: Path, kv_dtype: KvDType) -> N
 def test_rounded_weights_are_replayed_as_torch_multiplies_them(
     quantization: Quantization, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU there is no compiled product. Torch's rows do not keep their bits in company."""
+    """On a GPU there is no compiled library, and torch is not batch-invariant."""
     monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
     choice = probe(CPU, DType.FLOAT32, None, quantization)
     capture, steps = TapeCapture(), traffic(12)

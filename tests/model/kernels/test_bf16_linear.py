@@ -67,7 +67,7 @@ def test_the_product_is_that_of_torch(
     n_rows=st.integers(1, 40),
     is_wide=st.booleans(),
 )
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     n_out: int, n_in: int, n_rows: int, is_wide: bool
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)

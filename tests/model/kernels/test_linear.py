@@ -121,7 +121,7 @@ class TestProbe:
                 assert is_batch_invariant(make_linear(choice, [weight], [], CPU), choice, CPU)
 
 
-def test_rows_that_change_in_company_are_found_out() -> None:
+def test_a_kernel_that_is_not_batch_invariant_is_found_out() -> None:
     class Careless(PlainLinear):
         def __call__(self, rows: Tensor) -> Tensor:
             product = super().__call__(rows)

@@ -249,7 +249,7 @@ def test_the_compiled_product_is_the_plain_one(
     seed=st.integers(0, 2**16),
     spread=st.sampled_from([1e-6, 0.02, 1.0, 3e4]),
 )
-def test_every_instruction_set_and_company_give_the_same_bits(
+def test_every_instruction_set_and_batch_give_the_same_bits(
     kind: Quantization, n_out: int, n_in: int, n_rows: int, seed: int, spread: float
 ) -> None:
     """Alone or beside others, by any instruction set, on one thread or several."""

@@ -93,7 +93,7 @@ def test_each_row_gets_its_own_experts_answers(top_k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
-def test_a_row_has_the_same_bits_alone_and_in_company(dtype: DType) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: DType) -> None:
     choice = probed(CPU, dtype, None)
     torch_dtype = torch.bfloat16 if choice.dtype is DType.BFLOAT16 else torch.float32
     mlp, rows = sparse(dtype), rows_of(choice.exact_rows, torch_dtype)

@@ -45,7 +45,7 @@ def test_a_row_is_what_the_words_say_and_near_what_it_was(row: list[float]) -> N
 
 
 @given(some=st.lists(rows(), min_size=2, max_size=4), width=widths)
-def test_a_row_has_the_same_bytes_in_any_company(some: list[list[float]], width: int) -> None:
+def test_a_row_has_the_same_bytes_in_any_batch(some: list[list[float]], width: int) -> None:
     together = torch.tensor([(row * width)[:width] for row in some])
     kept = quantize_rows(together)
     for row, bytes_of_it in zip(together, kept, strict=True):

@@ -39,7 +39,7 @@ def test_head_norms_of_queries_and_keys_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize("width", [1, 8, 33, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_sigmoid_has_the_same_bits_in_company(width: int, dtype: torch.dtype) -> None:
+def test_a_rows_sigmoid_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
     rows = torch.randn(32, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = row_sigmoid(rows)
     torch.testing.assert_close(whole, torch.sigmoid(rows))
