@@ -207,7 +207,7 @@ def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -
             epoch=epoch,
             rank=rank,
         )
-        with pytest.raises(UsageError, match="expected was rank 2 of ring r epoch 1"):
+        with pytest.raises(UsageError, match="expected rank 2 of ring r epoch 1"):
             membership(print, n_stages=3, rank=0).check_hello(hello)
 
     asyncio.run(main())

@@ -219,7 +219,7 @@ def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
         loading = asyncio.create_task(load(host))
         await began.wait()
         async with asyncio.timeout(60):
-            with pytest.raises(TakenError, match=r"loading /m for head \(10\.0\.0\.1:7\): wait"):
+            with pytest.raises(TakenError, match=r"loading /m for head \(10\.0\.0\.1:7\); wait"):
                 await enter_ring(host, owner="other")
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
