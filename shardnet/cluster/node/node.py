@@ -22,7 +22,7 @@ from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.head_environment import Surroundings
 from shardnet.cluster.head.wire_loss import WireErrors
-from shardnet.cluster.machine.cache_dir import PACKS_FOLDER
+from shardnet.cluster.machine.folders import PACKS_FOLDER
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import MemoryBudget, available_cores, make_host_id
 from shardnet.cluster.measuring.figure_cache import FigureCache

@@ -15,7 +15,7 @@ from support.models.checkpoints import make_llama
 from shardnet.cluster.head import wire_loss
 from shardnet.cluster.head.planning import Measured, Plan, make_plan
 from shardnet.cluster.head.wire_loss import WireErrors
-from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.runtime.stage.loading import identify
 from shardnet.types import NodeId
