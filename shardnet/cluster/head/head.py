@@ -21,7 +21,7 @@ from shardnet.cluster.peers.node_directory import Candidates
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import generating_with
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.cluster.sharing.replica_sources import Holder, check_same_model, choose_sources
+from shardnet.cluster.sharing.replica_sources import ReplicaSource, check_same_model, choose_sources
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
@@ -60,7 +60,7 @@ class Neighbourhood(Protocol):
 
     async def holders(
         self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
-    ) -> list[Holder]:
+    ) -> list[ReplicaSource]:
         """Ask the nodes of a plan, this one first, and others if need be, what they have of it."""
 
     @property

@@ -17,7 +17,7 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.ring.stage_port import LocalPort, Progress, RemotePort, StagePort
-from shardnet.cluster.sharing.replica_sources import Holder
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.runtime.stage.executor import Executor
@@ -83,7 +83,7 @@ class Surroundings:
 
     async def holders(
         self, facts: ModelFacts, model: str, plan: Sequence[NodeInfo]
-    ) -> list[Holder]:
+    ) -> list[ReplicaSource]:
         """Ask the nodes of a plan, and others if need be, what they have of a model."""
         return await self._sharing.holders(facts, model, plan)
 
