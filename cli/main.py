@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardnet import __version__
+from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 
 from .commands.bench import bench
@@ -24,7 +25,7 @@ from .commands.plan import plan
 from .commands.pull import pull
 from .commands.status import status
 from .commands.unload import unload
-from .flags.config import config_path, read_config
+from .flags.config import read_config
 from .flags.wrong_values import CommandGroup
 from .output.exit_codes import exit_codes, fail, open_missing_streams, write_out
 from .output.terminal import restore_at_sigterm

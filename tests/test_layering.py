@@ -19,16 +19,17 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "assets": set(),
+    "files": set(),
     "__init__": set(),
     "wire": {*BASE},
     "transport": {"wire", *BASE},
     "model": {*BASE},
-    "checkpoint": {"model", *BASE},
-    "tokenizers": {"checkpoint", "model", *BASE},
-    "stage": {"checkpoint", "model", *BASE},
+    "checkpoint": {"model", "files", *BASE},
+    "tokenizers": {"checkpoint", "model", "files", *BASE},
+    "stage": {"checkpoint", "model", "files", *BASE},
 }
 PACKAGES["runtime"] = {"wire", "transport", "model", "checkpoint", "tokenizers", "stage", *BASE}
-PACKAGES["cluster"] = {"runtime", *PACKAGES["runtime"]}
+PACKAGES["cluster"] = {"runtime", "files", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 

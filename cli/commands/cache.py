@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardnet.cluster.machine.cache_dir import PACKS_FOLDER, cache_dir
+from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.stage.pack_cache import packed_models

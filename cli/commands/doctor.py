@@ -10,7 +10,8 @@ import msgspec
 import typer
 
 from shardnet.api.connections import key_path
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.machine.folders import runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError
 
 from ..flags.cluster_access import Access

@@ -19,8 +19,8 @@ import typer
 
 from shardnet import __version__
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
-from shardnet.cluster.machine.cache_dir import cache_dir
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.machine.folders import cache_dir, runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 

@@ -11,7 +11,8 @@ import msgspec
 import typer
 
 from shardnet.api.client import connect
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.machine.folders import runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import NodeInfo
 

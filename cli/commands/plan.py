@@ -12,7 +12,7 @@ import typer
 from shardnet.api.client import connect
 from shardnet.api.requests import check_request
 from shardnet.cluster.head.last_run import read_last_run
-from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import UsageError
 from shardnet.wire.messages.generation import LastRun
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
-from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import LayerRange, parse_layer_range

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
 from shardnet.api.connections import check_local, node_in_process
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.machine.folders import runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.wire.messages.plans import ModelChoice
 

@@ -7,23 +7,14 @@ SHARDNET_* variable comes before.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from shardnet.errors import ConfigurationError
-
-
-def config_path(environment: Mapping[str, str]) -> Path:
-    """Return where the file is: $SHARDNET_CONFIG, else in the user's configuration folder."""
-    if "SHARDNET_CONFIG" in environment:
-        return Path(environment["SHARDNET_CONFIG"])
-    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "shardnet" / "config.toml"
 
 
 def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
@@ -95,6 +86,6 @@ def _flags(parameters: Sequence[object]) -> dict[str, str]:
 
 def _check(key: str, known: set[str], where: str) -> None:
     if key not in known:
-        near = difflib.get_close_matches(key, list(known), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigurationError(f"{where}: unknown key '{key}'{hint}")
+        from shardnet.api.validation import nearest
+
+        raise ConfigurationError(f"{where}: unknown key '{key}'{nearest(key, sorted(known))}")

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .config import config_path
+from shardnet.cluster.machine.folders import config_path
 
 
 class CommandGroup(TyperGroup):

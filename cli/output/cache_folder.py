@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from shardnet.cluster.machine.cache_dir import CACHE_DIR_VARIABLE, cache_dir, why_not_written
+from shardnet.cluster.machine.folders import CACHE_DIR_VARIABLE, cache_dir, why_not_written
 
 from .exit_codes import say
 

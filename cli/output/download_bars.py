@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .exit_codes import one_line, say
+from .progress import make_bars
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -15,28 +16,9 @@ class DownloadBars:
     """One bar of all bytes on a terminal, with the file that comes; elsewhere a line per file."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import TimeRemainingColumn, TransferSpeedColumn
 
-        console = Console(stderr=True)
-        self._is_terminal = console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._progress = make_bars(TransferSpeedColumn(), TimeRemainingColumn())
         self._bar: TaskID | None = None
         self._file = ""
 
@@ -52,16 +34,15 @@ class DownloadBars:
         self.stop()
 
     def update(self, file: str, done: int, total: int) -> None:
-        """Show how far it is (hub.Report); a total of 0 is not known yet."""
+        """Show how far it is (hub.Report)."""
         file = one_line(file)
         if self._bar is None:
             self._progress.start()
             self._bar = self._progress.add_task(file, total=total or None, completed=done)
         if file != self._file:
             self._file = file
-            if not self._is_terminal:
-                size = f"{total / 2**20:.1f} MiB" if total else "the server says no size"
-                say(f"{file}: {size}")
+            if not self._progress.console.is_terminal:
+                say(f"{file}: {total / 2**20:.1f} MiB")
         self._progress.update(self._bar, description=file, completed=done, total=total or None)
 
     def stop(self) -> None:

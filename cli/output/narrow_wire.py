@@ -10,6 +10,7 @@ import msgspec
 from shardnet.wire.messages.plans import NarrowWire, NodeProgress, PlanReply, WireError
 
 from .exit_codes import say
+from .progress import make_bars
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import Progress
@@ -44,20 +45,9 @@ class WireBar:
         self._progress.update(self._progress.task_ids[0], completed=report.done_bytes)
 
     def _begin(self, total_bytes: int) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-        console = Console(stderr=True)
-        if not console.is_terminal:
+        progress = make_bars()
+        if not progress.console.is_terminal:
             say(f"{self._words}: the head reads the whole checkpoint, {total_bytes / 1e9:.2g} GB")
-        progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
         progress.add_task(self._words, total=total_bytes)
         progress.start()
         return progress

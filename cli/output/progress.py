@@ -15,29 +15,37 @@ from .exit_codes import one_line, say, say_over
 from .plan_text import number_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
-    from rich.progress import TaskID
-
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 PLANNING_TOLD_AFTER_S = 1.0
 """Planning takes longer only where nodes have something to measure."""
+
+
+def make_bars(*more: ProgressColumn) -> Progress:
+    """Make bars of bytes on standard error that vanish at the end; no bars where it is no terminal.
+
+    `more` are columns behind description, bar and bytes.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        *more,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 class LoadBars:
     """Says which ring was chosen, and shows how far its nodes are with loading."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-        self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
+        self._progress = make_bars()
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
@@ -46,7 +54,7 @@ class LoadBars:
         self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
 
     def __enter__(self) -> LoadBars:
-        if self._console.is_terminal:
+        if self._progress.console.is_terminal:
             self._planning_timer.daemon = True
             self._planning_timer.start()
         return self

@@ -19,8 +19,9 @@ from shardnet.api.local_nodes import start_nodes
 from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.machine.cluster_key import default_key_path, load_key
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir
+from shardnet.cluster.machine.cluster_key import load_key
+from shardnet.cluster.machine.folders import default_key_path, runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.runtime.stage.loading import find_folder
 from shardnet.wire.messages.plans import ModelChoice
@@ -132,7 +133,7 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
 @asynccontextmanager
 async def node_in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
     """Run a node inside this process that reaches others with `identity`."""
-    from shardnet.cluster.machine.cache_dir import cache_dir
+    from shardnet.cluster.machine.folders import cache_dir
     from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
     from shardnet.cluster.node.node import running
     from shardnet.cluster.node.settings import NodeSettings

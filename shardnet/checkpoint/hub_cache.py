@@ -15,6 +15,7 @@ from pathlib import Path
 from shardnet.checkpoint.formats.indexed_files import weight_map
 from shardnet.checkpoint.hub_files import CheckpointFiles, choose_files
 from shardnet.errors import CheckpointError
+from shardnet.files import write_whole
 
 _NAME = re.compile(r"(?!.*(\.\.|--))[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w./-]{0,127}")
@@ -56,7 +57,7 @@ class HubName:
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where huggingface_hub keeps models."""
+    """Return where huggingface_hub keeps models: its own rule, which is the same on all systems."""
     if environment.get("HF_HUB_CACHE"):
         return Path(environment["HF_HUB_CACHE"]).expanduser()
     home = environment.get("HF_HOME")
@@ -88,14 +89,15 @@ def pulled_folder(name: HubName, root: Path | None = None) -> Path | None:
 
 
 def note_revision(name: HubName, commit: str, root: Path) -> None:
-    """Write down which commit a revision is now: from then on its folder is found by name."""
+    """Record which commit a revision is at: from then on its folder is found by name.
+
+    Other users may share the cache, so they may read it. Raises OSError.
+    """
     if name.revision == commit:
         return
     ref = repo_folder(name, root) / "refs" / name.revision
     ref.parent.mkdir(parents=True, exist_ok=True)
-    new = ref.with_name(f"{ref.name}.{os.getpid()}.new")
-    new.write_text(commit, encoding="utf-8")
-    new.replace(ref)
+    write_whole(ref, commit.encode(), mode=0o644)
 
 
 def indexed_files(files: CheckpointFiles, folder: Path) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from xxhash import xxh3_64
 
+from shardnet.files import DiskShare, replacing, write_whole
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.worker_pool import WorkerPool
 
@@ -150,14 +150,8 @@ class PackCache:
         with contextlib.suppress(OSError):
             self._begin()
             self._take_room(len(view))
-            handle, unfinished = tempfile.mkstemp(dir=self._folder, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb", buffering=0) as file:
-                    _write(file, view, alive)
-                os.replace(unfinished, self._path(names, kind))
-            finally:
-                with contextlib.suppress(OSError):  # gone, if it was renamed
-                    os.unlink(unfinished)
+            with replacing(self._path(names, kind)) as file:
+                _write(file, view, alive)
 
     def place(self, names: Sequence[str], kind: Quantization) -> tuple[Path, int]:
         """Return the file of packed weights, cached or not, and their offset in it."""
@@ -178,15 +172,8 @@ class PackCache:
 
     def _begin(self) -> None:
         if not self._has_begun and not (self._folder / _ABOUT).exists():
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = {"model": self._model, "quant": self._kind.value}
-            unfinished = self._folder / f".new-{_ABOUT}-{os.getpid()}"
-            try:
-                unfinished.write_text(json.dumps(about), encoding="utf-8")
-                unfinished.replace(self._folder / _ABOUT)
-            except OSError:
-                unfinished.unlink(missing_ok=True)
-                raise
+            write_whole(self._folder / _ABOUT, json.dumps(about).encode())
         self._has_begun = True
 
     def _path(self, names: Sequence[str], kind: Quantization) -> Path:
@@ -220,16 +207,22 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
     for left in folder.glob(f"{_GONE}*"):  # left by a process that died while deleting
         shutil.rmtree(left, ignore_errors=True)
     models = packed_models(folder)
-    used = sum(model.size_bytes for model in models)
-    limit = (shutil.disk_usage(folder).free + used) * SHARE_OF_DISK
-    while used + n_bytes > limit and models:
-        oldest = models.pop()
-        if oldest.folder != keep:
-            remove(oldest)
-            used -= oldest.size_bytes
-    if used + n_bytes > limit:
+    share = DiskShare.of(
+        SHARE_OF_DISK,
+        used_bytes=sum(model.size_bytes for model in models),
+        free_bytes=shutil.disk_usage(folder).free,
+    )
+
+    def delete(model: PackedModel) -> int | None:
+        if model.folder == keep:
+            return None
+        remove(model)
+        return model.size_bytes
+
+    share.evict(n_bytes, reversed(models), delete)
+    if share.exceeds_limit(n_bytes):
         raise OSError("packed weights have their share of the disk")
-    return int(limit - used)
+    return share.limit_bytes - share.used_bytes
 
 
 def _found(folder: Path) -> Iterator[PackedModel]:

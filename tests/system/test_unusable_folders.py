@@ -7,7 +7,7 @@ from pathlib import Path
 from support.system.nodes import Machine
 from support.system.parrot import Parrots
 
-from shardnet.cluster.machine.local_nodes import RUNTIME_DIR_VARIABLE
+from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 
 WARNING = "warning: the cache folder"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.cluster.machine.cache_dir import write_whole
+from shardnet.files import write_whole
 from shardnet.wire.messages.generation import LastRun
 
 FILE_NAME = "last_run.json"

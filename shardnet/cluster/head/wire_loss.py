@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import ShardnetError
+from shardnet.files import write_whole
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import set_compute_threads
 from shardnet.runtime.stage.progress import ProgressReporter

@@ -10,12 +10,12 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import write_whole
 
 KEY_BYTES: Final = 16
 _CHECK_BITS: Final = 12
@@ -52,18 +52,22 @@ class ClusterKey:
         if len(characters) != _N_CHARACTERS:
             raise UsageError(
                 f"a cluster key has {_N_CHARACTERS} characters in groups of {_GROUP}, "
-                f"{len(characters)} were given: type it again"
+                f"{len(characters)} were given",
+                remedy="type it again",
             )
         number = 0
         for place, character in enumerate(characters):
             if character not in _ALPHABET:
                 raise UsageError(
                     f"character {place + 1} of the cluster key, in group {place // _GROUP + 1}, "
-                    "is none that a key may have: type it again"
+                    "is none that a key may have",
+                    remedy="type it again",
                 )
             number = number * len(_ALPHABET) + _ALPHABET.index(character)
         if number % _PRIME != _REMAINDER:
-            raise UsageError("the cluster key is mistyped, its check does not fit: type it again")
+            raise UsageError(
+                "the cluster key is mistyped, its checksum does not match", remedy="type it again"
+            )
         return cls((number >> _CHECK_BITS).to_bytes(KEY_BYTES, "big"))
 
     def text(self) -> str:
@@ -74,12 +78,6 @@ class ClusterKey:
         characters = "".join(reversed(digits))
         groups = range(0, _N_CHARACTERS, _GROUP)
         return "-".join(characters[start : start + _GROUP] for start in groups)
-
-
-def default_key_path(environment: Mapping[str, str]) -> Path:
-    """Return where the key is kept when no other place is named: beside the configuration."""
-    base = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(base) / "shardnet" / "cluster.key"
 
 
 def load_key(path: Path) -> ClusterKey | None:
@@ -94,16 +92,21 @@ def load_key(path: Path) -> ClusterKey | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigurationError(f"the key file {path} cannot be read: {error.strerror}") from error
+        raise ConfigurationError(
+            f"the key file {path} cannot be read: {error.strerror}",
+            remedy="name another with --key-file",
+        ) from error
     if sys.platform != "win32" and stat.S_IMODE(mode) & 0o077:
         raise ConfigurationError(
-            f"the key file {path} is open to others than its owner: run `chmod 600 {path}`, and "
-            "make a new key if one of them may have read it"
+            f"the key file {path} is open to others than its owner",
+            remedy=f"run `chmod 600 {path}`, and make a new key if one of them may have read it",
         )
     try:
         return ClusterKey.parse(content.decode(errors="replace"))
     except UsageError as error:
-        raise ConfigurationError(f"the key file {path} is damaged: {error}") from error
+        raise ConfigurationError(
+            f"the key file {path} is damaged: {error.message}", remedy=error.remedy
+        ) from error
 
 
 def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
@@ -114,25 +117,12 @@ def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
     """
     if not replace and load_key(path) not in (None, key):
         raise ConfigurationError(
-            f"{path} holds the key of another cluster: add --replace to leave that one"
+            f"{path} holds the key of another cluster", remedy="add --replace to leave that one"
         )
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            _write_private(unfinished, key.text() + "\n")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole(path, f"{key.text()}\n".encode(), is_durable=True)
     except OSError as error:
         raise ConfigurationError(
-            f"the key file {path} cannot be written: {error.strerror}; name another with --key-file"
+            f"the key file {path} cannot be written: {error.strerror}",
+            remedy="name another with --key-file",
         ) from error
-
-
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Whether a disk has room for what is to be written, said before it is.
+"""Check that a disk has room before anything is written to it.
 
 Knows how much is left free for others. Must not know what is written.
 """
@@ -18,14 +18,15 @@ LEFT_FREE_BYTES: Final = 64 << 20
 def check_room(
     what: str, n_bytes: int, folder: Path, *, else_do: str, error: type[ShardnetError]
 ) -> None:
-    """Raise `error` where `folder`, which may be yet to make, has no room for so many more bytes.
+    """Raise `error` if the disk of `folder`, which may not exist yet, has no room for `n_bytes`.
 
-    The message names what has no room; `else_do` is what helps beside making some.
+    The message names `what` needs the room; `else_do` is the alternative to making some.
     """
     place = next(p for p in (folder, *folder.parents) if p.exists())
     free_bytes = max(0, shutil.disk_usage(place).free - LEFT_FREE_BYTES)
     if n_bytes > free_bytes:
         raise error(
             f"{what} needs {n_bytes / 2**30:.1f} GiB more in {folder} and "
-            f"{free_bytes / 2**30:.1f} GiB are free: make room, or {else_do}"
+            f"{free_bytes / 2**30:.1f} GiB are free",
+            remedy=f"make room, or {else_do}",
         )

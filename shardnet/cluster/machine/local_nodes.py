@@ -11,17 +11,14 @@ import contextlib
 import json
 import os
 import stat
-import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from shardnet.cluster.machine.cache_dir import write_whole
+from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
-
-RUNTIME_DIR_VARIABLE = "SHARDNET_RUNTIME_DIR"
+from shardnet.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +30,6 @@ class LocalNode:
     address: str
     pid: int
     started: float
-
-
-def runtime_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder: $SHARDNET_RUNTIME_DIR, else one per user in the system's place."""
-    if RUNTIME_DIR_VARIABLE in environment:
-        return Path(environment[RUNTIME_DIR_VARIABLE])
-    if "XDG_RUNTIME_DIR" in environment:
-        return Path(environment["XDG_RUNTIME_DIR"]) / "shardnet"
-    owner = os.getuid() if hasattr(os, "getuid") else os.getlogin()
-    return Path(tempfile.gettempdir()) / f"shardnet-{owner}"
 
 
 class LocalNodes:
@@ -92,15 +79,17 @@ class LocalNodes:
             return
         except OSError as error:
             raise ConfigurationError(
-                f"the folder {self._folder} of this machine's nodes cannot be looked at "
-                f"({error.strerror}): name another with {RUNTIME_DIR_VARIABLE}"
+                f"the folder {self._folder} of this machine's nodes cannot be read "
+                f"({error.strerror})",
+                remedy=f"name another with {RUNTIME_DIR_VARIABLE}",
             ) from error
         if hasattr(os, "getuid") and (
             {seen.st_uid, meant.st_uid} != {os.getuid()} or meant.st_mode & stat.S_IWOTH
         ):
             raise ConfigurationError(
                 f"another user can write in {self._folder}, where this machine's nodes are "
-                f"registered: delete it, or name another folder with {RUNTIME_DIR_VARIABLE}"
+                "registered",
+                remedy=f"delete it, or name another folder with {RUNTIME_DIR_VARIABLE}",
             )
 
     def _path(self, entry: LocalNode) -> Path:

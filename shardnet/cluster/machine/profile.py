@@ -53,10 +53,14 @@ def find_device(requested: str) -> Device:
     import torch
 
     if requested not in ("auto", "cpu", "cuda"):
-        raise ConfigurationError(f"--device {requested}: choose auto, cpu or cuda")
+        raise ConfigurationError(
+            f"--device {requested} is unknown", remedy="choose auto, cpu or cuda"
+        )
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
-        raise ConfigurationError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        raise ConfigurationError(
+            "--device cuda: torch finds no CUDA device here", remedy="use --device cpu"
+        )
     if has_cuda and requested != "cpu":
         name = torch.cuda.get_device_name(0)
         return Device(kind="cuda", description=f"cuda ({name})", dtypes=_good_dtypes("cuda"))
@@ -66,7 +70,8 @@ def find_device(requested: str) -> Device:
 def _good_dtypes(kind: str) -> tuple[DType, ...]:
     """Return the dtypes that the device computes in when asked to, and not in another instead.
 
-    One thread probes: on busy cores the products are so small that several wait for each other.
+    Probes on one thread: the matmuls are so small that several threads on busy cores would wait
+    for each other.
     """
     import torch
 

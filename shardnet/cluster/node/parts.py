@@ -15,7 +15,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
-from shardnet.cluster.machine.cache_dir import PACKS_FOLDER
+from shardnet.cluster.machine.folders import PACKS_FOLDER
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService

@@ -6,9 +6,9 @@ Knows nodes as indices, the cost of rings (placement/split.py) and the bounds of
 Rings grow stage by stage from every head at once. Of all the paths from one head over one set of
 nodes to one last node only the best can be part of the best ring (Held and Karp 1962, "A dynamic
 programming approach to sequencing problems"), and a path that even at best cannot beat the best
-ring so far is dropped. Up to EXACT_NODES nodes nothing else is dropped, and the result is exact.
-Above that at most `width_for` paths of each length are kept, those with the best bound: a beam. It
-is exact too whenever fewer are left. It starts from the best single node, the best pair and the
+ring so far is dropped. Up to 8 nodes nothing else is dropped, and the result is exact.
+Above that at most `width_for` paths of each length are kept, those that promise most: a beam. It is
+exact too whenever fewer are left. It starts from the best single node, the best pair and the
 shortest ring, each grown while another node helps, and so is never worse than these.
 """
 
@@ -27,9 +27,6 @@ from shardnet.cluster.placement.split import (
     best_split,
     cost_of,
 )
-
-EXACT_NODES = 8
-"""Up to so many nodes every ring is considered."""
 
 EXACT_WIDTH = 1120
 """The most paths of one length over 8 nodes: 8 heads, 4 of 7 nodes on the way, 4 last ones."""

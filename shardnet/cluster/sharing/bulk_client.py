@@ -1,4 +1,4 @@
-"""One bulk link as the side that asks: skeletons, digests, parts of one model.
+"""Ask for a model over one bulk link: skeleton, digests, parts.
 
 Knows requests and their answers, and that every wait ends. Must not know other sources, nor where
 the bytes go.
@@ -70,8 +70,7 @@ class BulkClient:
         ]
 
     async def head(self, head: FileHead) -> AsyncGenerator[tuple[int, memoryview], None]:
-        """Ask for the bytes of a file that are no tensors; give them piece by piece, each with its
-        place in the file."""
+        """Ask for the bytes of a file that are no tensors; yield (offset in the file, bytes)."""
         message = FetchHead(request=next(self._numbers), model_id=self._model_id, file=head.name)
         self._send(message)
         for offset, n_bytes in head.ranges:

@@ -1,4 +1,4 @@
-"""What this node gives on bulk links: files' heads, parts of tensors, and their digests.
+"""Serve bulk links: file heads, parts of tensors, and their digests.
 
 Knows the requests and how fast to answer. A peer gets what belongs to a model of this machine and
 nothing else: tensors and files go by the model's own names. Must not know who needs them for what.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from shardnet.cluster.sharing.send_rate import SendRate
-from shardnet.cluster.store.local_models import Holdings, OpenModel
+from shardnet.cluster.store.local_models import LocalModels, OpenModel
 from shardnet.errors import CheckpointError, LinkError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
@@ -43,9 +43,9 @@ class BulkServer:
     """
 
     def __init__(
-        self, holdings: Holdings, reader: Executor, rate: SendRate, clock: Callable[[], float]
+        self, models: LocalModels, reader: Executor, rate: SendRate, clock: Callable[[], float]
     ) -> None:
-        self._holdings = holdings
+        self._models = models
         self._reader = reader
         self._rate = rate
         self._clock = clock
@@ -53,9 +53,9 @@ class BulkServer:
     async def serve(self, link: Link) -> None:
         """Answer until the link ends, which is raised as its LinkError.
 
-        A peer that breaks the protocol is told so.
+        A peer that breaks the protocol gets an ERROR frame.
         """
-        models: dict[str, OpenModel] = {}
+        opened: dict[str, OpenModel] = {}
         try:
             while True:
                 message = read_bulk(await link.receive())
@@ -64,22 +64,22 @@ class BulkServer:
                         f"{link.peer.name} ({link.peer_address}) sent {type(message).__name__} "
                         "without being asked"
                     )
-                await self._answer(link, message, models)
+                await self._answer(link, message, opened)
         except RemoteProtocolError as error:
             if not link.closed:
                 link.send(error_frame(error))
                 await link.close()
             raise
         finally:
-            for model in models.values():
+            for model in opened.values():
                 self._reader.submit(model.close)
 
-    async def _answer(self, link: Link, message: BulkRequest, models: dict[str, OpenModel]) -> None:
+    async def _answer(self, link: Link, message: BulkRequest, opened: dict[str, OpenModel]) -> None:
         try:
-            model = models.get(message.model_id)
+            model = opened.get(message.model_id)
             if model is None:
-                model = await self._reader.run(partial(self._holdings.open, message.model_id))
-                models[message.model_id] = model
+                model = await self._reader.run(partial(self._models.open, message.model_id))
+                opened[message.model_id] = model
             await self._carry_out(link, message, model)
         except LinkError:
             raise

@@ -1,4 +1,4 @@
-"""Which source is asked for which part of a model's weights next.
+"""Choose which source to ask for which part of a model's weights next.
 
 Pure: is told what is wanted and what became of each request. Knows nothing of links, files or time.
 """
@@ -31,7 +31,7 @@ class FetchPlan:
         self._waiting.setdefault(part.tensor, deque()).append(part)
 
     def close(self) -> None:
-        """Take note that no part will be added any more."""
+        """Mark that no part will be added any more."""
         self._is_closed = True
 
     @property
@@ -67,23 +67,23 @@ class FetchPlan:
         return None
 
     def begin(self, part: Part, source: str) -> bool:
-        """Take note that a source begins to send a part. False when it is not wanted of it now."""
+        """Mark that a source begins to send a part. False if the part is not asked of it now."""
         if self._asked.get(part) != source:
             return False
         self._begun.add(part)
         return True
 
     def settled(self, part: Part) -> None:
-        """Take note that a part has come and is right."""
+        """Mark that a part was received and verified."""
         self._forget(part)
 
     def bar(self, part: Part) -> None:
-        """Let a part wait again, but not for the source that was asked for it."""
+        """Queue a part again, for any source but the one that was asked for it."""
         self._barred.setdefault(part, set()).add(self._forget(part))
         self.want(part)
 
     def lost(self, source: str) -> None:
-        """Let everything that a source was asked for wait again, for anyone."""
+        """Queue everything that a source was asked for again, for any source."""
         back = [part for part, asked in self._asked.items() if asked == source]
         for part in back:
             self._forget(part)

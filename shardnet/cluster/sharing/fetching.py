@@ -1,4 +1,4 @@
-"""Fetching a stage's weights: many sources, one replica.
+"""Fetch a stage's weights from many sources into one replica.
 
 Knows the order of work: digests from one source, parts from all, each part checked and then held.
 What became of each request is decided in fetch_plan.py. Must not know who wants the weights, nor
@@ -52,16 +52,16 @@ class FetchTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What was fetched: bytes that came and were right, and the names of those who sent them."""
+    """What was fetched: the bytes that passed their digest, and the names of their senders."""
 
     n_bytes: int
     sources: tuple[str, ...]
 
 
 class Fetch:
-    """Brings tensors into `replica`. `sources` are addresses for `dial`; the first settles digests.
+    """Fetches tensors into `replica`. `sources` are addresses for `dial`; the first states digests.
 
-    `on_progress` takes (bytes come, bytes to come in all), as they come.
+    `on_progress` takes (bytes fetched, bytes to fetch in all).
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Fetch:
         self._total_bytes = 0
 
     async def run(self, tensors: Sequence[str]) -> Fetched:
-        """Fetch what the replica lacks of these tensors.
+        """Fetch the parts of these tensors that the replica lacks.
 
         Raises PeerFailedError when no source is left for a part, CheckpointError when sources
-        disagree or what comes is wrong, CapacityError when the disk is full. What has come by then
-        stays, and so it does when this is cancelled.
+        disagree or send wrong bytes, CapacityError when the disk is full. Parts fetched by then
+        stay, also when this is cancelled.
         """
         parts = self._replica.parts(tensors)
         try:
@@ -124,7 +124,7 @@ class Fetch:
         )
 
     async def _check_what_is_here(self, tensors: Sequence[str]) -> None:
-        """Compare what is here with its digests, unless it is known to be as it was left."""
+        """Verify the held parts in files that were not left sealed; drop the damaged ones."""
         doubtful = await self._writer.run(lambda: self._replica.doubtful(tensors))
         n_wrong = 0
         for part in doubtful:
@@ -137,7 +137,7 @@ class Fetch:
     # --- digests
 
     async def _settle_digests(self, parts: Sequence[Part]) -> None:
-        """Learn the digest of every part, and have those fetched that the replica lacks.
+        """Ask for the digest of every part, and queue those that the replica lacks.
 
         The first source tells. When it fails, the next one tells of all parts, so that no two are
         mixed; it also tells of those that the first one lacks.
@@ -183,7 +183,7 @@ class Fetch:
     async def _take_digests(
         self, source: str, parts: Sequence[Part], digests: Sequence[str | None]
     ) -> list[Part]:
-        """Take in what a source says of some parts; return those that it lacks."""
+        """Record the digests from a source; return the parts that it lacks."""
         for part, sha256 in zip(parts, digests, strict=True):
             if sha256 is not None:
                 await self._take_digest(part, sha256, source)
@@ -194,8 +194,8 @@ class Fetch:
         if told != sha256:
             raise CheckpointError(
                 f"{self._name(teller)} and {self._name(source)} hold different weights under one "
-                f"model id ({self._model_id[:12]}): tensor {part.tensor} differs; copy one "
-                "checkpoint to both"
+                f"model id ({self._model_id[:12]}): tensor {part.tensor} differs",
+                remedy="copy one checkpoint to both",
             )
         if teller != source:
             return
@@ -288,7 +288,7 @@ class Fetch:
         digest.update(piece)
 
     def _came_wrong(self, part: Part, source: str, client: BulkClient) -> None:
-        """Give up a source that sends something else than was promised; others may do better."""
+        """Give up a source whose part does not match its digest."""
         self._has_come_wrong = True
         self._failures[source] = (
             f"its {part} is not what {self._name(self._digests[part][1])} holds: the checkpoints "
@@ -316,8 +316,8 @@ class Fetch:
         kind = CheckpointError if self._has_come_wrong else PeerFailedError
         return kind(
             f"no node gives tensor {part.tensor} of model {self._model_id[:12]} "
-            f"({asked or 'nobody to ask'}); start a node that has the whole checkpoint, or copy "
-            "one to those who differ"
+            f"({asked or 'nobody to ask'})",
+            remedy="start a node that has the whole checkpoint, or copy one to those that differ",
         )
 
     # --- links and news

@@ -1,6 +1,6 @@
-"""Who has a model, and from whom it can be fetched.
+"""Choose which nodes a model can be fetched from.
 
-Pure: judges what nodes said of themselves.
+Pure: decides by what nodes report of themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardnet.types import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class ReplicaSource:
     """What a node has for a path or of a model: `model_id` "" for nothing.
 
     `is_complete`: a checkpoint folder of its own, not parts that came from other nodes. `sample`
@@ -28,49 +28,52 @@ class Holder:
     sample: str = ""
 
 
-def check_same_model(holders: Sequence[Holder]) -> None:
-    """Make sure that whoever has a checkpoint folder has the same model.
+def check_same_model(sources: Sequence[ReplicaSource]) -> None:
+    """Check that all nodes with a checkpoint folder have the same model.
 
     Raises PlanError that names two nodes and what they have.
     """
-    complete = [holder for holder in holders if holder.is_complete]
-    for holder in complete:
+    complete = [source for source in sources if source.is_complete]
+    for source in complete:
         first = complete[0]
-        if holder.model_id == first.model_id and holder.sample != first.sample:
+        if source.model_id == first.model_id and source.sample != first.sample:
             raise PlanError(
-                f"{first.name} and {holder.name} hold different weights under one model id "
-                f"({first.model_id[:12]}); copy one checkpoint to both"
+                f"{first.name} and {source.name} hold different weights under one model id "
+                f"({first.model_id[:12]})",
+                remedy="copy one checkpoint to both",
             )
-        if holder.model_id != first.model_id:
+        if source.model_id != first.model_id:
             raise PlanError(
                 f"the nodes hold different models: {first.name} has {first.model_id[:12]}, "
-                f"{holder.name} has {holder.model_id[:12]}; copy one checkpoint to both"
+                f"{source.name} has {source.model_id[:12]}",
+                remedy="copy one checkpoint to both",
             )
 
 
-def agreed(holders: Sequence[Holder]) -> list[Holder]:
-    """Return those who have a model, one and the same; a checkpoint folder counts before parts.
+def agreed(sources: Sequence[ReplicaSource]) -> list[ReplicaSource]:
+    """Return the nodes that have the model; those with a checkpoint folder, if any, alone.
 
     Raises PlanError when they have different ones.
     """
-    check_same_model(holders)
-    complete = [holder for holder in holders if holder.is_complete]
-    having = complete or [holder for holder in holders if holder.model_id]
-    for holder in having:
-        if holder.model_id != having[0].model_id:
+    check_same_model(sources)
+    complete = [source for source in sources if source.is_complete]
+    having = complete or [source for source in sources if source.model_id]
+    for source in having:
+        if source.model_id != having[0].model_id:
             raise PlanError(
-                f"{having[0].name} and {holder.name} have parts of different models "
-                f"({having[0].model_id[:12]}, {holder.model_id[:12]}) and nobody has a whole "
-                "checkpoint: start a node that does"
+                f"{having[0].name} and {source.name} have parts of different models "
+                f"({having[0].model_id[:12]}, {source.model_id[:12]}) and nobody has a whole "
+                "checkpoint",
+                remedy="start a node that does",
             )
     return having
 
 
-def choose_sources(model_id: str, holders: Sequence[Holder], limit: int) -> list[str]:
-    """Return where to fetch a model from, whoever has all of it first; at most `limit` addresses.
+def choose_sources(model_id: str, sources: Sequence[ReplicaSource], limit: int) -> list[str]:
+    """Return at most `limit` addresses to fetch a model from, nodes that have all of it first.
 
     Every stage gets this order, so that the first settles the digests for all of them.
     """
-    having = [holder for holder in holders if holder.model_id == model_id and holder.address]
-    having.sort(key=lambda holder: not holder.is_complete)
-    return list(dict.fromkeys(holder.address for holder in having))[:limit]
+    having = [source for source in sources if source.model_id == model_id and source.address]
+    having.sort(key=lambda source: not source.is_complete)
+    return list(dict.fromkeys(source.address for source in having))[:limit]

@@ -20,9 +20,9 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
 from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.fetching import Fetch
-from shardnet.cluster.sharing.replica_sources import Holder, agreed
+from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.sharing.send_rate import SendRate
-from shardnet.cluster.store.local_models import Holdings
+from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import (
     BusyError,
@@ -78,8 +78,8 @@ class Sharing:
         self._dial = dial
         self._log = log
         self._disk = Executor("shardnet-share", niceness=10)
-        self._holdings = Holdings(cache)
-        self._server = BulkServer(self._holdings, self._disk, rate, time.monotonic)
+        self._models = LocalModels(cache)
+        self._server = BulkServer(self._models, self._disk, rate, time.monotonic)
         self._links: set[Link] = set()
         self._n_at_work = 0
         self._idle = asyncio.Event()
@@ -89,9 +89,9 @@ class Sharing:
 
     async def answer(self, message: IdentifyModel) -> ModelIdentity:
         """Say what this node itself has for a path, or of a model."""
-        facts = await self._disk.run(partial(self._holdings.at, message.model))
+        facts = await self._disk.run(partial(self._models.at, message.model))
         if message.model_id and (facts is None or not facts.is_complete):
-            facts = await self._disk.run(partial(self._holdings.by_id, message.model_id))
+            facts = await self._disk.run(partial(self._models.by_id, message.model_id))
         return ModelIdentity(
             request=message.request,
             model_id=facts.model_id if facts is not None else "",
@@ -138,11 +138,13 @@ class Sharing:
         Fetches what it is without its tensors. Raises CheckpointError when nobody has it, PlanError
         when the peers have different models there.
         """
-        own = await self._disk.run(partial(self._holdings.at, model))
+        own = await self._disk.run(partial(self._models.at, model))
         if own is not None and own.is_complete:
             return own
         answers = await self._ask_peers(self._peers.links.linked(), model, "")
-        holders = agreed([answer for answer in answers.values() if isinstance(answer, Holder)])
+        holders = agreed(
+            [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
+        )
         if not holders:
             if own is None:
                 raise _nobody_has(model, self._name, answers)
@@ -152,11 +154,11 @@ class Sharing:
             return own
         sources = [holder.address for holder in holders]
         folder = await self._have_replica(model, model_id, sources)
-        return await self._disk.run(partial(self._holdings.look_at, folder))
+        return await self._disk.run(partial(self._models.look_at, folder))
 
     async def holders(
         self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
-    ) -> list[Holder]:
+    ) -> list[ReplicaSource]:
         """Ask the nodes of a plan what they have and, where one lacks the model, all peers too.
 
         Raises what a node of the plan raises; other peers that fail to answer are left out.
@@ -172,7 +174,7 @@ class Sharing:
         known = {holder.node for holder in found}
         rest = [c for c in self._peers.links.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
-        return found + [answer for answer in answers.values() if isinstance(answer, Holder)]
+        return found + [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
 
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node."""
@@ -185,9 +187,9 @@ class Sharing:
         The folder is not deleted before the next order, or `release`. Raises CheckpointError when
         this node has another model at that path, and what fetching raises.
         """
-        facts = await self._disk.run(partial(self._holdings.at, order.model))
+        facts = await self._disk.run(partial(self._models.at, order.model))
         if facts is None or not facts.is_complete:
-            facts = await self._disk.run(partial(self._holdings.by_id, order.model_id))
+            facts = await self._disk.run(partial(self._models.by_id, order.model_id))
         if facts is not None and facts.is_complete:
             check_model_id(facts.path, facts.model_id, order.model_id)
             self.release()
@@ -235,9 +237,9 @@ class Sharing:
 
     # --- asking
 
-    async def _look_at_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> Holder:
+    async def _look_at_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> ReplicaSource:
         if node.node == self._node:
-            return Holder(
+            return ReplicaSource(
                 node=self._node,
                 name=self._name,
                 address=node.address,
@@ -249,10 +251,10 @@ class Sharing:
 
     async def _ask_peers(
         self, controls: Sequence[ControlLink], model: str, model_id: str
-    ) -> dict[str, Holder | str]:
+    ) -> dict[str, ReplicaSource | str]:
         """Ask peers what they have; return by name what each has, or why it did not say."""
 
-        async def ask(control: ControlLink) -> Holder | str:
+        async def ask(control: ControlLink) -> ReplicaSource | str:
             address = self._peers.address_of(NodeId(control.link.peer.node))
             try:
                 async with asyncio.timeout(PEER_ANSWER_S):
@@ -265,10 +267,12 @@ class Sharing:
         answers = await asyncio.gather(*(ask(control) for control in controls))
         return {c.peer_name: answer for c, answer in zip(controls, answers, strict=True)}
 
-    async def _ask(self, control: ControlLink, model: str, model_id: str, address: str) -> Holder:
+    async def _ask(
+        self, control: ControlLink, model: str, model_id: str, address: str
+    ) -> ReplicaSource:
         message = IdentifyModel(request=control.next_request(), model=model, model_id=model_id)
         answer = await control.ask(message, ModelIdentity)
-        return Holder(
+        return ReplicaSource(
             node=NodeId(control.link.peer.node),
             name=control.peer_name,
             address=address,
@@ -302,7 +306,9 @@ class Sharing:
             except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
                 failures.append(str(error))
         raise PeerFailedError(
-            f"no node tells what model {model_id[:12]} is: {'; '.join(failures) or 'nobody to ask'}"
+            f"no node tells what model {model_id[:12]} is: "
+            f"{'; '.join(failures) or 'nobody to ask'}",
+            remedy="start a node that has its checkpoint",
         )
 
     async def _fetch_skeleton(self, client: BulkClient, model_id: str) -> Path:
@@ -364,7 +370,9 @@ class Sharing:
                 self._idle = asyncio.Event()
 
 
-def _nobody_has(model: str, name: str, answers: Mapping[str, Holder | str]) -> CheckpointError:
+def _nobody_has(
+    model: str, name: str, answers: Mapping[str, ReplicaSource | str]
+) -> CheckpointError:
     said = "; ".join(
         answer if isinstance(answer, str) else f"{peer} has none"
         for peer, answer in answers.items()
@@ -372,9 +380,10 @@ def _nobody_has(model: str, name: str, answers: Mapping[str, Holder | str]) -> C
     if not os.path.isabs(model):
         return CheckpointError(
             f"{model} is neither a folder where it was asked for, nor on {name} nor on a peer "
-            f"({said or 'no peers'}): `shardnet pull {model}` downloads it, if the Hub has it"
+            f"({said or 'no peers'})",
+            remedy=f"`shardnet pull {model}` downloads it, if the Hub has it",
         )
     return CheckpointError(
-        f"there is no checkpoint folder at {model} on {name} nor on a peer ({said or 'no peers'}): "
-        "check the path of --model, or copy the checkpoint to one of the nodes"
+        f"there is no checkpoint folder at {model} on {name} nor on a peer ({said or 'no peers'})",
+        remedy="check the path of --model, or copy the checkpoint to one of the nodes",
     )

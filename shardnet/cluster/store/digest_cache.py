@@ -1,4 +1,4 @@
-"""Digests of the parts of checkpoints on this node, computed once for a file as it is.
+"""Cache the digests of checkpoint parts on this node, until their file changes.
 
 Knows the file they are kept in, one per checkpoint folder. Must not know links. One thread at a
 time.
@@ -15,8 +15,8 @@ from shardnet.checkpoint.replica import Part, TensorFiles
 from shardnet.checkpoint.replica_journal import Stamp
 
 
-class DigestBook:
-    """SHA-256 of parts, in hex. An entry holds as long as its file has the same stamp."""
+class DigestCache:
+    """SHA-256 of parts, in hex. An entry is valid as long as its file has the same stamp."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,16 +26,16 @@ class DigestBook:
                 self._take(line)
 
     @classmethod
-    def for_checkpoint(cls, cache: Path, folder: Path) -> DigestBook:
-        """Open the book of a checkpoint folder, kept below the folder `cache`."""
+    def for_checkpoint(cls, cache: Path, folder: Path) -> DigestCache:
+        """Open the digests of a checkpoint folder, kept below the folder `cache`."""
         name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         return cls(cache / "digests" / f"{name[:32]}.jsonl")
 
     def digest(self, part: Part, files: TensorFiles) -> str:
         """Return the digest of a part, computed from `files` unless it is known.
 
-        Raises CheckpointError when the part cannot be read. That the book cannot be written is no
-        error: then it is computed again.
+        Raises CheckpointError when the part cannot be read. A digest that cannot be
+        stored is no error: it is computed again.
         """
         stamp = files.stamp(part.file)
         known = self._known.get((part.tensor, part.number))
@@ -56,7 +56,7 @@ class DigestBook:
                 file.write(line)
 
     def _take(self, line: bytes) -> None:
-        """Take in one line; an unfinished one tells nothing."""
+        """Apply one line; skip an unfinished one."""
         with contextlib.suppress(ValueError):
             match json.loads(line):
                 case {

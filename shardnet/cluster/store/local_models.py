@@ -12,14 +12,14 @@ from pathlib import Path
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import Part, TensorFiles, part_of
-from shardnet.cluster.store.digest_cache import DigestBook
+from shardnet.cluster.store.digest_cache import DigestCache
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import CheckpointError
 from shardnet.runtime.stage.loading import ModelFacts, find_folder, identify, stamp
 
 
-class Holdings:
-    """What this machine has, replicas in `cache` included."""
+class LocalModels:
+    """The models of this machine, replicas in `cache` included."""
 
     def __init__(self, cache: ModelCache) -> None:
         self._cache = cache
@@ -51,10 +51,12 @@ class Holdings:
         """Open a model to read parts of it. Raises CheckpointError when it is not here."""
         facts = self.by_id(model_id)
         if facts is None:
-            raise CheckpointError(f"model {model_id[:12]} is not here any more")
+            raise CheckpointError(
+                f"model {model_id[:12]} is not here any more", remedy="ask another node"
+            )
         if facts.is_complete:
-            book = DigestBook.for_checkpoint(self._cache.folder, facts.path)
-            return OpenModel(facts.path, book=book)
+            digests = DigestCache.for_checkpoint(self._cache.folder, facts.path)
+            return OpenModel(facts.path, digests=digests)
         with contextlib.ExitStack() as unless_it_opens:
             use = self._cache.use(model_id)
             unless_it_opens.callback(use.close)
@@ -71,12 +73,12 @@ class Holdings:
 
 
 class OpenModel:
-    """A model of this machine, open: a folder with a `book` of digests, or a replica in `use`."""
+    """An open model of this machine: a folder with cached `digests`, or a replica in `use`."""
 
     def __init__(
-        self, folder: Path, *, book: DigestBook | None = None, use: ModelUse | None = None
+        self, folder: Path, *, digests: DigestCache | None = None, use: ModelUse | None = None
     ) -> None:
-        self._book = book
+        self._digests = digests
         self._use = use
         self.checkpoint = Checkpoint.open(folder)
         self.files = TensorFiles(self.checkpoint.folder)
@@ -94,8 +96,8 @@ class OpenModel:
         Raises CheckpointError when the model has no such part, or it cannot be read.
         """
         part = part_of(self.checkpoint, tensor, number)
-        if self._book is not None:
-            return self._book.digest(part, self.files)
+        if self._digests is not None:
+            return self._digests.digest(part, self.files)
         return self._journalled(part)
 
     def close(self) -> None:

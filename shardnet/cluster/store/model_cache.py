@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardnet.checkpoint.replica import disk_error
-from shardnet.cluster.machine.cache_dir import write_whole
 from shardnet.errors import BusyError, CapacityError, UsageError
+from shardnet.files import DiskShare, write_whole
 
 DEFAULT_SHARE_OF_DISK = 0.5
 """Without a limit replicas take at most this share of what the disk has left beside them."""
@@ -128,14 +128,17 @@ class ModelCache:
         """
         folder = self.find(model_id)
         if folder is None:
-            raise UsageError(f"{self._models}: there is no model {model_id[:12]} here")
+            raise UsageError(
+                f"{self._models}: there is no model {model_id[:12]} here",
+                remedy="`shardnet cache ls` lists them",
+            )
         lock = self._lock_path(model_id)
         try:
             with lock.open("ab") as file:
                 if not _lock_alone(file.fileno()):
                     raise BusyError(
-                        f"model {model_id[:12]} is in use by a node of this machine: run `shardnet "
-                        "unload`, or stop the node"
+                        f"model {model_id[:12]} is in use by a node of this machine",
+                        remedy="run `shardnet unload`, or stop the node",
                     )
                 freed = _size_bytes(folder)
                 doomed = folder.with_name(f".old-{os.getpid()}-{model_id}")
@@ -157,27 +160,29 @@ class ModelCache:
             free = shutil.disk_usage(self._models).free
         except OSError as error:
             raise disk_error(error, self._models) from error
-        limit = self._limit_bytes
-        if limit is None:
-            limit = int((free + used) * DEFAULT_SHARE_OF_DISK)
-        deleted: list[CachedModel] = []
-        while models and (used + n_bytes > limit or n_bytes > free):
-            oldest = models.pop()
-            if oldest.model_id == keep or oldest.in_use:
-                continue
+        share = DiskShare.of(DEFAULT_SHARE_OF_DISK, used_bytes=used, free_bytes=free)
+        if self._limit_bytes is not None:
+            share.limit_bytes = self._limit_bytes
+
+        def delete(model: CachedModel) -> int | None:
+            if model.model_id == keep or model.in_use:
+                return None
             with contextlib.suppress(BusyError):
-                freed = self.remove(oldest.model_id)
-                used, free = used - freed, free + freed
-                deleted.append(oldest)
-        if used + n_bytes > limit:
+                return self.remove(model.model_id)
+            return None
+
+        deleted = share.evict(n_bytes, reversed(models), delete)
+        if share.exceeds_limit(n_bytes):
             raise CapacityError(
-                f"{self._models}: {n_bytes} bytes of weights more would make {used + n_bytes}, "
-                f"above the limit of {limit}: raise --cache-limit, or run `shardnet cache rm`"
+                f"{self._models}: {n_bytes} bytes of weights more would make "
+                f"{share.used_bytes + n_bytes}, above the limit of {share.limit_bytes}",
+                remedy="raise --cache-limit, or run `shardnet cache rm`",
             )
-        if n_bytes > free:
+        if not share.has_room(n_bytes):
             raise CapacityError(
-                f"{self._models}: {n_bytes} bytes of weights are to come and {free} are free: free "
-                "room there, or name another place with SHARDNET_CACHE_DIR"
+                f"{self._models}: {n_bytes} bytes of weights are to come and {share.free_bytes} "
+                "are free",
+                remedy="free room there, or name another place with SHARDNET_CACHE_DIR",
             )
         return deleted
 

@@ -8,8 +8,9 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
+from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
-from shardnet_cli.flags.config import config_path, read_config
+from shardnet_cli.flags.config import read_config
 from shardnet_cli.flags.options import parse_size
 from shardnet_cli.main import app
 

@@ -16,7 +16,7 @@ from shardnet.cluster.head import wire_loss
 from shardnet.cluster.head.placing import make_plan
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.wire_loss import WireLoss
-from shardnet.cluster.machine.cache_dir import cache_dir
+from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.runtime.stage.loading import identify

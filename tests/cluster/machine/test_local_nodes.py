@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support.full_disk import full_disk
 
-from shardnet.cluster.machine.local_nodes import LocalNodes, runtime_dir, share_of_cores
+from shardnet.cluster.machine.folders import runtime_dir
+from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.errors import ConfigurationError
 
 

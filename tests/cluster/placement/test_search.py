@@ -24,7 +24,6 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.placement import place
 from shardnet.cluster.placement.search import (
-    EXACT_NODES,
     EXACT_WIDTH,
     best_pair,
     best_single,
@@ -116,9 +115,9 @@ def test_where_layers_are_fewer_than_nodes_no_ring_is_better(objective: Objectiv
 
 @both
 def test_up_to_eight_nodes_nothing_is_dropped(objective: Objective) -> None:
-    assert width_for(EXACT_NODES) == EXACT_WIDTH
+    assert width_for(8) == EXACT_WIDTH
     for seed in range(30):
-        cluster = random_cluster(seed, n_nodes=EXACT_NODES, n_layers=24)
+        cluster = random_cluster(seed, n_nodes=8, n_layers=24)
         assert find_s(*cluster, objective) == find_s(*cluster, objective, width=10**6)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardnet.cluster.sharing.replica_sources import (
-    Holder,
+    ReplicaSource,
     agreed,
     check_same_model,
     choose_sources,
@@ -18,8 +18,10 @@ from shardnet.types import NodeId
 ONE, OTHER = "a" * 64, "b" * 64
 
 
-def holder(name: str, model_id: str = ONE, *, complete: bool = True, address: str = "") -> Holder:
-    return Holder(
+def holder(
+    name: str, model_id: str = ONE, *, complete: bool = True, address: str = ""
+) -> ReplicaSource:
+    return ReplicaSource(
         node=NodeId(name),
         name=name,
         address=address or f"{name}:1",

@@ -16,7 +16,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles, begin_replica, lay_out, parts_of
 from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.send_rate import SendRate
-from shardnet.cluster.store.local_models import Holdings
+from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import PeerUnreachableError, ShardnetError
 from shardnet.runtime.stage.executor import Executor
@@ -45,10 +45,10 @@ class Sources:
 
     def add(self, name: str, folder: Path, cache: Path) -> None:
         """Let a real source with a checkpoint, or a replica of a cache, answer."""
-        holdings = Holdings(ModelCache(cache))
+        models = LocalModels(ModelCache(cache))
         if folder.exists():
-            holdings.look_at(folder)
-        self.serves[name] = BulkServer(holdings, self.disk, SendRate(None), time.monotonic).serve
+            models.look_at(folder)
+        self.serves[name] = BulkServer(models, self.disk, SendRate(None), time.monotonic).serve
 
     def script(self, name: str, script: Script) -> None:
         """Let a scripted source answer."""

@@ -31,7 +31,7 @@ from support.system.warm_start import WarmProcess, is_possible
 from typer.testing import CliRunner
 
 from shardnet.api.client import connect
-from shardnet.cluster.machine.local_nodes import RUNTIME_DIR_VARIABLE
+from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.cluster.measuring.figure_cache import FOLDER
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import ModelChoice

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 from support.full_disk import full_disk
 
-from shardnet.cluster.machine.cache_dir import cache_dir, why_not_written, write_whole
+from shardnet.cluster.machine.folders import cache_dir, why_not_written
+from shardnet.files import write_whole
 
 
-def test_the_folder_follows_the_environment() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the folders of Linux")
+def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/shardnet")
-    assert cache_dir({"HOME": "/h"}) == Path("/h/.cache/shardnet")
-    assert cache_dir({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/shardnet")
-    assert cache_dir({}) == Path.home() / ".cache" / "shardnet"
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_dir({}) == Path("/h/.cache/shardnet")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir(os.environ) == Path("/h/.cache/shardnet")
+    assert cache_dir({"SHARDNET_CACHE_DIR": "here", "XDG_CACHE_HOME": "/c"}) == Path("here")
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
