@@ -26,10 +26,11 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     TensorFile,
     hash_ranges,
 )
+from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES
 from shardnet.errors import CheckpointError
 
-MAX_HEAD_RANGES: Final = 1 << 16
-"""Cap on the stretches of a file between its storages."""
+MAX_HEAD_RANGES: Final = (1 << 16) - MAX_SAMPLES
+"""Cap on the stretches of a file between its storages: with the samples 65536, as on the wire."""
 
 
 def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
