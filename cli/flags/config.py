@@ -7,7 +7,6 @@ SHARDNET_* variable comes before.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,6 +94,6 @@ def _flags(parameters: Sequence[object]) -> dict[str, str]:
 
 def _check(key: str, known: set[str], where: str) -> None:
     if key not in known:
-        near = difflib.get_close_matches(key, list(known), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigurationError(f"{where}: unknown key '{key}'{hint}")
+        from shardnet.api.validation import nearest  # --help has no use for what comes with it
+
+        raise ConfigurationError(f"{where}: unknown key '{key}'{nearest(key, [*known])}")
