@@ -1,10 +1,14 @@
-"""The `shardnet` command: its subcommands, and the configuration they start from."""
+"""The `shardnet` command: which subcommands there are, and the configuration they start from.
+
+Imports none of them: `--help` and `--version` take no longer than typer does.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Final
 
 import typer
 from typer.core import TyperGroup
@@ -13,26 +17,48 @@ from shardnet import __version__
 from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 
-from .commands.bench import bench
-from .commands.cache import cache_app
-from .commands.chat import chat
-from .commands.doctor import doctor
-from .commands.generate import generate
-from .commands.key import key_app
-from .commands.node import node
-from .commands.nodes import nodes
-from .commands.plan import plan
-from .commands.pull import pull
-from .commands.status import status
-from .commands.unload import unload
 from .flags.config import read_config
-from .flags.wrong_values import CommandGroup
+from .flags.lazy_group import LazyCommand, LazyGroup
 from .output.exit_codes import exit_codes, fail, open_missing_streams, write_out
 from .output.terminal import restore_at_sigterm
 
+_SUMMARIES: Final = {
+    "node": "Run a node in the foreground; Ctrl-C ends it.",
+    "nodes": "Show who is here: the nodes of this machine and their peers.",
+    "status": "Show what a node holds, for which ring, and what runs.",
+    "plan": "Show the plan that would be used, and why.",
+    "generate": "Generate on the ring and stream the text.",
+    "chat": "Talk with the model: a line is a message, the answer streams.",
+    "bench": "Measure the ring's speed, or the perplexity of a text.",
+    "pull": "Download a model to this machine.",
+    "unload": "Free the model on every node of the ring.",
+    "doctor": "Say what is wrong, where, and what to do.",
+    "key": "Make, enter or show the cluster key.",
+    "cache": "Weights on this machine's disk: from other nodes, or rounded.",
+}
+"""The commands, in the order of --help; each is in the module of its name."""
+_GROUPS: Final = {"key": "key_app", "cache": "cache_app"}
+"""Those that have commands of their own."""
+
+
+class Commands(LazyGroup):
+    """The subcommands of `shardnet`."""
+
+    table = MappingProxyType(
+        {
+            name: LazyCommand(
+                module=f"{__package__}.commands.{name}",
+                attribute=_GROUPS.get(name, name),
+                summary=summary,
+            )
+            for name, summary in _SUMMARIES.items()
+        }
+    )
+
+
 app = typer.Typer(
     name="shardnet",
-    cls=CommandGroup,
+    cls=Commands,
     help="One language model over the machines of a home lab.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,21 +66,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command, in_short in (
-    (node, None),
-    (nodes, "Show who is here: the nodes of this machine and their peers."),
-    (status, "Show what a node holds, for which ring, and what runs."),
-    (plan, "Show the plan that would be used, and why."),
-    (generate, None),
-    (chat, None),
-    (bench, "Measure the ring's speed, or the perplexity of a text."),
-    (pull, None),
-    (unload, "Free the model on every node of the ring."),
-    (doctor, "Say what is wrong, where, and what to do."),
-):
-    app.command(short_help=in_short)(command)
-app.add_typer(key_app)
-app.add_typer(cache_app)
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Final, NoReturn, TextIO
 import typer
 
 from shardnet.errors import ShardnetError, first_error
-from shardnet.transport.loop import run
 
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
 """Control characters: in a node's or a file's name they would move a terminal's cursor and more."""
@@ -26,6 +25,8 @@ EXIT_INTERRUPTED = 130
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine and turn its end into an exit code."""
+    from shardnet.transport.loop import run  # asyncio: --help has no use for it
+
     with exit_codes():
         run(main)
 

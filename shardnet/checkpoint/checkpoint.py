@@ -26,21 +26,20 @@ from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
+    ByteRange,
     FileHead,
     StoredTensor,
     ask_for,
+    hash_ranges,
     read_stored,
-    sample_ranges,
 )
+from shardnet.checkpoint.tensors.weight_sample import merged, sample_range, sampled_tensors
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import parse_config
 
 if TYPE_CHECKING:
     import torch
-
-SAMPLE_BYTES = 64
-"""Bytes of every tensor that tell one training from another."""
 
 
 class Checkpoint:
@@ -83,39 +82,52 @@ class Checkpoint:
 
     @cached_property
     def model_id(self) -> str:
-        """SHA-256 over config, tokenizer files and every tensor file's head and size, in hex."""
+        """SHA-256 in hex: config, tokenizer, every tensor file's header and size, sampled weights.
+
+        Docs/protocol.md section 16 has the bytes. At most 4 MiB of tensors are read, however large
+        the checkpoint is. Raises CheckpointError, which names the file, when one cannot be read.
+        """
         digest = hashlib.sha256()
         for name in self._whole:
             if (self.folder / name).is_file():
                 _feed(digest, name, read_file(self.folder / name))
         for name in sorted(self._files):
             file = self._files[name]
-            _feed(digest, name, file.sha256.encode() + file.size_bytes.to_bytes(8, "little"))
+            size = file.size_bytes.to_bytes(8, "little")
+            _feed(digest, name, file.sha256.encode() + size + self.sample_digests[name].encode())
         return digest.hexdigest()
 
     @cached_property
-    def sample(self) -> str:
-        """SHA-256 over some bytes from the middle of every tensor, in hex.
+    def samples(self) -> Mapping[str, tuple[ByteRange, ...]]:
+        """The bytes of tensors that are part of the id, by file, in the order they are hashed."""
+        samples: dict[str, list[ByteRange]] = {name: [] for name in self._files}
+        for info in sampled_tensors(self.stored.values()):
+            samples[info.file].append(sample_range(info))
+        return MappingProxyType({name: tuple(ranges) for name, ranges in samples.items()})
 
-        Two trainings of one shape have one id and differ here. Raises CheckpointError when a file
-        cannot be read.
+    @cached_property
+    def sample_digests(self) -> Mapping[str, str]:
+        """SHA-256 of every tensor file's sampled bytes, in hex; a replica's as it was begun.
+
+        So that a part of a replica that is damaged, which its digest tells, makes no other model of
+        it. Raises CheckpointError when a file cannot be read.
         """
-        digest = hashlib.sha256()
-        for name in sorted(self._files):
-            try:
-                with (self.folder / name).open("rb") as file:
-                    tensors = self._files[name].tensors.values()
-                    for offset, n_bytes in sample_ranges(tensors, SAMPLE_BYTES):
-                        file.seek(offset)
-                        digest.update(file.read(n_bytes))
-            except OSError as error:
-                raise CheckpointError(f"{self.folder / name}: {error.strerror}; {AGAIN}") from error
-        return digest.hexdigest()
+        noted = self.journal.samples if self.journal is not None else {}
+        return {name: noted.get(name) or self._sample_of(name) for name in self._files}
+
+    def _sample_of(self, name: str) -> str:
+        try:
+            return hash_ranges(self.folder / name, self.samples[name])
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder / name}: {error.strerror}", remedy=AGAIN
+            ) from error
 
     def skeleton(self) -> tuple[FileHead, ...]:
-        """Name the files that make the checkpoint: what it is without its tensors.
+        """List the files that make the checkpoint, each with the byte ranges that its id covers.
 
-        Raises CheckpointError when they cannot be looked at.
+        Those are all bytes that are not tensors, and the samples of the tensors: whoever has them
+        computes the same id. Raises CheckpointError when a file cannot be looked at.
         """
         paths = [self.folder / name for name in self._whole]
         try:
@@ -129,7 +141,11 @@ class Checkpoint:
         return (
             *whole,
             *(
-                FileHead(name=file.name, size_bytes=file.size_bytes, ranges=file.heads)
+                FileHead(
+                    name=file.name,
+                    size_bytes=file.size_bytes,
+                    ranges=merged((*file.heads, *self.samples[file.name])),
+                )
                 for file in self._files.values()
             ),
         )
@@ -189,9 +205,23 @@ class Checkpoint:
 
 
 def names_checkpoint(path: Path) -> bool:
-    """Whether there is a folder, or a GGUF file, at `path`: what `Checkpoint.open` looks at."""
+    """Whether a folder that is not empty, or a GGUF file, is at `path`, for `Checkpoint.open`.
+
+    A folder with nothing in it, hidden files aside, is no checkpoint: it may be a mount point
+    whose disk is elsewhere, or the place that a checkpoint is meant to come to.
+    """
     # os.path, unlike Path, also answers where a part of the path may not be looked at.
-    return os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
+    if os.path.isdir(path):
+        return not _is_empty(path)
+    return path.suffix == ".gguf" and os.path.isfile(path)
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return all(entry.name.startswith(".") for entry in entries)
+    except OSError:
+        return False  # opening it says why it cannot be looked at
 
 
 def gguf_file(path: Path) -> Path | None:

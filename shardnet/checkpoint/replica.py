@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Stamp, n_parts
+from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Journal, Stamp, n_parts
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import (
     MAX_HEADER_BYTES,
@@ -24,14 +24,17 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     FileHead,
     StoredTensor,
 )
+from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES, SAMPLE_BYTES
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.types import WEIGHT_PART_BYTES, LayerRange
 
 MAX_FILE_BYTES: Final = 1 << 44
 """Cap on a file's size before it is laid out."""
+MAX_HEAD_BYTES: Final = MAX_HEADER_BYTES + 8 + MAX_SAMPLES * SAMPLE_BYTES
+"""Cap on what of one file makes the model's id."""
 MAX_HEADS_BYTES: Final = 1 << 30
-"""Cap on all that is no tensor, before any of it is fetched."""
+"""Cap on what of all files makes the model's id, before any of it is fetched."""
 SYNC_BYTES: Final = 64 << 20
 """Written to a replica before it is brought to the disk, so that the end of a fetch is short."""
 _HASH_BYTES: Final = 1 << 20
@@ -248,7 +251,7 @@ def check_heads(heads: Sequence[FileHead], peer: str) -> None:
             and not set(head.name) & set("/\\:\0")
             and head.name.isprintable()
         )
-        fits = _are_apart(head.ranges, head.size_bytes) and head.head_bytes <= MAX_HEADER_BYTES + 8
+        fits = _are_apart(head.ranges, head.size_bytes) and head.head_bytes <= MAX_HEAD_BYTES
         if not plain or not fits or head.size_bytes > MAX_FILE_BYTES:
             raise CheckpointError(
                 f"{peer} offers a file that no model has: {head.name!r} of {head.size_bytes} bytes"
@@ -290,11 +293,12 @@ def begin_replica(folder: Path, model_id: str, peer: str) -> None:
 
     Raises CheckpointError, which names the `peer`, when they are of another model than `model_id`.
     """
-    came = Checkpoint.open(folder).model_id
+    checkpoint = Checkpoint.open(folder)
+    came = checkpoint.model_id
     if came != model_id:
         raise CheckpointError(f"{peer} offered model {model_id[:12]} and sent {came[:12]}")
     try:
-        (folder / JOURNAL_FILE).touch(exist_ok=False)
+        Journal.begin(folder, checkpoint.sample_digests)
     except OSError as error:
         raise disk_error(error, folder) from error
 

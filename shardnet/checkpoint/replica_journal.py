@@ -8,6 +8,7 @@ tensor files.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -30,13 +31,15 @@ class Journal:
 
     `digests`: SHA-256 in hex of every part held, by tensor and number. `seals`: the stamp each
     tensor file had when everything in it was known to be on disk. `n_dropped`: parts that were
-    held once and turned out wrong or superseded.
+    held once and turned out wrong or superseded. `samples`: SHA-256 in hex of each tensor file's
+    samples when the replica was begun, which its id is made of whatever tensors it holds.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.digests: dict[str, dict[int, str]] = {}
         self.seals: dict[str, Stamp] = {}
+        self.samples: dict[str, str] = {}
         self.n_dropped = 0
         for line in path.read_bytes().split(b"\n"):
             self._take(line)
@@ -53,6 +56,12 @@ class Journal:
             return None
         except OSError as error:
             raise CheckpointError(f"{folder / JOURNAL_FILE}: {error.strerror}") from error
+
+    @classmethod
+    def begin(cls, folder: Path, samples: Mapping[str, str]) -> None:
+        """Make the journal of a new replica in `folder`. Raises OSError where one is there."""
+        with (folder / JOURNAL_FILE).open("xb", buffering=0) as file:
+            file.write(json.dumps({"samples": dict(samples)}).encode())
 
     def hold(self, tensor: str, part: int, sha256: str) -> None:
         """Note that a part is held. Raises OSError when that cannot be written."""
@@ -85,5 +94,7 @@ class Journal:
             case {"tensor": str(tensor), "part": int(part), "sha256": None}:
                 self.n_dropped += 1
                 self.digests.get(tensor, {}).pop(part, None)
+            case {"samples": dict(samples)}:
+                self.samples = {str(file): str(sha256) for file, sha256 in samples.items()}
             case {"seal": dict(seals)}:
                 self.seals |= {name: (size, time_ns) for name, (size, time_ns) in seals.items()}

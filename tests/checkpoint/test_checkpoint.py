@@ -90,13 +90,12 @@ class TestModelId:
 
 
 @pytest.mark.parametrize("shards", ["5GB", "60KB"])
-def test_two_trainings_of_one_shape_differ_in_their_samples(tmp_path: Path, shards: str) -> None:
+def test_two_trainings_of_one_shape_are_two_models(tmp_path: Path, shards: str) -> None:
     one, same, other = (
         Checkpoint.open(make_llama(tmp_path / name, seed=seed, max_shard_size=shards))
         for name, seed in (("one", 0), ("same", 0), ("other", 1))
     )
-    assert one.model_id == same.model_id == other.model_id
-    assert one.sample == same.sample != other.sample
+    assert one.model_id == same.model_id != other.model_id
     assert set(one.bytes_read.values()) == {0}
 
 

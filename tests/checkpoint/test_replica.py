@@ -202,6 +202,17 @@ class TestSoundness:
     def test_what_was_left_sealed_is_trusted(self, folder: Path) -> None:
         assert self.recheck(folder, ["lm_head.weight"]) == (0, [])
 
+    def test_a_damaged_sample_makes_no_other_model_of_it(self, folder: Path, single: Path) -> None:
+        """It was the right one when the replica was begun, and the part's digest tells."""
+        part = part_of(Checkpoint.open(folder), "model.norm.weight", 0)
+        files = TensorFiles(folder, writable=True)
+        files.write(part.file, part.offset, memoryview(bytes(part.size_bytes)))
+        files.close()
+        assert Checkpoint.open(folder).model_id == Checkpoint.open(single).model_id
+        replica = Replica(folder)
+        assert not replica.check(part)
+        replica.close()
+
     def test_what_somebody_else_wrote_to_is_looked_at(self, folder: Path) -> None:
         part = part_of(Checkpoint.open(folder), "lm_head.weight", 3)
         files = TensorFiles(folder, writable=True)

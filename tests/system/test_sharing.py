@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots, make_parrot
 from support.system.sites import Site, address, meet, open_site
@@ -213,6 +214,45 @@ def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
             await tcp.connect("127.0.0.1", anna.ready["port"], hello)
 
     asyncio.run(main())
+
+
+def test_two_fine_tunes_of_one_shape_are_refused_by_name(
+    machines: list[Machine], tmp_path: Path
+) -> None:
+    """They differ in nothing but values: same config, tokenizer, headers and sizes."""
+    text = "abcdefgh"
+    for machine, weights in ((machines[0], text), (machines[1], text[::-1])):
+        folder = make_parrot(tmp_path / f"of-{weights}", text, ends=False)
+        if weights != text:
+            tune(folder / "model.safetensors")
+        copy(folder, machine)
+    anna = start(machines[0], "anna")
+    bert = start(machines[1], "bert", "--peer", anna.address)
+    bert.stderr.wait_for("node anna (")
+    said = machines[0].call(*ask(anna, bert))
+    assert "the nodes hold different models: anna has " in said.error
+    assert f", bert ({bert.address}) has " in said.error
+    assert said.error.endswith("copy one checkpoint to both")
+
+
+def tune(file: Path) -> None:
+    """Change the values of one tensor, in place, as training does."""
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name] = weights[name] + 0.5
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_an_empty_folder_at_the_path_is_none(machines: list[Machine], parrots: Parrots) -> None:
+    """The node with the folder fetches from the one with the checkpoint, head or not."""
+    copy(parrots.alphabet, machines[0])
+    (machines[1].folder / "model").mkdir()
+    anna = start(machines[0], "anna")
+    bert = start(machines[1], "bert", "--peer", anna.address)
+    bert.stderr.wait_for("node anna (")
+    assert machines[1].call(*ask(bert, anna)).stdout == "bcd\n"
+    assert machines[0].call(*ask(anna, bert)).stdout == "bcd\n"
+    assert "fetched" in bert.log
 
 
 def test_a_copy_at_another_path_is_as_good(machines: list[Machine], parrots: Parrots) -> None:

@@ -30,12 +30,13 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     TensorFile,
     hash_ranges,
 )
+from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES
 from shardnet.errors import CheckpointError
 
 MAX_DIRECTORY_BYTES: Final = 16 << 20
 """Cap on the archive's list of members before memory is taken for it."""
-MAX_HEAD_RANGES: Final = 1 << 16
-"""Cap on the byte ranges between a file's storages."""
+MAX_HEAD_RANGES: Final = (1 << 16) - MAX_SAMPLES
+"""Cap on the byte ranges between a file's storages: with the samples 65536, as on the wire."""
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 """Signature, then the lengths of name and extra field (PKWARE's APPNOTE.TXT, section 4.3.7)."""

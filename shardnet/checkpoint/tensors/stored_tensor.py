@@ -82,7 +82,10 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHead:
-    """A file of a checkpoint, and which of its bytes are no tensors: in order, without overlap."""
+    """A file of a checkpoint, and the byte ranges that its id covers: in order, without overlap.
+
+    Of a file with tensors those are all bytes that are not tensors, and samples of the tensors.
+    """
 
     name: str
     size_bytes: int
@@ -90,7 +93,7 @@ class FileHead:
 
     @property
     def head_bytes(self) -> int:
-        """How many bytes are no tensors."""
+        """How many bytes the ranges have."""
         return sum(n_bytes for _, n_bytes in self.ranges)
 
 
@@ -176,14 +179,6 @@ def hash_ranges(path: Path, ranges: Iterable[ByteRange]) -> str:
             file.seek(offset)
             digest.update(file.read(n_bytes))
     return digest.hexdigest()
-
-
-def sample_ranges(tensors: Iterable[StoredTensor], n_bytes: int) -> list[ByteRange]:
-    """Pick at most `n_bytes` from the middle of every tensor, in the file's order."""
-    return [
-        (info.offset + max(0, info.size_bytes - n_bytes) // 2, min(n_bytes, info.size_bytes))
-        for info in sorted(tensors, key=lambda info: (info.offset, info.name))
-    ]
 
 
 def _torch_types() -> Mapping[str, torch.dtype]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,7 +30,7 @@ from shardnet.checkpoint.replica import (
     range_tensors,
 )
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
-from shardnet.checkpoint.tensors.stored_tensor import MAX_HEADER_BYTES, FileHead
+from shardnet.checkpoint.tensors.stored_tensor import MAX_HEADER_BYTES, ByteRange, FileHead
 from shardnet.cluster.download.hub import (
     RESUME,
     HubFile,
@@ -47,6 +48,8 @@ SILENCE_S: Final = 15.0
 TRIES: Final = 5
 """How often a connection is made anew while no byte comes over it."""
 _LENGTH_BYTES: Final = 8
+_CONNECTIONS: Final = 8
+"""Samples that are asked for at one time: each takes a round trip, and hardly a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,10 @@ def _replica(
         with contextlib.closing(lay_out(staged, laid)) as opened:
             for file_name, head in heads.items():
                 opened.write(file_name, 0, memoryview(head))
-        model_id = Checkpoint.open(staged).model_id
+            checkpoint = Checkpoint.open(staged)
+            for file_name, offset, sample in source.samples(checkpoint.samples):
+                opened.write(file_name, offset, memoryview(sample))
+        model_id = checkpoint.model_id
         folder = cache.find(model_id)
         if folder is None:
             begin_replica(staged, model_id, "the Hub")
@@ -226,6 +232,19 @@ class _HubRanges:
         if end > min(file.size_bytes, _LENGTH_BYTES + MAX_HEADER_BYTES):
             raise damaged
         return length + b"".join(self.stream(file.name, _LENGTH_BYTES, end))
+
+    def samples(
+        self, ranges: Mapping[str, Sequence[ByteRange]]
+    ) -> Iterator[tuple[str, int, bytes]]:
+        """Fetch byte ranges of several files, a few at a time; give (file, offset, bytes)."""
+
+        def fetch(asked: tuple[str, int, int]) -> tuple[str, int, bytes]:
+            file, offset, n_bytes = asked
+            return file, offset, b"".join(self.stream(file, offset, offset + n_bytes))
+
+        wanted = [(file, *part) for file, parts in ranges.items() for part in parts]
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            yield from pool.map(fetch, wanted)
 
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
         """Yield the bytes [begin, end) of a file, reconnecting where a connection breaks."""

@@ -16,8 +16,7 @@ from shardnet.types import NodeId
 class ReplicaSource:
     """What a node has for a path or of a model: `model_id` "" for nothing.
 
-    `is_complete`: a checkpoint folder of its own, not parts that came from other nodes. `sample`
-    tells its weights from others under the same id.
+    `is_complete`: a checkpoint folder of its own, not parts that came from other nodes.
     """
 
     node: NodeId
@@ -25,7 +24,6 @@ class ReplicaSource:
     address: str
     model_id: str
     is_complete: bool
-    sample: str = ""
 
 
 def check_same_model(sources: Sequence[ReplicaSource]) -> None:
@@ -36,12 +34,6 @@ def check_same_model(sources: Sequence[ReplicaSource]) -> None:
     complete = [source for source in sources if source.is_complete]
     for source in complete:
         first = complete[0]
-        if source.model_id == first.model_id and source.sample != first.sample:
-            raise PlanError(
-                f"{first.name} and {source.name} hold different weights under one model id "
-                f"({first.model_id[:12]})",
-                remedy="copy one checkpoint to both",
-            )
         if source.model_id != first.model_id:
             raise PlanError(
                 f"the nodes hold different models: {first.name} has {first.model_id[:12]}, "

@@ -96,7 +96,6 @@ class Sharing:
             request=message.request,
             model_id=facts.model_id if facts is not None else "",
             complete=facts is not None and facts.is_complete,
-            sample=facts.sample if facts is not None else "",
         )
 
     def check_hello(self, hello: Hello) -> None:
@@ -245,7 +244,6 @@ class Sharing:
                 address=node.address,
                 model_id=facts.model_id,
                 is_complete=facts.is_complete,
-                sample=facts.sample,
             )
         return await self._ask(await self.control(node), model, facts.model_id, node.address)
 
@@ -278,7 +276,6 @@ class Sharing:
             address=address,
             model_id=answer.model_id,
             is_complete=answer.complete,
-            sample=answer.sample,
         )
 
     # --- fetching

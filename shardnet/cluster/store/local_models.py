@@ -35,7 +35,10 @@ class LocalModels:
         if folder is None:
             model_id = self._cache.recall(model)
             folder = self._cache.find(model_id) if model_id is not None else None
-        return self.look_at(folder) if folder is not None else None
+            facts = self.look_at(folder) if folder is not None else None
+            # A replica of an earlier release lacks bytes that the id covers today.
+            return facts if facts is not None and facts.model_id == model_id else None
+        return self.look_at(folder)
 
     def by_id(self, model_id: str) -> ModelFacts | None:
         """Find a model by its id: a checkpoint folder that was looked at before, else a replica."""

@@ -86,7 +86,7 @@ class ModelFacts:
 
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
-    replica. `sample` is that of its weights then, else "". `dtype_in_place` is that in which all
+    replica. `dtype_in_place` is that in which all
     layers' products lie in the files, None where they have to be made; `products_dtype` counts the
     LM head's too.
     """
@@ -97,7 +97,6 @@ class ModelFacts:
     config_text: str
     stamp: Stamp
     is_complete: bool
-    sample: str
     dtype_in_place: DType | None = None
     products_dtype: DType | None = None
 
@@ -144,7 +143,6 @@ def identify(path: Path) -> ModelFacts:
         config_text=checkpoint.config_text,
         stamp=stamped,
         is_complete=checkpoint.journal is None,
-        sample=checkpoint.sample if checkpoint.journal is None else "",
         dtype_in_place=dtype_in_place(checkpoint),
         products_dtype=products_dtype(checkpoint),
     )

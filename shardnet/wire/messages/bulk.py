@@ -43,14 +43,14 @@ class FetchSkeleton(Tagged, frozen=True, kw_only=True):
 
 
 class HeadRange(Row, frozen=True, array_like=True):
-    """Bytes of a file that are no tensors."""
+    """Bytes of a file that the model's id covers."""
 
     offset: Count
     n_bytes: Count
 
 
 class SkeletonFile(Strict, frozen=True, kw_only=True):
-    """A file of a model, and which of its bytes are no tensors: in order, without overlap."""
+    """A file of a model, and which of its bytes its id covers: in order, without overlap."""
 
     name: FileName
     size_bytes: Count
@@ -65,7 +65,7 @@ class Skeleton(Tagged, frozen=True, kw_only=True):
 
 
 class FetchHead(Tagged, frozen=True, kw_only=True):
-    """Ask for the bytes of a file that are no tensors, in order. Answered by Piece frames."""
+    """Ask for the bytes of a file that the id covers, in order. Answered by Piece frames."""
 
     request: RequestId
     model_id: Digest

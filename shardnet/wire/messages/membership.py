@@ -155,8 +155,8 @@ class IdentifyModel(Tagged, frozen=True, kw_only=True):
 class ModelIdentity(Tagged, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
-    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes;
-    `sample` tells its weights from others under the same id.
+    `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
+    `sample` is not used any more: the id has it.
     """
 
     request: RequestId

@@ -54,7 +54,6 @@ def facts(dtype: str = "bfloat16") -> ModelFacts:
         config_text="{}",
         stamp=(),
         is_complete=True,
-        sample="",
     )
 
 

@@ -17,6 +17,7 @@ from shardnet.checkpoint import replica as replica_module
 from shardnet.checkpoint import replica_journal
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import Replica, TensorFiles, part_of, range_tensors
+from shardnet.checkpoint.tensors import weight_sample
 from shardnet.cluster.sharing import fetching
 from shardnet.cluster.sharing.fetching import Fetch, Fetched, FetchTimes
 from shardnet.errors import CheckpointError, PeerFailedError, ShardnetError
@@ -47,6 +48,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (replica_module, replica_journal):
         monkeypatch.setattr(module, "WEIGHT_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(fetching, "DIGEST_BYTES", 4 * PART_BYTES)
+    monkeypatch.setattr(weight_sample, "SAMPLE_BYTES", 8)
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with other weights."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape with other weights."""
     return make_llama(
-        tmp_path_factory.mktemp("other"), hidden_size=24, intermediate_size=40, seed=1
+        tmp_path_factory.mktemp("trained"), hidden_size=24, intermediate_size=40, seed=1
     )
+
+
+@pytest.fixture
+def other(source: Path, trained: Path, tmp_path: Path) -> Path:
+    """The same model, by its id, with other weights: but for the samples that the id covers."""
+    folder = shutil.copytree(trained, tmp_path / "other")
+    original, copy = TensorFiles(source), TensorFiles(folder, writable=True)
+    for file, ranges in Checkpoint.open(source).samples.items():
+        for offset, n_bytes in ranges:
+            copy.write(file, offset, memoryview(original.read(file, offset, n_bytes)))
+    original.close()
+    copy.close()
+    assert Checkpoint.open(folder).model_id == Checkpoint.open(source).model_id
+    return folder
 
 
 @pytest.fixture
@@ -254,10 +270,10 @@ def test_when_all_are_gone_each_is_named_with_why(source: Path, folder: Path) ->
 
 
 def change(folder: Path, tensor: str) -> None:
-    """Change bytes in the middle of a tensor, so that no header and no size tells."""
+    """Change the first bytes of a tensor, so that no header, no size and no sample tells."""
     info = Checkpoint.open(folder).stored[tensor]
     files = TensorFiles(folder, writable=True)
-    files.write(info.file, info.offset + info.size_bytes // 2, memoryview(b"changed!"))
+    files.write(info.file, info.offset, memoryview(b"changed!"))
     files.close()
     now = (folder / info.file).stat().st_mtime_ns
     os.utime(folder / info.file, ns=(now, now + 10**9))  # clocks of files tick some ms apart

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from shardnet.cluster.sharing.replica_sources import (
@@ -38,15 +36,6 @@ def test_nodes_with_different_models_are_both_named_with_both_ids() -> None:
     check_same_model([holder("near"), holder("far", OTHER, complete=False)])
     with pytest.raises(PlanError, match="near has aaaaaaaaaaaa, far has bbbbbbbbbbbb"):
         check_same_model([holder("near"), holder("good"), holder("far", OTHER)])
-
-
-def test_other_weights_under_one_id_are_named() -> None:
-    """Replicas have no sample: what they hold was held against digests."""
-    first = dataclasses.replace(holder("near"), sample="1")
-    second = dataclasses.replace(holder("far"), sample="2")
-    check_same_model([first, holder("parts", complete=False), first])
-    with pytest.raises(PlanError, match="near and far hold different weights under one model id"):
-        check_same_model([first, second])
 
 
 def test_a_checkpoint_folder_counts_before_parts() -> None:

@@ -34,6 +34,7 @@ PRELOADED = [
     "shardnet.cluster.node.node",
     "shardnet.cluster.ring.stage_host",
     "shardnet_cli.main",
+    *(f"shardnet_cli.commands.{name}" for name in ("node", "generate", "plan", "status", "chat")),
 ]
 """What a node has imported when it serves a model, or leads to it. None of it reads the environment
 or starts a thread of ours when it is imported."""
