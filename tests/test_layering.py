@@ -174,6 +174,26 @@ def test_imports_go_downward_only() -> None:
     assert [line for path, source in modules.items() for line in complaints(path, source)] == []
 
 
+def asks_for_family(source: str) -> bool:
+    """Whether something is decided by the name of a model's family."""
+    decisions: list[ast.AST] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            decisions += [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            decisions.append(node.subject)
+        elif isinstance(node, ast.Subscript):
+            decisions.append(node.slice)
+    return any(isinstance(node, ast.Attribute) and node.attr == "family" for node in decisions)
+
+
+def test_no_other_room_asks_which_family_a_model_is_of() -> None:
+    assert asks_for_family("if config.family == 'llama': pass")
+    assert asks_for_family("NAMES[config.family]")
+    rest = {path: text for path, text in sources().items() if "/model/families/" not in path}
+    assert [path for path, text in rest.items() if asks_for_family(text)] == []
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
