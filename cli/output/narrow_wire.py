@@ -9,8 +9,8 @@ import msgspec
 
 from shardnet.wire.messages.plans import NarrowWire, NodeProgress, PlanReply, WireError
 
+from .bars import make_bars
 from .exit_codes import say
-from .progress import make_bars
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import Progress

@@ -56,20 +56,20 @@ class _Known:
 class LinkBenchmark:
     """Measures links and keeps the figures by peer.
 
-    `link_of` returns the link to a node. `turn` waits for the compute thread, and raises BusyError
-    while sequences are open here; then only known figures are returned. `now_s` is a monotonic
-    clock.
+    `link_of` returns the link to a node. `wait_for_compute` waits for the compute thread, and
+    raises BusyError while sequences are open here; then only known figures are returned. `now_s`
+    is a monotonic clock.
     """
 
     def __init__(
         self,
         *,
         link_of: Callable[[NodeId], ControlLink | None],
-        turn: Callable[[], Awaitable[None]],
+        wait_for_compute: Callable[[], Awaitable[None]],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link_of = link_of
-        self._turn = turn
+        self._wait_for_compute = wait_for_compute
         self._now_s = now_s
         self._known: dict[NodeId, _Known] = {}
         self._measuring = asyncio.Lock()
@@ -123,7 +123,7 @@ class LinkBenchmark:
                 return known.speed
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                speed = await measure_link(control, self._turn, payload_bytes)
+                speed = await measure_link(control, self._wait_for_compute, payload_bytes)
         except (ShardnetError, TimeoutError):  # gone, at work, or far too slow
             return known.speed if known is not None else None
         self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self._now_s())
@@ -131,11 +131,11 @@ class LinkBenchmark:
 
 
 async def measure_link(
-    control: ControlLink, turn: Callable[[], Awaitable[None]], payload_bytes: int
+    control: ControlLink, wait_for_compute: Callable[[], Awaitable[None]], payload_bytes: int
 ) -> LinkSpeed:
     """Measure a link, to two significant digits.
 
-    The round trip is that of steps without rows: both ends wait for a turn of their compute thread,
+    The round trip is that of steps without rows: both ends wait for their compute thread,
     so that half of it is what a hop takes. The bandwidth is that of payloads up to `payload_bytes`,
     which is at least `FIRST_PAYLOAD_BYTES`, or of smaller ones where those take too long.
 
@@ -144,7 +144,7 @@ async def measure_link(
 
     async def round_trip() -> None:
         await ping(control, as_step=True)
-        await turn()
+        await wait_for_compute()
 
     trip_s = statistics.median(await _repeat(round_trip))
     plain_s = statistics.median(await _repeat(lambda: ping(control)))

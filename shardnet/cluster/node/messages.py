@@ -61,7 +61,7 @@ class NodeMessages:
         if message.payload or message.as_step:
             self._host.check_idle()
         if message.as_step:
-            await self._host.turn()
+            await self._host.wait_for_compute()
         control.send(Done(request=message.request))
 
     async def _peers_known(self, control: ControlLink, message: PeersKnown) -> None:

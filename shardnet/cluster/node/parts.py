@@ -140,7 +140,9 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     )
     own = OwnState(settings=settings, advertisement=links.advertisement, host=host, orders=orders)
     cache = FigureCache(settings.cache, settings.log)
-    link_benchmark = LinkBenchmark(link_of=peers.links.link_of, turn=host.turn)
+    link_benchmark = LinkBenchmark(
+        link_of=peers.links.link_of, wait_for_compute=host.wait_for_compute
+    )
     measuring = MeasurementService(
         node=settings.node,
         own=NodeBenchmark(host=host, orders=orders, reader=reader, cache=cache),

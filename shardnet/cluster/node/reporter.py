@@ -92,7 +92,7 @@ class NodeReporter:
         self._reader = reader
         self._disk = disk
         self._bandwidth = bandwidth
-        self._turn = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._started = time.monotonic()
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -215,7 +215,7 @@ class NodeReporter:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.told_by):
-            views = await probe(known.node, addresses, self._dial_as_client, self._turn)
+            views = await probe(known.node, addresses, self._dial_as_client, self._probe_slots)
             if known.is_linked:
                 bytes_per_s = await self._bandwidth(known.node)
         else:

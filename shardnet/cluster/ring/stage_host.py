@@ -187,7 +187,7 @@ class StageHost:
             finally:
                 await self._loader.run(release_freed_memory)
 
-    async def turn(self) -> None:
+    async def wait_for_compute(self) -> None:
         """Wait until the compute thread is free, as each step does.
 
         Raises BusyError if it is in use, PeerFailedError when this node shuts down.

@@ -23,7 +23,7 @@ class Clock:
         self.now_s += seconds
 
 
-def turn(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> BusyBackoff:
+def backoff(clock: Clock, is_vain: Callable[[], bool] = lambda: False) -> BusyBackoff:
     return BusyBackoff(is_vain, now_s=lambda: clock.now_s, sleep=clock.sleep)
 
 
@@ -35,7 +35,7 @@ async def for_ever(one: BusyBackoff, error: BusyError) -> None:
 def test_a_node_that_generates_is_refused_at_once() -> None:
     clock = Clock()
     with pytest.raises(BusyError) as caught:
-        asyncio.run(turn(clock).wait(GENERATING))
+        asyncio.run(backoff(clock).wait(GENERATING))
     assert caught.value is GENERATING
     assert clock.now_s == 0
 
@@ -43,7 +43,7 @@ def test_a_node_that_generates_is_refused_at_once() -> None:
 def test_a_node_that_loads_is_waited_for_and_for_its_generation_until_the_deadline() -> None:
     async def main() -> None:
         clock = Clock()
-        one = turn(clock)
+        one = backoff(clock)
         await one.wait(TAKEN)
         assert clock.now_s == ASK_EVERY_S
         with pytest.raises(BusyError, match=f"generating with /m .*has waited {OTHERS_S:.0f} s"):
@@ -56,7 +56,7 @@ def test_a_node_that_loads_is_waited_for_and_for_its_generation_until_the_deadli
 def test_where_waiting_is_vain_it_ends() -> None:
     async def main() -> None:
         clock = Clock()
-        one = turn(clock, lambda: clock.now_s >= 2 * ASK_EVERY_S)
+        one = backoff(clock, lambda: clock.now_s >= 2 * ASK_EVERY_S)
         with pytest.raises(TakenError) as caught:
             await for_ever(one, TAKEN)
         assert caught.value is TAKEN

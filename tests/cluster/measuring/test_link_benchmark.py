@@ -44,7 +44,7 @@ class Ends:
         self.control: ControlLink | None = None
         self.figures = LinkBenchmark(
             link_of=lambda node: self.control if node == FAR else None,
-            turn=self._turn,
+            wait_for_compute=self._wait_for_compute,
             now_s=lambda: self.now_s,
         )
 
@@ -63,7 +63,7 @@ class Ends:
         self.pings.append(message)
         control.send(Done(request=message.request))
 
-    async def _turn(self) -> None:
+    async def _wait_for_compute(self) -> None:
         if self.near_is_busy:
             raise BusyError("we generate")
         self.n_turns += 1

@@ -66,7 +66,7 @@ def test_a_measurement_runs_on_the_compute_thread_and_reports_that_it_lives() ->
         name = await host.measure(job, lambda done, total: reports.append((done, total)))
         assert name.startswith("shardnet-compute")
         assert reports == [(0, 1)]
-        await host.turn()
+        await host.wait_for_compute()
 
     hosted(main)
 
@@ -77,7 +77,7 @@ def test_open_sequences_are_not_disturbed() -> None:
         with pytest.raises(BusyError, match="generating with /m"):
             await host.measure(lambda tick: 1, lambda done, total: None)
         with pytest.raises(BusyError, match="generating with /m"):
-            await host.turn()
+            await host.wait_for_compute()
 
     hosted(main)
 
@@ -206,7 +206,7 @@ def test_a_node_that_has_left_refuses_by_name() -> None:
         with pytest.raises(PeerFailedError, match="this node is leaving"):
             await host.measure(lambda tick: 1, lambda done, total: None)
         with pytest.raises(PeerFailedError, match="this node is leaving"):
-            await host.turn()
+            await host.wait_for_compute()
 
     hosted(main)
 
