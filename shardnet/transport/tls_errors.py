@@ -53,7 +53,7 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
         )
     if began_with[:1] not in TLS_RECORDS:
         if not initiator:
-            return AuthenticationError("it does not speak TLS: it is no node of this cluster")
+            return AuthenticationError("it does not speak TLS; it is no node of this cluster")
         return AuthenticationError("it does not speak TLS", remedy="check the address and port")
     remedy = "check that it is a node of shardnet" if initiator else ""
     return AuthenticationError(f"the TLS handshake failed ({reason})", remedy=remedy)

@@ -322,7 +322,7 @@ def test_a_peer_whose_mdns_is_off_is_not_expected_to_be_heard() -> None:
     [
         (refused(AuthenticationError, "it holds another cluster key", remedy="run"), "problem"),
         (refused(AuthenticationError, "it holds another cluster key", 500, "run"), "info"),
-        (refused(AuthenticationError, "it does not speak TLS: it is no node"), "info"),
+        (refused(AuthenticationError, "it does not speak TLS; it is no node"), "info"),
         (refused(VersionMismatchError, "the peer speaks version 2", remedy="install"), "problem"),
         (refused(PeerSilentError, "no hello came within 5 s"), "info"),
     ],
