@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .bars import make_bars
 from .exit_codes import one_line, say
-from .progress import make_bars
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -10,8 +10,8 @@ import msgspec
 from shardnet.wire.messages.narrow import NarrowWire, WireError
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
+from .bars import make_bars
 from .exit_codes import say
-from .progress import make_bars
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import Progress

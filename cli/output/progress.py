@@ -11,34 +11,15 @@ from typing import TYPE_CHECKING
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
+from .bars import make_bars
 from .exit_codes import one_line, say, say_over
 from .plan_text import number_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import TaskID
 
 PLANNING_TOLD_AFTER_S = 1.0
 """Planning takes longer only where nodes have something to measure."""
-
-
-def make_bars(*more: ProgressColumn) -> Progress:
-    """Make bars of bytes on standard error that vanish at the end; no bars where it is no terminal.
-
-    `more` are columns behind description, bar and bytes.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        *more,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 class LoadBars:
