@@ -1,4 +1,4 @@
-"""Bars of bytes on standard error, as loads and downloads show them."""
+"""Bars of bytes on standard error, the same for loading, downloading and measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a repository make one checkpoint: config, tokenizer, and its weights once.
+"""Choose the files of a repository that make one checkpoint: config, tokenizer, weights once.
 
 Knows the names of every format that checkpoints are read in, and their order. Must not know the
 Hub, nor what is in a file; works on lists of names.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
-from shardnet.checkpoint.formats import consolidated as consolidated
+from shardnet.checkpoint.formats import consolidated
 from shardnet.checkpoint.formats.gguf_header import first_part_name, part_names
 from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
 from shardnet.errors import CheckpointError
@@ -61,7 +61,8 @@ def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointF
     raise CheckpointError(
         f"{model} has no weights that are read here (its files: {_listed(sorted(names))}): neither "
         "config.json with model.safetensors or pytorch_model.bin, nor params.json with "
-        "consolidated files, nor GGUF; choose a repository that has one of these"
+        "consolidated files, nor GGUF",
+        remedy="choose a repository that has one of these",
     )
 
 
@@ -94,7 +95,7 @@ def _consolidated(names: Sequence[str]) -> CheckpointFiles | None:
 def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFiles:
     models = _gguf_models(names)
     if not models:
-        raise CheckpointError(f"{model} has no GGUF files: leave out :{choice}")
+        raise CheckpointError(f"{model} has no GGUF files", remedy=f"leave out :{choice}")
     found = [name for name in models if _is_named(name, choice)] or [
         name for name in models if _is_kind(name, choice)
     ]
@@ -102,13 +103,14 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
         what = "more than one GGUF" if found else "no GGUF"
         offered = found or _labels(models)
         raise CheckpointError(
-            f"{model} has {what} of the name {choice}; there are {_listed(offered)}: choose one"
+            f"{model} has {what} of the name {choice}; there are {_listed(offered)}",
+            remedy="choose one",
         )
     path = PurePosixPath(found[0])
     parts = tuple(str(path.with_name(part)) for part in part_names(path.name))
     lacking = [part for part in parts if part not in names]
     if lacking:
-        raise CheckpointError(f"{model} lacks the part {lacking[0]}: tell its authors")
+        raise CheckpointError(f"{model} lacks the part {lacking[0]}", remedy="tell its authors")
     return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
 
 

@@ -1,4 +1,4 @@
-"""Parts of tensors on disk: read from any checkpoint, written into a replica.
+"""Read parts of tensors from any checkpoint, and write them into a replica.
 
 Knows where a part's bytes are, how a replica is laid out, and how it is known to be sound. Must not
 know from where parts come.
@@ -55,7 +55,7 @@ class Part:
 
 
 def parts_of(info: StoredTensor) -> list[Part]:
-    """Cut a tensor into the parts in which it travels and is kept."""
+    """Split a tensor into the parts in which it is transferred and stored."""
     return [
         Part(
             tensor=info.name,
@@ -123,7 +123,7 @@ class TensorFiles:
         return digest.hexdigest()
 
     def sync(self, file: str) -> Stamp:
-        """Bring a file's bytes to the disk; return its stamp."""
+        """Flush a file to the disk; return its stamp."""
         handle = self._handle(file)
         os.fsync(handle.fileno())
         return stamp_of(handle.fileno())
@@ -154,7 +154,7 @@ def stamp_of(file: int) -> Stamp:
 
 
 class Replica:
-    """A replica at work: takes parts in, and says which it holds. One thread at a time."""
+    """A replica open for writing: stores parts and knows which it holds. One thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Open the replica in `folder`. Raises CheckpointError when it is damaged."""
@@ -180,7 +180,7 @@ class Replica:
         self._files.write(part.file, part.offset + at, data)
 
     def hold(self, part: Part, sha256: str) -> None:
-        """Take note that a part has been written whole and has this digest."""
+        """Record that a part was written whole and has this digest."""
         self._unsynced_bytes += part.size_bytes
         with self._disk_errors():
             self._journal.hold(part.tensor, part.number, sha256)
@@ -193,7 +193,7 @@ class Replica:
         return sum(part.size_bytes for part in self.parts(tensors) if self.digest(part) is None)
 
     def drop(self, part: Part) -> None:
-        """Take note that a part is not to be used any more."""
+        """Record that a part is not to be used any more."""
         with self._disk_errors():
             self._journal.drop(part.tensor, part.number)
 
@@ -222,7 +222,7 @@ class Replica:
         return is_right
 
     def seal(self, files: Iterable[str]) -> None:
-        """Bring what was written to the disk, and take note of it."""
+        """Flush these files to the disk, and record their stamps."""
         with self._disk_errors():
             self._journal.seal({file: self._files.sync(file) for file in files})
 
@@ -304,12 +304,14 @@ def begin_replica(folder: Path, model_id: str, peer: str) -> None:
 
 
 def disk_error(error: OSError, folder: Path) -> CapacityError | CheckpointError:
-    """Make the error a person is told when `folder`, in the cache, cannot be written."""
+    """Map an OSError of writing to `folder`, in the cache, to a named error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CapacityError(
-            f"{folder}: {error.strerror}; free room there, run `shardnet cache rm`, or name "
-            "another place with SHARDNET_CACHE_DIR"
+            f"{folder}: {error.strerror}",
+            remedy="free room there, run `shardnet cache rm`, or name another place with "
+            "SHARDNET_CACHE_DIR",
         )
     return CheckpointError(
-        f"{folder}: {error.strerror}; name a place that this node may write with SHARDNET_CACHE_DIR"
+        f"{folder}: {error.strerror}",
+        remedy="name a place that this node may write with SHARDNET_CACHE_DIR",
     )

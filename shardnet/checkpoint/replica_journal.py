@@ -22,7 +22,7 @@ Stamp = tuple[int, int]
 
 
 def n_parts(size_bytes: int) -> int:
-    """Say in how many parts a tensor of so many bytes travels and is kept."""
+    """Return the number of parts of a tensor of `size_bytes`."""
     return -(-size_bytes // WEIGHT_PART_BYTES)
 
 
@@ -72,7 +72,7 @@ class Journal:
         self._append({"tensor": tensor, "part": part, "sha256": None})
 
     def seal(self, stamps: dict[str, Stamp]) -> None:
-        """Note what the tensor files look like now that they are on disk."""
+        """Record the stamps of tensor files that are on disk whole."""
         self._append({"seal": stamps})
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Journal:
         self._take(line[1:])
 
     def _take(self, line: bytes) -> None:
-        """Take in one line; an unfinished one tells nothing."""
+        """Apply one line; skip an unfinished one."""
         try:
             entry = json.loads(line)
         except ValueError:

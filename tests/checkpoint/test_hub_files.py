@@ -82,7 +82,7 @@ def test_a_gguf_is_chosen_with_all_its_parts(choice: str, files: tuple[str, ...]
         (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "more than one GGUF .* a-Q4_0.gguf, b-Q4_0.gguf"),
         (["a-Q4_0.gguf", "b-Q4_0.gguf"], "", "choose one as lab/tiny:a-Q4_0.gguf"),
         (["a-Q8_0-00002-of-00002.gguf"], "Q8_0", "lacks the part a-Q8_0-00001-of-00002.gguf"),
-        (HF + SAFE, "Q4_0", "lab/tiny has no GGUF files: leave out :Q4_0"),
+        (HF + SAFE, "Q4_0", "lab/tiny has no GGUF files; leave out :Q4_0"),
         (HF, "", "no weights that are read here .its files: README.md, config.json,"),
         ([], "", "its files: none at all"),
         (["../a-Q8_0.gguf", "/b-Q8_0.gguf", "..\\c-Q8_0.gguf"], "Q8_0", "has no GGUF files"),

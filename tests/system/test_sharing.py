@@ -202,7 +202,7 @@ def test_a_cache_limit_is_kept_and_named(machines: list[Machine], parrots: Parro
     cleo = start(machines[2], "cleo", "--peer", anna.address, "--cache-limit", "1MiB")
     cleo.stderr.wait_for("node anna (")
     error = machines[2].call(*ask(cleo)).error
-    assert "above the limit of 1048576: raise --cache-limit" in error
+    assert "above the limit of 1048576; raise --cache-limit" in error
 
 
 def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:

@@ -1,8 +1,8 @@
-"""The pickle in a file of torch, read without running anything: which tensor is which bytes.
+"""Interpret the pickle of a torch file without running it: which tensor is which bytes.
 
 A pickle is a program for a small machine. This one follows the few steps that torch.save writes for
-a dict of tensors (torch/serialization.py, torch/_utils.py) and takes note of what they would make;
-a step or a name beyond those is refused, and nothing is imported or called. Must not know files.
+a dict of tensors (torch/serialization.py, torch/_utils.py) and records what they would make; any
+other step or name is refused, and nothing is imported or called. Must not know files.
 """
 
 from __future__ import annotations
@@ -67,28 +67,31 @@ class _Mark:
 
 
 def pickled_tensors(data: bytes, where: str) -> dict[str, PickledTensor]:
-    """Follow a pickle of a dict of tensors; `where` is its file, for messages.
+    """Interpret the pickle of a dict of tensors; `where` names its file in errors.
 
     Raises CheckpointError for anything else. Nothing is executed.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise CheckpointError(
-            f"{where}: its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read; "
-            "convert the checkpoint to safetensors"
+            f"{where}: its pickle has {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read",
+            remedy="convert the checkpoint to safetensors",
         )
     try:
         made = _Machine(where).run(data)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{where}: its pickle is damaged ({error or type(error).__name__}); fetch it again"
+            f"{where}: its pickle is damaged ({error or type(error).__name__})",
+            remedy="fetch it again",
         ) from error
     if not isinstance(made, dict):
-        raise CheckpointError(f"{where}: its pickle holds no dict of tensors; convert it to one")
+        raise CheckpointError(
+            f"{where}: its pickle holds no dict of tensors", remedy="convert it to one"
+        )
     for name, value in made.items():
         if not isinstance(name, str) or not isinstance(value, PickledTensor):
             raise CheckpointError(
-                f"{where}: the entry {name!r} of its pickle is no tensor under a name; save the "
-                "plain state_dict, or convert the checkpoint to safetensors"
+                f"{where}: the entry {name!r} of its pickle is no tensor under a name",
+                remedy="save the plain state_dict, or convert the checkpoint to safetensors",
             )
     return made
 
@@ -128,7 +131,8 @@ class _Machine:
     def _refused(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self._where}: its pickle {what}, which no dict of tensors needs: it may be meant to "
-            "run code, so nothing of it was; use a checkpoint in safetensors"
+            "run code, so nothing of it was",
+            remedy="use a checkpoint in safetensors",
         )
 
     def _name(self, module: str, name: str) -> _Name:
@@ -181,7 +185,7 @@ class _Machine:
                 raise ValueError(f"{other!r} is no storage")
 
     def _reduce(self) -> None:
-        """Take note of what a call would make."""
+        """Record what a call would make."""
         arguments, function = self._stack.pop(), self._stack.pop()
         match function, arguments:
             case _Name(name), () if name == _DICT:

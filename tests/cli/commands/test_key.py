@@ -33,7 +33,7 @@ def test_a_mistyped_key_may_be_typed_again(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("cluster key: ") == 2
-    assert "27 were given: type it again" in said.err
+    assert "27 were given; type it again" in said.err
     assert key.text()[:4] not in said.err
 
 

@@ -24,7 +24,7 @@ def test_what_has_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(disk_room.shutil, "disk_usage", disk_usage)
     folder = tmp_path / "to" / "make"
     check_room("m", 2 * GIB, folder, else_do="do", error=HubError)
-    message = "^m needs 3.0 GiB more in .*make and 2.0 GiB are free: make room, or go away$"
+    message = "^m needs 3.0 GiB more in .*make and 2.0 GiB are free; make room, or go away$"
     with pytest.raises(CheckpointError, match=message):
         check_room("m", 3 * GIB, folder, else_do="go away", error=CheckpointError)
     assert asked == [tmp_path, tmp_path], "the nearest folder that is there tells of the disk"

@@ -116,7 +116,7 @@ def test_more_than_the_disk_has_is_refused_with_what_to_do(cache: ModelCache) ->
     put(cache, A)
     with pytest.raises(CapacityError, match="cache"):
         cache.make_room(1 << 60, keep=A)
-    with pytest.raises(CapacityError, match="are free: free room there"):
+    with pytest.raises(CapacityError, match="are free; free room there"):
         ModelCache(cache.folder, limit_bytes=1 << 62).make_room(1 << 60, keep=A)
 
 
