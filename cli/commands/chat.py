@@ -28,8 +28,8 @@ from ..output.exit_codes import EXIT_FAILURE, StreamedText, exit_codes, say, wri
 from ..output.progress import LoadBars
 
 if TYPE_CHECKING:
-    from shardnet.api.blocking import Client
-    from shardnet.api.client import Client as AsyncClient
+    from shardnet.api.blocking import BlockingClient
+    from shardnet.api.client import Client
 
 HELP = "/exit or Ctrl-D leaves, /reset begins anew, Ctrl-C stops an answer"
 
@@ -80,7 +80,7 @@ def warn_of_base_model(model: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(wanted: Wanted) -> AsyncIterator[AsyncClient]:
+async def _client(wanted: Wanted) -> AsyncIterator[Client]:
     async with open_target(wanted) as target:
         target.client.choice = target.choice
         yield target.client
@@ -90,7 +90,11 @@ class Conversation:
     """What was said, and how to go on from it."""
 
     def __init__(
-        self, client: Client, sampling: SamplingParams, options: GenerationOptions, system: str
+        self,
+        client: BlockingClient,
+        sampling: SamplingParams,
+        options: GenerationOptions,
+        system: str,
     ) -> None:
         self._client = client
         self._sampling = sampling

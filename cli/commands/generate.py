@@ -29,7 +29,7 @@ from ..flags.prompts_file import read_prompts
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, run_command
-from ..output.generation_output import ListedTexts, OneText
+from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
 from .chat import warn_of_base_model
 
@@ -55,6 +55,10 @@ def generate(
             help="Many prompts: one a line, as text or JSON; - reads standard input.",
         ),
     ] = "",
+    n: Annotated[
+        int,
+        typer.Option("--n", metavar="N", min=1, help="Samples of each prompt.", show_default=False),
+    ] = 1,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
@@ -63,7 +67,9 @@ def generate(
     logprobs: Annotated[
         int | None,
         typer.Option(
-            "--logprobs", metavar="K", help="With --json: each token's logprob and the K likeliest."
+            "--logprobs",
+            metavar="K",
+            help="With --json or --jsonl: each token's logprob and the K likeliest.",
         ),
     ] = None,
     prompt_logprobs: Annotated[
@@ -71,7 +77,7 @@ def generate(
         typer.Option(
             "--prompt-logprobs",
             metavar="K",
-            help="With --json: the same for the prompt's tokens.",
+            help="With --json or --jsonl: the same for the prompt's tokens.",
         ),
     ] = None,
     priority: Annotated[
@@ -91,6 +97,13 @@ def generate(
         ),
     ] = None,
     as_json: Json = False,
+    as_lines: Annotated[
+        bool,
+        typer.Option(
+            "--jsonl",
+            help="Print each event as it comes, a JSON object a line, as docs/api.md says.",
+        ),
+    ] = False,
 ) -> None:
     """Generate on the ring and stream the text.
 
@@ -102,6 +115,8 @@ def generate(
     wanted = ring.wanted(access)
     if sampling.system and not chat:
         raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
+    if as_json and as_lines:
+        raise typer.BadParameter("choose one of --json and --jsonl")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
     if chat:
         prompts = [
@@ -119,7 +134,9 @@ def generate(
             "deadline_s": deadline,
             "outputs": OutputParams(n_prompt_logprobs=prompt_logprobs),
         },
+        n_samples=n,
         as_json=as_json,
+        as_lines=as_lines,
     )
     job.check()
     if chat:
@@ -146,22 +163,30 @@ class _Job:
     wanted: Wanted
     sampling: SamplingParams
     options: GenerationOptions
+    n_samples: int
     as_json: bool
+    as_lines: bool
 
     def check(self) -> None:
         """Raise typer.BadParameter for what cannot be asked, before anybody is asked."""
         for number, prompt in enumerate(self.prompts):
             where = f"{self.file} line {self.lines[number]}: " if self.file else ""
             try:
-                make_requests(prompt, self.sampling, self.wanted.choice, **self.options)
+                make_requests(
+                    prompt, self.sampling, self.wanted.choice, n=self.n_samples, **self.options
+                )
             except UsageError as error:
                 raise typer.BadParameter(f"{where}{error}") from error
 
     def output(self) -> OneText | ListedTexts:
         """Make what shows the texts."""
-        if not self.file:
+        if self.as_lines:
+            return EventLines(self.file, self.lines or [0], n_samples=self.n_samples)
+        if not self.file and self.n_samples == 1:
             return OneText(as_json=self.as_json)
-        return ListedTexts(self.file, self.lines, as_json=self.as_json)
+        return ListedTexts(
+            self.file, self.lines or [0], as_json=self.as_json, n_samples=self.n_samples
+        )
 
 
 def _prompts(
@@ -210,8 +235,10 @@ async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> Non
             output.plan = plan
 
         events = target.client.generate(
-            job.prompts if job.file else job.prompts[0],
+            # A prompt in a list fails by an event, a prompt alone by an exception.
+            job.prompts if job.file or job.as_lines else job.prompts[0],
             job.sampling,
+            n=job.n_samples,
             model=target.choice,
             on_plan=on_plan,
             on_loading=bars.update,

@@ -13,15 +13,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import typer
 from msgspec import UNSET, UnsetType
 
 from shardnet.api.requests import Prompt
-from shardnet.api.validation import nearest, refused_words
+from shardnet.api.validation import find_refused
+from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
+
+from .sampling_options import read_speculate
 
 FLAG = "--prompts-file"
 
@@ -42,10 +45,17 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     frequency_penalty: float | UnsetType = UNSET
     min_tokens: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
+    logit_bias: dict[int, float] | UnsetType = UNSET
+    logprobs: int | UnsetType | None = UNSET
     sample_index: int | None = None
     stop: list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
+    bos: Literal["auto", "on", "off"] | UnsetType = UNSET
+    keep_special_tokens: bool | UnsetType = UNSET
+    speculate: str | UnsetType = UNSET
+    draft_tokens: int | UnsetType = UNSET
+    deterministic: bool | UnsetType = UNSET
     priority: int | UnsetType = UNSET
     deadline_s: float | UnsetType = UNSET
 
@@ -54,11 +64,13 @@ SAMPLING_KEYS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-OPTION_KEYS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "deadline_s")
+OPTION_KEYS = (
+    *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "deadline_s"),
+    *("bos", "keep_special_tokens", "speculate", "draft_tokens", "deterministic"),
+)
 
-_ids = msgspec.json.Decoder(list[int])
 _text = msgspec.json.Decoder(str)
-_object = msgspec.json.Decoder(PromptLine)
+T = TypeVar("T")
 
 
 def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[Prompt]]:
@@ -88,26 +100,18 @@ def _prompts(
             continue
         try:
             prompt = read_prompt(line, sampling)
-        except msgspec.ValidationError as error:
-            words = refused_words(error, msgspec.json.decode(line))
-            near = nearest(words.split()[0], PromptLine.__struct_fields__)
-            why = f"{words}{near if 'not known' in words else ''}"
-            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
-        except msgspec.DecodeError as error:
-            why = f"it begins as JSON does and cannot be read as such ({error})"
-            raise typer.BadParameter(f"{name} line {number}: {why}", param_hint=FLAG) from error
-        except ValueError as error:
+        except (ValueError, UsageError) as error:
             raise typer.BadParameter(f"{name} line {number}: {error}", param_hint=FLAG) from error
         yield number, prompt
 
 
 def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
-    """Read one line. Raises msgspec.DecodeError or ValueError for one that cannot be a prompt."""
+    """Read one line. Raises ValueError or UsageError for one that cannot be a prompt."""
     start = line.lstrip()[:1]
     if start == "[":
-        return Prompt(_ids.decode(line))
+        return Prompt(_read_json(line, list[int]))
     if start == "{":
-        return _read_object(_object.decode(line), sampling)
+        return _read_object(_read_json(line, PromptLine), sampling)
     if start == '"':
         try:
             return Prompt(_text.decode(line))
@@ -116,16 +120,36 @@ def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
     return Prompt(line)
 
 
+def _read_json(line: str, kind: type[T]) -> T:
+    try:
+        value = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"it begins as JSON does and cannot be read as such ({error})") from error
+    if why := find_refused(value, kind):
+        raise ValueError(why)
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+
+
 def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
     given = [c for c in (said.prompt, said.token_ids, said.messages) if c is not None]
     if len(given) != 1:
         raise ValueError("give one of prompt, token_ids and messages")
     changes = _given(said, SAMPLING_KEYS)
+    if not isinstance(said.logit_bias, UnsetType):
+        changes["logit_bias"] = tuple(said.logit_bias.items())
+    if not isinstance(said.logprobs, UnsetType):
+        changes["n_logprobs"] = said.logprobs
+    options = _given(said, OPTION_KEYS)
+    if not isinstance(said.speculate, UnsetType):
+        options["speculate"] = read_speculate(said.speculate)
     return Prompt(
         given[0],  # type: ignore[arg-type]  # messages are checked when they are asked
         sampling=replace(sampling, **changes) if changes else None,
         sample_index=said.sample_index,
-        options=_given(said, OPTION_KEYS),  # type: ignore[arg-type]  # these are its keys
+        options=options,  # type: ignore[arg-type]  # these are its keys
     )
 
 

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import GenerationOptions
-from shardnet.errors import SamplingError
+from shardnet.api.requests import GenerationOptions, name_model
+from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
 
-from .options import check_model
+from .options import check_choice
 
 MaxTokens = Annotated[
     int,
@@ -157,9 +157,11 @@ class SamplingOptions:
 
     def generation(self) -> GenerationOptions:
         """Say how a request is carried out. Raises typer.BadParameter for a wrong value."""
-        if self.bos not in ("auto", "on", "off"):
-            raise typer.BadParameter(f"'{self.bos}': choose auto, on or off", param_hint="--bos")
-        is_path = self.speculate not in ("off", "ngram")
+        check_choice("--bos", self.bos, ("auto", "on", "off"))
+        try:
+            speculate = read_speculate(self.speculate)
+        except UsageError as error:
+            raise typer.BadParameter(str(error), param_hint="--speculate") from error
         return {
             "max_tokens": self.max_tokens,
             "stop": self.stop or [],
@@ -167,10 +169,15 @@ class SamplingOptions:
             "ignore_eos": self.ignore_eos,
             "bos": self.bos,  # type: ignore[typeddict-item]  # checked above
             "keep_special_tokens": self.keep_special_tokens,
-            "speculate": check_model(self.speculate, "--speculate") if is_path else self.speculate,
+            "speculate": speculate,
             "draft_tokens": self.draft_tokens,
             "deterministic": self.deterministic,
         }
+
+
+def read_speculate(text: str) -> str:
+    """Name the draft model where `text` is its path. Raises UsageError for a URL."""
+    return text if text in ("off", "ngram") else name_model(text)
 
 
 def _parse_bias(entry: str) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ import msgspec
 from shardnet.api.events import (
     GenerationEvent,
     GenerationResult,
+    GenerationTiming,
     RequestState,
-    Timing,
     TokenLogprob,
 )
 from shardnet.errors import ShardnetError
@@ -55,9 +55,13 @@ class OneText:
 
 @dataclass(slots=True)
 class _Listed:
-    """A prompt of the list: what of its text has not been shown, and whether it has ended."""
+    """A request of the list: what of its text has not been shown, and whether it has ended.
 
-    line: int
+    `label` stands above its text, `where` in front of its errors.
+    """
+
+    label: str
+    where: str
     is_open: bool = False
     text: str = ""
     has_ended: bool = False
@@ -78,17 +82,26 @@ class _Counts:
 
 
 class ListedTexts:
-    """Texts or results of many prompts in order of the file, each as soon as its turn has come.
+    """Texts or results of many requests in order of the file, each as soon as its turn has come.
 
-    `lines` are the prompts' lines in the file called `name`. A failure is one line on standard
-    error, when it happens; of those that say the same only the first ten.
+    `lines` are the prompts' lines in the file called `name`, of which each has `n_samples`; for
+    the samples of one prompt from elsewhere `name` is "". A failure is one line on standard error,
+    when it happens; of those that say the same only the first ten.
     """
 
-    def __init__(self, name: str, lines: Sequence[int], *, as_json: bool) -> None:
+    def __init__(
+        self, name: str, lines: Sequence[int], *, as_json: bool, n_samples: int = 1
+    ) -> None:
         self.plan: PlanReply | None = None
-        self._name = name
         self._as_json = as_json
-        self._prompts = [_Listed(line) for line in lines]
+        self._n_samples = n_samples
+        self._file = f"{name}: " if name else ""
+        self._unit = "prompts" if n_samples == 1 else "samples"
+        self._prompts = [
+            _listed(name, line, sample if n_samples > 1 else None)
+            for line in lines
+            for sample in range(n_samples)
+        ]
         self._next = 0
         self._counts = _Counts()
         self._said: Counter[str] = Counter()
@@ -97,16 +110,23 @@ class ListedTexts:
 
     def take(self, event: GenerationEvent) -> None:
         """Show what can be shown now."""
-        prompt = self._prompts[event.index]
         self._count(event)
+        if event.error is not None:
+            self._say_failure(self._prompts[self._place(event)].where, event.error)
+        self._display(event)
+        self._progress.show(self._standing())
+
+    def _display(self, event: GenerationEvent) -> None:
+        """Write to standard output what an event brings, once it is the request's turn."""
+        prompt = self._prompts[self._place(event)]
         prompt.text += event.text
         prompt.result = event.result
         prompt.has_ended = event.state.is_end
-        if event.error is not None:
-            self._say_failure(prompt.line, event.error)
-        if event.index == self._next:
+        if self._place(event) == self._next:
             self._show()
-        self._progress.show(self._standing())
+
+    def _place(self, event: GenerationEvent) -> int:
+        return event.index * self._n_samples + event.sample
 
     def close(self) -> bool:
         """Sum up, and say whether all went well."""
@@ -114,10 +134,10 @@ class ListedTexts:
         counts = self._counts
         for said, n in self._said.items():
             if n > 10:
-                say(f"error: {self._name}: {n - 10} more prompts: {said}")
+                say(f"error: {self._file}{n - 10} more {self._unit}: {said}")
         failed = f", {counts.n_failed} failed" if counts.n_failed else ""
         say(
-            f"{counts.n_done} of {len(self._prompts)} prompts done{failed}: {counts.n_tokens} "
+            f"{counts.n_done} of {len(self._prompts)} {self._unit} done{failed}: {counts.n_tokens} "
             f"tokens, {counts.tok_s:.1f} tokens/s"
         )
         return not counts.n_failed
@@ -127,12 +147,12 @@ class ListedTexts:
         self._progress.clear()
         self._shown.break_off()
 
-    def _say_failure(self, line: int, error: ShardnetError) -> None:
+    def _say_failure(self, where: str, error: ShardnetError) -> None:
         said = " ".join(str(error).split())
         self._said[said] += 1
         if self._said[said] <= 10:
             self.break_off()
-            say(f"error: {self._name} line {line}: {said}")
+            say(f"error: {where}{said}")
 
     def _show(self) -> None:
         """Show prompts from the next one on, up to the first that has not ended."""
@@ -141,7 +161,7 @@ class ListedTexts:
             if self._as_json:
                 if prompt.result is not None:
                     self._progress.clear()
-                    print_json({"index": self._next, **as_object(prompt.result, self.plan)})
+                    print_json(listed_object(prompt.result, self.plan, self._n_samples))
             else:
                 self._show_text(prompt)
             if not prompt.has_ended:
@@ -152,7 +172,7 @@ class ListedTexts:
     def _show_text(self, prompt: _Listed) -> None:
         if not prompt.is_open and (prompt.text or prompt.result is not None):
             self._progress.clear()
-            self._shown.write(f"==> {prompt.line} <==\n")
+            self._shown.write(f"==> {prompt.label} <==\n")
             prompt.is_open = True
         self._shown.write(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
         prompt.text = ""
@@ -171,9 +191,58 @@ class ListedTexts:
     def _standing(self) -> str:
         counts = self._counts
         return (
-            f"{counts.n_done + counts.n_failed} of {len(self._prompts)} prompts done, "
+            f"{counts.n_done + counts.n_failed} of {len(self._prompts)} {self._unit} done, "
             f"{len(counts.running)} running, {counts.tok_s:.1f} tokens/s"
         )
+
+
+def _listed(name: str, line: int, sample: int | None) -> _Listed:
+    """Name a request by its prompt's line in the file `name`, if any, and its sample's number."""
+    label = ([str(line)] if name else []) + ([f"sample {sample}"] if sample is not None else [])
+    where = [f"{name} line {line}"] if name else []
+    if sample is not None:
+        where.append(f"sample {sample}")
+    return _Listed(label=", ".join(label), where=f"{', '.join(where)}: " if where else "")
+
+
+class EventLines(ListedTexts):
+    """Every event as a JSON object on a line of its own, at once: `generate --jsonl`.
+
+    docs/api.md, "Events as lines", has the keys. A failure is a line too, and said besides.
+    """
+
+    def __init__(self, name: str, lines: Sequence[int], *, n_samples: int = 1) -> None:
+        super().__init__(name, lines, as_json=True, n_samples=n_samples)
+
+    def _display(self, event: GenerationEvent) -> None:
+        self._progress.clear()
+        for value in _event_objects(event, self.plan):
+            print_json({"index": event.index, "sample": event.sample, **value})
+
+
+def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[dict[str, Any]]:
+    """Make the objects of an event: its text, if any is new, and then its end or its new state."""
+    has_news = bool(event.token_ids or event.text or event.prompt_logprobs)
+    if has_news:
+        scored = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
+        given = {name: [*map(_as_entry, some)] for name, some in scored.items() if some is not None}
+        yield {"event": "text", "text": event.text, "token_ids": event.token_ids, **given}
+    if event.result is not None:
+        yield {"event": "finished", **as_object(event.result, plan)}
+    elif event.error is not None:
+        yield {"event": "failed", "error": str(event.error), "code": event.error.code}
+    elif event.state is RequestState.QUEUED:
+        yield {"event": "queued", "ahead": event.ahead}
+    elif not has_news and not (event.logits or event.hidden or event.routing):
+        yield {"event": event.state.value}
+
+
+def listed_object(
+    result: GenerationResult, plan: PlanReply | None, n_samples: int
+) -> dict[str, Any]:
+    """Give the object of one of several results: `as_object`, and which one it is."""
+    number = {"sample": result.sample} if n_samples > 1 else {}
+    return {"index": result.index, **number, **as_object(result, plan)}
 
 
 def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any]:
@@ -225,7 +294,7 @@ def _closing_line(result: GenerationResult) -> str:
     )
 
 
-def _guessed(timing: Timing) -> str:
+def _guessed(timing: GenerationTiming) -> str:
     if not timing.n_drafted:
         return ""
     return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"

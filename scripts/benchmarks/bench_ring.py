@@ -25,7 +25,7 @@ import torch
 from bench_steps import make_step
 
 from shardnet.api.client import Client, connect
-from shardnet.api.events import Timing
+from shardnet.api.events import GenerationTiming
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.profile import available_cores
@@ -72,7 +72,7 @@ class OneRound:
 
     alone_prefill_s: dict[int, float]
     alone_step_s: float
-    ring: Timing
+    ring: GenerationTiming
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def _turn_alone(
     return prefill, _decode_alone(model, len(prompt), settings.n_tokens)
 
 
-async def _ring_turn(client: Client, message: Generate) -> Timing:
+async def _ring_turn(client: Client, message: Generate) -> GenerationTiming:
     assert message.token_ids is not None
     [result] = await client.complete(
         message.token_ids, model=message.choice, max_tokens=message.max_tokens, ignore_eos=True
@@ -251,7 +251,7 @@ def _report(
     limit_gb_s: float,
     step_bytes: int,
     alone_load_s: float,
-    first: Timing,
+    first: GenerationTiming,
     rounds: Sequence[OneRound],
 ) -> dict[str, object]:
     limit_tok_s = limit_gb_s * 1e9 / step_bytes
@@ -303,7 +303,7 @@ def _report(
     }
 
 
-def _hop_us(timing: Timing) -> float:
+def _hop_us(timing: GenerationTiming) -> float:
     """What a hop costs beyond compute: its share of the wire, and the queueing before a stage."""
     stages = timing.per_stage
     if len(stages) < 2:

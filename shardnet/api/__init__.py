@@ -6,15 +6,15 @@ Imports no torch: the work is done where the nodes are.
 from shardnet.api.client import Client
 from shardnet.api.connections import connect, in_process, local_ring
 from shardnet.api.events import (
-    Generation,
+    ActiveRequest,
     GenerationEvent,
     GenerationResult,
+    GenerationTiming,
     LikelyToken,
     RequestState,
     Routing,
     Rows,
     StageTime,
-    Timing,
     TokenLogprob,
     Usage,
 )
@@ -24,11 +24,12 @@ from shardnet.wire.messages.plans import ModelChoice
 
 __all__ = [
     "ALL_ROWS",
+    "ActiveRequest",
     "Client",
-    "Generation",
     "GenerationEvent",
     "GenerationOptions",
     "GenerationResult",
+    "GenerationTiming",
     "LikelyToken",
     "Message",
     "ModelChoice",
@@ -39,7 +40,6 @@ __all__ = [
     "Rows",
     "SamplingParams",
     "StageTime",
-    "Timing",
     "TokenLogprob",
     "Usage",
     "connect",

@@ -14,8 +14,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from typing import Any, TypeVar, Unpack
 
 from shardnet.api import connections
-from shardnet.api.client import GREEDY
-from shardnet.api.client import Client as AsyncClient
+from shardnet.api.client import GREEDY, Client
 from shardnet.api.events import GenerationEvent, GenerationResult
 from shardnet.api.generation import OnLoading, OnPlan, ShouldStop
 from shardnet.api.requests import GenerationOptions, Prompts
@@ -29,13 +28,13 @@ from shardnet.wire.messages.plans import ModelChoice, PlanReply
 T = TypeVar("T")
 
 
-class Client:
+class BlockingClient:
     """What `shardnet.api.Client` is, without async. Threads may share it.
 
     Hooks are called in the thread of the loop: they must be quick, and must not call the client.
     """
 
-    def __init__(self, client: AsyncClient, loop: _LoopThread) -> None:
+    def __init__(self, client: Client, loop: _LoopThread) -> None:
         self._client = client
         self._loop = loop
 
@@ -75,7 +74,7 @@ class Client:
         on_loading: OnLoading | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationEvent, None, None]:
-        """Go on from prompts and yield events; see `shardnet.api.Client.generate`.
+        """Generate continuations and yield events; see `shardnet.api.Client.generate`.
 
         Closing the iterator, or dropping it, ends what has not ended.
         """
@@ -100,7 +99,7 @@ class Client:
         model: str | ModelChoice | None = None,
         **options: Unpack[GenerationOptions],
     ) -> list[GenerationResult]:
-        """Go on from prompts and return the results; see `shardnet.api.Client.complete`."""
+        """Generate continuations and return the results; see `shardnet.api.Client.complete`."""
         return self._loop.call(
             self._client.complete(prompts, sampling, n=n, model=model, **options)
         )
@@ -112,31 +111,31 @@ def connect(
     model: str | ModelChoice = DEFAULT_MODEL_NAME,
     key_file: str = "",
     insecure: bool = False,
-) -> AbstractContextManager[Client]:
+) -> AbstractContextManager[BlockingClient]:
     """Connect to the node at `address`; see `shardnet.api.connect`."""
     return opened(connections.connect(address, model=model, key_file=key_file, insecure=insecure))
 
 
 def in_process(
     *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
-) -> AbstractContextManager[Client]:
+) -> AbstractContextManager[BlockingClient]:
     """Run a node inside this process; see `shardnet.api.in_process`."""
     return opened(connections.in_process(model=model, threads=threads))
 
 
 def local_ring(
     n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
-) -> AbstractContextManager[Client]:
+) -> AbstractContextManager[BlockingClient]:
     """Start node processes on this machine; see `shardnet.api.local_ring`."""
     return opened(connections.local_ring(n_nodes, model=model, threads=threads))
 
 
 @contextmanager
-def opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client]:
+def opened(opening: AbstractAsyncContextManager[Client]) -> Iterator[BlockingClient]:
     """Open an asynchronous client in a loop of its own, and give its blocking twin."""
     loop = _LoopThread(opening)
     try:
-        yield Client(loop.open(), loop)
+        yield BlockingClient(loop.open(), loop)
     finally:
         loop.close()
 
@@ -144,9 +143,9 @@ def opened(opening: AbstractAsyncContextManager[AsyncClient]) -> Iterator[Client
 class _LoopThread:
     """An event loop in a thread of its own, with one client open in it."""
 
-    def __init__(self, opening: AbstractAsyncContextManager[AsyncClient]) -> None:
+    def __init__(self, opening: AbstractAsyncContextManager[Client]) -> None:
         self._opening = opening
-        self._client: Future[AsyncClient] = Future()
+        self._client: Future[Client] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._stop: Callable[[], object]
         self._thread = 0
@@ -155,7 +154,7 @@ class _LoopThread:
         self._ended = self._executor.submit(run, self._main(has_loop))
         has_loop.wait()
 
-    def open(self) -> AsyncClient:
+    def open(self) -> Client:
         """Wait for the client. Raises what kept it from being opened."""
         either: list[Future[Any]] = [self._client, self._ended]
         wait(either, return_when=FIRST_COMPLETED)
@@ -174,7 +173,7 @@ class _LoopThread:
         """Run a call in the loop and wait for its result. Raises LinkClosedError after the end."""
         if self._ended.done():
             asked.close()
-            raise LinkClosedError("the client is closed: make the call inside its `with` block")
+            raise LinkClosedError("the client is closed", remedy="call it inside its `with` block")
         future = asyncio.run_coroutine_threadsafe(asked, self._loop)
         try:
             return future.result()
@@ -200,7 +199,7 @@ class _LoopThread:
         else:
             self.call(_close(events, in_use))
 
-    def _failed(self) -> AsyncClient:
+    def _failed(self) -> Client:
         self._ended.result()
         raise AssertionError("the client's loop ended without a client and without a reason")
 

@@ -1,4 +1,4 @@
-"""The client of a node: asks for plans and text, and follows where it is sent.
+"""The client of a node: asks for plans and text, and follows redirects to the head.
 
 Knows the client messages. Imports no torch: the work is done where the node is.
 """
@@ -24,7 +24,7 @@ from shardnet.api.generation import (
     OnLoading,
     OnPlan,
     ShouldStop,
-    sent_on_and_on,
+    too_many_redirects,
 )
 from shardnet.api.requests import (
     GenerationOptions,
@@ -81,10 +81,10 @@ async def dial(
 
 
 class Client:
-    """A client of one node. Use `shardnet.api.connect`, or `open_client` over a link that is up.
+    """A client of one node. Use `shardnet.api.connect`, or `open_client` over an open link.
 
-    With `identity` it goes where the node sends it. `choice` is the model, and on which nodes, that
-    is meant where a call names none. All calls may be made at the same time.
+    `identity` authenticates the links that redirects ask for. `choice` is the model, and on which
+    nodes, for calls that name none. Any number of calls may run at the same time.
     """
 
     def __init__(
@@ -105,18 +105,19 @@ class Client:
         return self._control.link.peer_address
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
-        """Ask the node who it is and, with `with_peers`, whom it knows."""
+        """Return what the node is, holds and runs and, `with_peers`, the nodes it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
     async def report(
         self, *, probe: bool = False, with_peers: bool = False, model: str = ""
     ) -> AsyncGenerator[ReportReply, None]:
-        """Ask the node what it knows and, with `with_peers`, what those know that it is linked to.
+        """Ask the node for its report and, `with_peers`, for those of all nodes it is linked to.
 
-        With `probe` each first knocks at the addresses of all that it knows. `model` is a path to
-        look for. Yields the reports as they come. Raises AuthenticationError where the node tells
-        only members, LinkError when the link ends.
+        With `probe` each first tries to connect to every address it knows. `model` is a path whose
+        model id is reported too, "" for none. Yields the reports as they come. Raises
+        AuthenticationError where the node answers members of its cluster only, LinkError when the
+        link ends.
         """
         message = ReportRequest(
             request=self._control.next_request(), probe=probe, with_peers=with_peers, model=model
@@ -134,18 +135,19 @@ class Client:
         *,
         again: bool = False,
     ) -> PlanReply:
-        """Ask for the plan that `model` would get; with `again` everything is measured anew.
+        """Return the plan that `model` would get; with `again` everything is measured anew.
 
         `on_progress` is called while nodes and links are measured, with counts of these, and while
-        a narrower wire is, which takes as long as the head needs to read the whole checkpoint.
+        the error of a narrower wire is measured, which reads the whole checkpoint on the head.
 
-        Raises PlanError and its like, UsageError for a choice that cannot be sent.
+        Raises PlanError where no plan fits, CheckpointError where the model cannot be had,
+        UsageError for a choice that cannot be sent.
         """
         message = PlanRequest(request=0, choice=self._chosen(model), again=again)
         return await self._follow(message, PlanReply, on_progress)
 
     async def last_run(self) -> LastRun:
-        """Ask for the last generation that the node, or the head of its ring, has led.
+        """Return the timing of the last generation that the node, or its ring's head, has led.
 
         Raises UsageError when there was none.
         """
@@ -167,14 +169,17 @@ class Client:
         on_loading: OnLoading | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Go on from a prompt or a list of them, `n` times each, and yield events as they come.
+        """Generate `n` continuations of each prompt and yield their events as they come.
 
-        Prompts are texts, token ids, or Prompts with options of their own. Closing the iterator
-        ends what has not ended. After each event `should_stop` may name requests to end. `on_plan`
-        is told which ring is used, `on_loading` how far its nodes are with loading.
+        `prompts` is a text, token ids, messages, a Prompt with options of its own, or a list of
+        these; the events of several requests come interleaved. `model` is a path, a name of the Hub
+        or a whole ModelChoice, None for `self.choice`. After each event `should_stop` may name
+        requests to end; `on_plan` gets the plan that is used, `on_loading` the progress of its
+        nodes. Closing the iterator cancels the requests that still run.
 
-        The error of one of several requests is in its FAILED event and ends no other; a request
-        that is alone raises it. Raises UsageError at once for what cannot be asked.
+        The error of one of several requests is in its FAILED event and ends no other; a single
+        request raises it. Raises UsageError at once, before anything is sent, for values that no
+        node could take.
         """
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
@@ -191,9 +196,9 @@ class Client:
         model: str | ModelChoice | None = None,
         **options: Unpack[GenerationOptions],
     ) -> list[GenerationResult]:
-        """Go on as `generate` does and return the results, in order of the prompts.
+        """Generate as `generate` does and return the results, by prompt and then by sample.
 
-        Raises the first error of any of them, and ends the others then.
+        Raises the first error of any request, and cancels the others then.
         """
         results = []
         events = self.generate(prompts, sampling, n=n, model=model, **options)
@@ -225,7 +230,7 @@ class Client:
             if not isinstance(answer, Redirect):
                 raise RemoteProtocolError(f"{control.peer_name} sent {type(answer).__name__}")
             control = await self._link_to(answer.address)
-        raise sent_on_and_on(self.address)
+        raise too_many_redirects(self.address)
 
     async def _link_to(self, address: str) -> ControlLink:
         """Return the link to another node; it stays as long as the client."""
@@ -256,10 +261,10 @@ async def _raising(
 async def open_client(
     link: Link, identity: Identity | None = None, *, node_name: str = ""
 ) -> AsyncIterator[Client]:
-    """Make a client over a control link that is up; the link is closed at the end.
+    """Make a client over an open control link; the link is closed at the end.
 
-    `node_name` is how messages call the node, where it is not name and address. `identity` opens
-    the links that redirects ask for.
+    `node_name` names the node in errors, "" for its name and address. `identity` authenticates the
+    links that redirects ask for.
     """
     async with contextlib.AsyncExitStack() as links:
         control = await links.enter_async_context(_serving(link, node_name))

@@ -52,8 +52,9 @@ def load_identity(key_file: str = "", *, insecure: bool = False) -> Identity | N
         return make_identity(key.secret)
     if key_file:
         raise ConfigurationError(
-            f"there is no key file {path}: run `shardnet key new` on the first machine and "
-            "`shardnet key join` on the others"
+            f"there is no key file {path}",
+            remedy="run `shardnet key new` on the first machine and `shardnet key join` on the "
+            "others",
         )
     return None
 
@@ -116,8 +117,8 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
     """
     if choice.layers and len(choice.layers) != n_nodes:
         raise UsageError(
-            f"--layers has {len(choice.layers)} ranges and --local starts {n_nodes} nodes: give "
-            f"one range for each, or --local {len(choice.layers)}"
+            f"--layers has {len(choice.layers)} ranges and --local starts {n_nodes} nodes",
+            remedy=f"give one range for each, or --local {len(choice.layers)}",
         )
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:

@@ -1,6 +1,6 @@
-"""A checkup: gathers what diagnosis.py judges, from this machine, its node and the nodes it knows.
+"""A checkup: collects the facts that `shardnet doctor` judges, from this machine and the nodes.
 
-Knows whom to ask for what, and that all of it ends in time. Must not judge, nor print. Imports no
+Knows which nodes to ask for what, each within a deadline. Must not judge, nor print. Imports no
 torch.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # not every command needs the libraries behind them
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
-"""How long all addresses that are probed may take together, and reading a checkpoint too."""
+"""Deadline for connecting to all addresses together, and for reading a checkpoint's headers."""
 
 Browse = Callable[[], Awaitable[list["Candidate"]]]
 """Looks for nodes by mDNS for a second or so."""
@@ -40,11 +40,11 @@ Browse = Callable[[], Awaitable[list["Candidate"]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What to check. `identity` is made of the key that `key` tells of, None without one.
+    """What to check. `identity` is made of the key that `key` describes, None without one.
 
-    `here` are the nodes of this machine, `named` addresses to try, `browse` looks for others where
-    no node runs here (None: do not). `model` is a path, "" for none. `timeout_s` bounds the wait
-    for reports.
+    `here` are the nodes of this machine, `named` addresses (host:port) to try, `browse` looks for
+    others by mDNS where no node runs here (None: do not). `model` is a path, "" for none.
+    `timeout_s` bounds the wait for reports, in seconds.
     """
 
     key: KeyFacts
@@ -57,10 +57,13 @@ class Checkup:
 
 
 async def gather(checkup: Checkup) -> Facts:
-    """Ask everyone. Ends within `timeout_s` and a few seconds; what did not answer says so."""
+    """Collect the facts. Raises nothing: a node that does not answer is a fact of its own.
+
+    Ends within `timeout_s` plus the deadlines for connecting (ANSWER_S) and browsing.
+    """
     here, named, found, asked_model = await asyncio.gather(
-        _probe_all([node.address for node in checkup.here], checkup.identity),
-        _probe_all(checkup.named, checkup.identity),
+        _probe_addresses([node.address for node in checkup.here], checkup.identity),
+        _probe_addresses(checkup.named, checkup.identity),
         _found(checkup),
         _look_at(checkup.model),
     )
@@ -82,11 +85,11 @@ async def gather(checkup: Checkup) -> Facts:
         deaf=tuple(view for view, answer in here if answer is None),
         named=tuple(view for view, _ in named),
         found=found,
-        model=_judged(asked_model, infos),
+        model=_model_asked(asked_model, infos),
     )
 
 
-async def _probe_all(
+async def _probe_addresses(
     addresses: Sequence[str], identity: Identity | None
 ) -> list[tuple[AddressView, ProbeAnswer | None]]:
     dial_as_client = partial(dial, identity=identity, handshake_s=HANDSHAKE_S)
@@ -96,7 +99,7 @@ async def _probe_all(
 
 
 async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
-    """Look for nodes by mDNS where there is none to ask."""
+    """Browse for nodes by mDNS where no node runs here; None where that was not done."""
     if checkup.here or checkup.browse is None:
         return None
     return tuple(
@@ -113,14 +116,14 @@ async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
 
 
 async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[ProbeAnswer]:
-    """Return the members among those that mDNS shows and that answer."""
+    """Connect to the nodes of this cluster that mDNS shows; return those that answer."""
     members = [r.address for r in found if r.cluster == checkup.key.fingerprint]
-    answers = await _probe_all(members, checkup.identity)
+    answers = await _probe_addresses(members, checkup.identity)
     return [answer for _, answer in answers if answer is not None]
 
 
 async def _ask(address: str, checkup: Checkup) -> tuple[list[ReportReply], str]:
-    """Return the reports of a node and its peers that came in time, and what went wrong."""
+    """Return the reports of a node and its peers that came in time, and the failure, if any."""
     replies: list[ReportReply] = []
     try:
         async with (
@@ -138,8 +141,8 @@ async def _ask(address: str, checkup: Checkup) -> tuple[list[ReportReply], str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Looked:
-    """What this machine knows of the model that was named."""
+class _LocalModel:
+    """What this machine has at the path of the model that was named."""
 
     model: str
     facts: ModelFacts | None = None
@@ -147,20 +150,20 @@ class _Looked:
     remedy: str = ""
 
 
-async def _look_at(model: str) -> _Looked | None:
+async def _look_at(model: str) -> _LocalModel | None:
     if not model:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
-            return _Looked(model=model, facts=await asyncio.to_thread(identify_at, model))
+            return _LocalModel(model=model, facts=await asyncio.to_thread(identify_at, model))
     except ShardnetError as error:
-        return _Looked(model=model, failure=error.message, remedy=error.remedy)
+        return _LocalModel(model=model, failure=error.message, remedy=error.remedy)
     except TimeoutError:
-        return _Looked(model=model, failure=f"its files were not read within {ANSWER_S:g} s")
+        return _LocalModel(model=model, failure=f"its files were not read within {ANSWER_S:g} s")
 
 
-def _judged(looked: _Looked | None, infos: Sequence[NodeInfo]) -> ModelAsked | None:
-    """Say what the model weighs in the dtype that these nodes would settle on."""
+def _model_asked(looked: _LocalModel | None, infos: Sequence[NodeInfo]) -> ModelAsked | None:
+    """Give the model's size in the dtype that these nodes would choose with --dtype auto."""
     if looked is None:
         return None
     if looked.facts is None:

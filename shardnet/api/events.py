@@ -130,7 +130,7 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class GenerationTiming:
     """How long a request took, by the head's clock. `load_s` is part of `total_s`.
 
     `n_accepted` of `n_drafted` tokens that were guessed ahead were right. The wire's Timing as a
@@ -177,7 +177,7 @@ class GenerationResult:
     sample_index: int
     logprobs: tuple[TokenLogprob, ...] | None
     usage: Usage
-    timing: Timing
+    timing: GenerationTiming
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     logits: Rows | None = None
     hidden: Rows | None = None
@@ -212,7 +212,7 @@ class GenerationEvent:
 
 
 @dataclass(slots=True, kw_only=True)
-class Generation:
+class ActiveRequest:
     """A request that has not ended, as far as it has come: what `should_stop` judges by."""
 
     request_id: int

@@ -16,16 +16,16 @@ from dataclasses import replace as changed
 from msgspec.structs import replace
 
 from shardnet.api.events import (
-    Generation,
+    ActiveRequest,
     GenerationEvent,
     GenerationResult,
+    GenerationTiming,
     LikelyToken,
     RequestState,
     Routing,
     RowData,
     Rows,
     StageTime,
-    Timing,
     TokenLogprob,
     Usage,
 )
@@ -53,7 +53,7 @@ WINDOW = 128
 OF_THE_PROMPT = (UsageError, CapacityError, DeadlineError, NumericalError)
 """Errors that say something of one request, even where no request has been served yet."""
 
-ShouldStop = Callable[[Sequence[Generation]], Iterable[int]]
+ShouldStop = Callable[[Sequence[ActiveRequest]], Iterable[int]]
 """Takes the requests that have not ended and returns the ids of those to end."""
 
 OnPlan = Callable[[PlanReply], None]
@@ -63,7 +63,7 @@ _Answer = ControlMessage | ShardnetError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What a program wants to be asked and told beside the events. Called on the event loop."""
+    """Callbacks of a program beside the events. Called on the event loop, so they must be quick."""
 
     should_stop: ShouldStop | None = None
     on_plan: OnPlan | None = None
@@ -75,7 +75,7 @@ class _Running:
     """A request that has not ended: where it was sent, and what has come of it."""
 
     request: Request
-    view: Generation
+    view: ActiveRequest
     control: ControlLink | None = None
     number: int = 0
     n_redirects: int = 0
@@ -230,8 +230,8 @@ def _extends(held: RowData, rows: RowData) -> bool:
 class Generations:
     """The requests of one call. `first` is the link to ask on, `link_to` opens others.
 
-    The first request goes alone until a ring has taken it. If there is no ring to be had, the
-    others fail as it did and nobody is asked to plan and load again for each.
+    The first request goes alone until a ring has accepted it. If no ring can be made, the others
+    fail with the same error, without planning and loading again for each.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Generations:
 
     def _next(self) -> _Running:
         request = self._waiting.popleft()
-        view = Generation(request_id=next(self._ids), index=request.index, sample=request.sample)
+        view = ActiveRequest(request_id=next(self._ids), index=request.index, sample=request.sample)
         return _Running(request=request, view=view)
 
     def _send(self, running: _Running, control: ControlLink) -> None:
@@ -318,7 +318,7 @@ class Generations:
         running.leave(give_up=False)
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
-            return running.failed(sent_on_and_on(address))
+            return running.failed(too_many_redirects(address))
         try:
             control = await self._link_to(address)
         except ShardnetError as error:
@@ -327,7 +327,7 @@ class Generations:
         return None
 
     def _failed_alike(self, event: GenerationEvent) -> Iterator[GenerationEvent]:
-        """Fail what waits where a request has shown that there is no ring to be had."""
+        """Fail the waiting requests once one has shown that no ring can be made."""
         error = event.error
         self._is_served = self._is_served or error is None or isinstance(error, OF_THE_PROMPT)
         while self._waiting and error is not None and not self._is_served:
@@ -365,8 +365,8 @@ def _logprob(detail: wire.TokenDetail) -> TokenLogprob:
     )
 
 
-def _timing(timing: wire.Timing) -> Timing:
-    return Timing(
+def _timing(timing: wire.Timing) -> GenerationTiming:
+    return GenerationTiming(
         load_s=timing.load_s,
         ttft_s=timing.ttft_s,
         decode_tok_s=timing.decode_tok_s,
@@ -385,6 +385,6 @@ def _timing(timing: wire.Timing) -> Timing:
     )
 
 
-def sent_on_and_on(address: str) -> PeerFailedError:
-    """Say that nobody answers but with MAX_REDIRECTS redirects."""
-    return PeerFailedError(f"{address} and others keep sending us on; try again")
+def too_many_redirects(address: str) -> PeerFailedError:
+    """Make the error of a request that was redirected more than MAX_REDIRECTS times."""
+    return PeerFailedError(f"{address} and others keep sending us on", remedy="try again")

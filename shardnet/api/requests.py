@@ -1,4 +1,4 @@
-"""What programs ask for: prompts, how to go on from them, and the messages that say so.
+"""What programs ask for: prompts, how to continue them, and the messages that carry them.
 
 Knows the options of a request and their order of precedence. Must not know links or events.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import msgspec
 
-from shardnet.api.validation import nearest, refused_words, unwritable_words
+from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
@@ -27,15 +27,15 @@ class GenerationOptions(TypedDict, total=False):
     """How a request is carried out, beside its sampling. What is left out is as in Generate.
 
     `max_tokens` (256): make at most so many. `stop`: end before one of these texts.
-    `stop_token_ids`: end after one of these tokens. `ignore_eos` (False): go on where the model
-    would end. `bos` ("auto"): put the bos token in front, as the tokenizer says, always or never.
-    `keep_special_tokens` (False): show them in the text. `priority` (0): from -100 to 100, the
-    larger goes first. `deadline_s` (None): fail with DeadlineError when it has not ended so many
-    seconds after the ring had it; loading a model does not count. `speculate` ("off"): guess tokens
-    ahead, by look-up in the text with "ngram" or by the small model at a path on the head;
-    `draft_tokens` (0): guess at most so many at once, 0 is as many as pay. `deterministic` (False):
-    what else runs changes no bit (design decision 4). `outputs` (none): prompt logprobs, logits,
-    hidden states and routing.
+    `stop_token_ids`: end after one of these tokens. `ignore_eos` (False): continue past the
+    model's end-of-text tokens. `bos` ("auto"): put the bos token in front, as the tokenizer says,
+    always or never. `keep_special_tokens` (False): show them in the text. `priority` (0): from -100
+    to 100, the larger goes first. `deadline_s` (None): fail with DeadlineError when it has not
+    ended so many seconds after the ring had it; loading a model does not count. `speculate`
+    ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
+    on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay.
+    `deterministic` (False): what else runs changes no bit (design decision 4). `outputs` (none):
+    prompt logprobs, logits, hidden states and routing.
     """
 
     max_tokens: int
@@ -143,12 +143,10 @@ def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> 
     try:
         read_control(control_frame(message))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise UsageError(f"this cannot be asked: {unwritable_words(message) or error}") from error
+        raise UsageError(f"this cannot be asked: {find_unwritable(message) or error}") from error
     except RemoteProtocolError as error:
-        cause, words = error.__cause__, str(error)
-        if isinstance(cause, msgspec.ValidationError):
-            words = refused_words(cause, message)
-        raise UsageError(f"this cannot be asked: {words}") from error
+        why = find_refused(message, type(message)) or str(error)
+        raise UsageError(f"this cannot be asked: {why}") from error
 
 
 def _is_ids(prompts: object) -> TypeGuard[Sequence[int]]:
@@ -179,7 +177,7 @@ def _prompt(prompt: object) -> Prompt:
 
 def _no_prompt(value: object) -> UsageError:
     return UsageError(
-        f"{value!r} is no prompt: give text, token ids or messages, or a list of such"
+        f"{value!r} is no prompt", remedy="give text, token ids or messages, or a list of such"
     )
 
 
@@ -195,7 +193,7 @@ def _message(
 ) -> Generate:
     """Write one message. The values are checked as the node would check them."""
     params.check()
-    fields: dict[str, Any] = {**options, **_said(prompt.content)}
+    fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = Outputs.of(options["outputs"])
@@ -220,8 +218,8 @@ def _unknown_option(fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
-    """Give the field of Generate that carries the prompt."""
+def _prompt_field(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
+    """Return the one field of Generate that carries this prompt."""
     if isinstance(content, str):
         return {"prompt": content}
     if not _is_messages(content):
@@ -229,9 +227,10 @@ def _said(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
     try:
         return {"messages": msgspec.convert(content, list[ChatMessage])}
     except msgspec.ValidationError as error:
-        words = refused_words(error, content)
+        why = find_refused(content, list[ChatMessage]) or str(error)
         raise UsageError(
-            f"the messages cannot be asked: {words}; give each a role and a content, both text"
+            f"the messages cannot be asked: {why}",
+            remedy="give each a role and a content, both text",
         ) from error
 
 

@@ -1,67 +1,53 @@
 """What is wrong with a value that a message or a line cannot hold: field, value, what would do.
 
-Knows how msgspec words its refusals, which nobody should have to read. Must not know which values
-are asked for, nor by whom.
+Walks a value beside the description of its msgspec type. Must not know which values are asked for,
+nor by whom.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
-from msgspec import inspect
+from msgspec import inspect as mi
 
 _SHOWN: Final = 60
 """Characters of a value that a message shows."""
 _INTS: Final = range(-(2**63), 2**64)
 """The whole numbers that msgpack can write."""
-_KINDS: Final[Mapping[str, str]] = MappingProxyType(
+_KINDS: Final[Mapping[type[mi.Type], str]] = MappingProxyType(
     {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "true or false",
-        "array": "a list",
-        "object": "an object",
+        mi.IntType: "a whole number",
+        mi.FloatType: "a number",
+        mi.StrType: "text",
+        mi.BoolType: "true or false",
+        mi.BytesType: "bytes",
+        mi.ListType: "a list",
+        mi.VarTupleType: "a list",
+        mi.TupleType: "a list",
+        mi.DictType: "an object",
+        mi.StructType: "an object",
     }
 )
-_BOUNDS: Final[Mapping[str, str]] = MappingProxyType(
-    {"<=": "of at most", ">=": "of at least", "<": "below", ">": "above"}
-)
-_EXPECTED: Final = re.compile(
-    r"Expected `(?P<kind>[^`]+)`"
-    r"(?P<length> of length(?: <=| >=)? \d+)?(?: (?P<bound><=|>=|<|>) (?P<limit>\S+))?"
-)
-_UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`")
-_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
-_STEP: Final = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
-def refused_words(error: msgspec.ValidationError, root: object) -> str:
-    """Say what of `root`, a struct or what JSON gave, msgspec refused with `error`."""
-    what, _, path = str(error).partition(" - at `$")
-    path, hidden, _ = path.rstrip("`").partition("[...]")
-    if unknown := _UNKNOWN.fullmatch(what):
-        return f"{_inside(path, unknown['name'])} is not known here"
-    if missing := _MISSING.fullmatch(what):
-        return f"{_inside(path, missing['name'])} is missing"
-    owner, value = _follow(root, path)
-    name = path.lstrip(".") or "the value"
-    told = f"{name} is {_shown(value)}" if _is_shown(value) else name
-    if hidden:
-        told = f"a value of {name}"
-    wanted = _wanted(what, owner, path) or what
-    return f"{told}: give {wanted}"
+def find_refused(value: object, kind: Any) -> str:
+    """Say why `value`, a struct or what JSON gave, is not of the msgspec type `kind`.
+
+    Names the first field at fault, its value and what would do: "max_tokens is 'x': give a whole
+    number". Returns "" where nothing is found.
+    """
+    return next(_refused(value, mi.type_info(kind), ""), "")
 
 
-def unwritable_words(root: msgspec.Struct) -> str:
+def find_unwritable(root: msgspec.Struct) -> str:
     """Say which value of `root` has no form in a message: a huge number, text with half a letter.
 
-    "" where there is none.
+    Returns "" where there is none.
     """
     for path, value in _leaves(root):
         if isinstance(value, int) and value not in _INTS:
@@ -81,31 +67,152 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _inside(path: str, name: str) -> str:
+def _refused(value: object, info: mi.Type, path: str) -> Iterator[str]:
+    """Yield what is wrong with `value` and with what is inside it."""
+    kinds = _alternatives(info)
+    fitting = next((part for part in kinds if _is_of(value, part)), None)
+    if fitting is None:
+        name = path or "the value"
+        told = name if isinstance(value, msgspec.Struct) else f"{name} is {_shown(value)}"
+        yield f"{told}: give {_wanted(kinds, value)}"
+        return
+    if isinstance(fitting, mi.StructType):
+        yield from _refused_fields(value, fitting, path)
+    elif isinstance(fitting, mi.DictType):
+        yield from _refused_entries(value, fitting, path)
+    elif isinstance(fitting, mi.ListType | mi.VarTupleType | mi.TupleType):
+        assert isinstance(value, list | tuple)
+        items = (
+            fitting.item_types
+            if isinstance(fitting, mi.TupleType)
+            else (fitting.item_type,) * len(value)
+        )
+        for index, (entry, item) in enumerate(zip(value, items, strict=True)):
+            yield from _refused(entry, item, f"{path}[{index}]")
+
+
+def _refused_fields(value: object, info: mi.StructType, path: str) -> Iterator[str]:
+    names = {field.encode_name: field for field in info.fields}
+    if isinstance(value, msgspec.Struct):
+        for field in info.fields:
+            yield from _refused(getattr(value, field.name), field.type, _inside(path, field.name))
+        return
+    assert isinstance(value, Mapping)
+    for name, entry in value.items():
+        if name in names:
+            yield from _refused(entry, names[name].type, _inside(path, name))
+        elif info.forbid_unknown_fields:
+            yield f"{_inside(path, name)} is not known here{nearest(name, [*names])}"
+    for name, field in names.items():
+        if field.required and name not in value:
+            yield f"{_inside(path, name)} is missing"
+
+
+def _refused_entries(value: object, info: mi.DictType, path: str) -> Iterator[str]:
+    """Check keys and values of an object; JSON writes keys that are numbers as text."""
+    assert isinstance(value, Mapping)
+    key_type = _bare(info.key_type)
+    for key, entry in value.items():
+        read = int(key) if isinstance(key_type, mi.IntType) and _is_integer(key) else key
+        for _ in _refused(read, key_type, ""):
+            yield f"a key of {path} is {_shown(key)}: give {_wanted([key_type], key)}"
+        for why in _refused(entry, info.value_type, ""):
+            yield f"a value of {path}: {why.partition(': ')[2]}"
+
+
+def _is_integer(key: object) -> bool:
+    return isinstance(key, str) and key.removeprefix("-").isdecimal()
+
+
+def _is_of(value: object, info: mi.Type) -> bool:
+    """Whether `value` itself is of this type and within its bounds, whatever is inside it."""
+    match info:
+        case mi.NoneType():
+            return value is None
+        case mi.BoolType():
+            return isinstance(value, bool)
+        case mi.IntType():
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            return is_whole and not _broken_limit(info, value)
+        case mi.FloatType():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return is_number and not _broken_limit(info, value)
+        case mi.StrType():
+            return isinstance(value, str) and _is_long_enough(value, info)
+        case mi.BytesType():
+            is_data = isinstance(value, bytes | bytearray | memoryview)
+            return is_data and _is_long_enough(value, info)
+        case mi.LiteralType():
+            return value in info.values
+        case mi.EnumType():
+            return isinstance(value, info.cls) or value in [member.value for member in info.cls]
+        case mi.ListType() | mi.VarTupleType():
+            return isinstance(value, list | tuple) and _is_long_enough(value, info)
+        case mi.TupleType():
+            return isinstance(value, list | tuple) and len(value) == len(info.item_types)
+        case mi.DictType():
+            return isinstance(value, Mapping)
+        case mi.StructType():
+            return isinstance(value, Mapping | info.cls)
+        case _:
+            return True  # a kind that no message has: what reads it decides
+
+
+def _is_long_enough(value: Any, info: Any) -> bool:
+    shortest, longest = info.min_length or 0, info.max_length
+    return len(value) >= shortest and (longest is None or len(value) <= longest)
+
+
+def _alternatives(info: mi.Type) -> list[mi.Type]:
+    """List the types of which a value may be one."""
+    bare = _bare(info)
+    return [_bare(part) for part in bare.types] if isinstance(bare, mi.UnionType) else [bare]
+
+
+def _bare(info: mi.Type) -> mi.Type:
+    return _bare(info.type) if isinstance(info, mi.Metadata) else info
+
+
+def _wanted(kinds: Sequence[mi.Type], value: object) -> str:
+    """Say what would do in place of `value`; null and what is left out go without saying."""
+    names: list[str] = []
+    words: list[str] = []
+    for info in kinds:
+        if isinstance(info, mi.LiteralType):
+            names += [str(name) for name in info.values if name]
+        elif isinstance(info, mi.EnumType):
+            names += [str(member.value) for member in info.cls]
+        elif type(info) in _KINDS:
+            words.append(f"{_KINDS[type(info)]}{_broken_limit(info, value)}")
+    return " or ".join([*names, *words])
+
+
+def _broken_limit(info: mi.Type, value: Any) -> str:
+    """Name the bound of a type that a value of its kind breaks, "" where it breaks none."""
+    if isinstance(info, mi.IntType | mi.FloatType) and isinstance(value, int | float):
+        limits = (
+            ("of at least", info.ge, operator.ge),
+            ("of at most", info.le, operator.le),
+            ("above", info.gt, operator.gt),
+            ("below", info.lt, operator.lt),
+        )
+        broken = (
+            f" {word} {limit}"
+            for word, limit, holds in limits
+            if limit is not None and not holds(value, limit)
+        )
+        return next(broken, "")
+    if isinstance(info, mi.TupleType) and isinstance(value, list | tuple):
+        return f" of {len(info.item_types)} entries"
+    if isinstance(info, mi.StrType) and isinstance(value, str):
+        return f" of at most {info.max_length} characters"
+    if isinstance(info, mi.ListType | mi.VarTupleType) and isinstance(value, list | tuple):
+        return f" of at most {info.max_length} entries"
+    return ""
+
+
+def _inside(path: str, name: object) -> str:
     return f"{path}.{name}".lstrip(".")
-
-
-def _follow(root: object, path: str) -> tuple[object, object]:
-    """Return what stands at `path` and what holds it, UNSET for what cannot be followed."""
-    owner: object = msgspec.UNSET
-    value: Any = root
-    for key, index in _STEP.findall(path):
-        owner = value
-        try:
-            if index:
-                value = value[int(index)]
-            elif isinstance(value, Mapping):
-                value = value[key]
-            else:
-                value = getattr(value, key)
-        except (LookupError, TypeError, AttributeError):
-            return owner, msgspec.UNSET
-    return owner, value
-
-
-def _is_shown(value: object) -> bool:
-    """Whether a value says more than its name: the whole of a structure does not."""
-    return value is not msgspec.UNSET and not isinstance(value, msgspec.Struct)
 
 
 def _shown(value: object) -> str:
@@ -115,41 +222,6 @@ def _shown(value: object) -> str:
         return f"a list of {len(value)}"
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def _wanted(what: str, owner: object, path: str) -> str:
-    """Say what would do; "" where `what` is in words that nobody foresaw."""
-    if what.startswith("Invalid enum value"):
-        return " or ".join(_choices(owner, path.rpartition(".")[2]))
-    found = _EXPECTED.match(what)
-    if found is None:
-        return ""
-    kinds = [kind for kind in found["kind"].split(" | ") if kind != "null"]
-    words = " or ".join(_KINDS.get(kind, kind) for kind in kinds)
-    if found["length"]:
-        unit = "characters" if "str" in kinds else "entries"
-        *bound, limit = found["length"].removeprefix(" of length ").split()
-        return f"{words} {_BOUNDS[bound[0]] if bound else 'of'} {limit} {unit}"
-    if found["bound"]:
-        return f"{words} {_BOUNDS[found['bound']]} {found['limit']}"
-    return words
-
-
-def _choices(owner: object, name: str) -> list[str]:
-    """List the values that the field `name` of the struct `owner` may have."""
-    if not isinstance(owner, msgspec.Struct):
-        return []
-    told = inspect.type_info(type(owner))
-    assert isinstance(told, inspect.StructType)
-    kinds = [field.type for field in told.fields if field.name == name]
-    parts = [
-        part
-        for kind in kinds
-        for part in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))
-    ]
-    named = [str(v) for p in parts if isinstance(p, inspect.LiteralType) for v in p.values if v]
-    numbers = [_KINDS["int"] for part in parts if isinstance(part, inspect.IntType)]
-    return [*named, *numbers]
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

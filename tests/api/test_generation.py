@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 import pytest
 from support.cluster.scripted_node import ScriptedNode, client_of, serving
 
-from shardnet.api import Generation, GenerationEvent, RequestState, SamplingParams
+from shardnet.api import ActiveRequest, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
 from shardnet.api.generation import WINDOW
 from shardnet.errors import CapacityError, LinkError, PeerFailedError, PeerUnreachableError
@@ -163,7 +163,7 @@ def test_should_stop_ends_what_it_names() -> None:
     """It sees texts grow, and requests that have ended no more."""
     seen: list[list[str]] = []
 
-    def should_stop(active: Sequence[Generation]) -> list[int]:
+    def should_stop(active: Sequence[ActiveRequest]) -> list[int]:
         seen.append([generation.text for generation in active])
         return [generation.request_id for generation in active if generation.text == "w"] + [999]
 

@@ -21,8 +21,8 @@ from support.soak import soak_s
 from support.system.nodes import Crew, open_machine
 
 from shardnet.api import (
+    ActiveRequest,
     Client,
-    Generation,
     GenerationEvent,
     GenerationOptions,
     ModelChoice,
@@ -180,7 +180,7 @@ class Guest:
         """Three prompts at once, one of which is ended from outside."""
         numbers = [self._any() for _ in range(3)]
 
-        def should_stop(active: Sequence[Generation]) -> list[int]:
+        def should_stop(active: Sequence[ActiveRequest]) -> list[int]:
             return [g.request_id for g in active if g.index == 1 and len(g.token_ids) >= 5]
 
         prompts = [self._prompts[number] for number in numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ import typer
 from shardnet.api import (
     GenerationEvent,
     GenerationResult,
+    GenerationTiming,
     Prompt,
     RequestState,
     SamplingParams,
-    Timing,
     Usage,
 )
 from shardnet.errors import CapacityError
 from shardnet_cli.flags.prompts_file import read_prompt, read_prompts
-from shardnet_cli.output.generation_output import ListedTexts
+from shardnet_cli.output.generation_output import EventLines, ListedTexts
 
 SAMPLING = SamplingParams(temperature=0.5, seed=4)
 
@@ -81,6 +82,10 @@ def test_an_object_has_options_of_its_own() -> None:
         ('{"prompt": "a", "token_ids": [1]}', "one of prompt, token_ids and messages"),
         ("{}", "one of prompt, token_ids and messages"),
         ('{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+        ('{"prompt": "a", "bos": "x"}', "bos is 'x': give "),
+        ('{"prompt": "a", "deterministic": 1}', "deterministic is 1: give true or false"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
+        ('{"prompt": "a", "speculate": "http://me:pw@host/m"}', "not a URL"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, named: str) -> None:
@@ -125,7 +130,7 @@ def news(index: int, text: str = "", **changes: Any) -> GenerationEvent:
 
 def finished(index: int, text: str, held: str = "") -> GenerationEvent:
     """The end of a prompt, `held` the end of its text."""
-    timing = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
+    timing = GenerationTiming(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
     result = GenerationResult(
         model="m",
         index=index,
@@ -195,3 +200,67 @@ def test_many_failures_of_one_cause_are_summed_up(capsys: pytest.CaptureFixture[
     assert lines[:10] == [f"error: f line {line}: no room" for line in range(1, 11)]
     assert lines[10] == "error: f: 20 more prompts: no room"
     assert len(lines) == 12
+
+
+def test_a_line_may_set_what_the_flags_set() -> None:
+    line = {
+        "prompt": "a",
+        "logprobs": 3,
+        "logit_bias": {"50": -3.5, "7": 1},
+        "bos": "off",
+        "speculate": "ngram",
+        "draft_tokens": 4,
+        "deterministic": True,
+        "keep_special_tokens": True,
+    }
+    prompt = read_prompt(json.dumps(line), SAMPLING)
+    assert prompt.sampling == replace(SAMPLING, n_logprobs=3, logit_bias=((50, -3.5), (7, 1.0)))
+    assert prompt.options == {
+        "bos": "off",
+        "speculate": "ngram",
+        "draft_tokens": 4,
+        "deterministic": True,
+        "keep_special_tokens": True,
+    }
+    without = read_prompt('{"prompt": "a", "logprobs": null}', replace(SAMPLING, n_logprobs=2))
+    assert without.sampling is not None
+    assert without.sampling.n_logprobs is None
+
+
+def test_samples_of_one_prompt_come_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ListedTexts("", [0], as_json=False, n_samples=2)
+    texts.take(replace(finished(0, "two"), text="two", sample=1))
+    assert capsys.readouterr().out == ""
+    texts.take(replace(failed(0), sample=0))
+    shown = capsys.readouterr()
+    assert shown.out == "==> sample 1 <==\ntwo\n\n"
+    assert shown.err == "error: sample 0: no room\n"
+    assert not texts.close()
+    assert "1 of 2 samples done, 1 failed" in capsys.readouterr().err
+
+
+def test_events_are_lines_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = EventLines("f", [3, 4], n_samples=2)
+    events = [
+        replace(news(1), state=RequestState.QUEUED, ahead=2),
+        replace(news(1), sample=1),
+        news(1, "b"),
+        failed(0),
+        finished(1, "b", "!"),
+    ]
+    shown = []
+    for event in events:
+        lines.take(event)
+        shown.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    assert shown[:3] == [
+        [{"index": 1, "sample": 0, "event": "queued", "ahead": 2}],
+        [{"index": 1, "sample": 1, "event": "running"}],
+        [{"index": 1, "sample": 0, "event": "text", "text": "b", "token_ids": [1]}],
+    ]
+    assert shown[3] == [
+        {"index": 0, "sample": 0, "event": "failed", "error": "no\nroom", "code": 21}
+    ]
+    held, end = shown[4]
+    assert (held["event"], held["text"], held["token_ids"]) == ("text", "!", [1])
+    assert (end["event"], end["text"], end["token_ids"]) == ("finished", "b", [1])
+    assert not lines.close()
