@@ -129,7 +129,7 @@ def test_loading_ends_at_any_report_that_says_so(tmp_path: Path) -> None:
             with pytest.raises(GivenUp):
                 load_anew(name or f"not yet {last}")
             assert n_reports == last
-            assert not list(folder.rglob(".new-*"))
+            assert not list(folder.rglob(".*"))
 
 
 def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(
