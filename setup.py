@@ -1,7 +1,9 @@
 """Builds the compiled products where a C compiler is at hand; everything else is in pyproject.toml.
 
 They are optional: without them torch does the work, slower, and installing never fails for want of
-a compiler. The source needs no Python headers: the library is called through ctypes.
+a compiler. The source needs no Python headers: the library is called through ctypes, so one wheel
+serves every Python of a platform. (No library is built on Windows: the source is GNU C, and what
+it shares torch's threads by is not in the OpenMP that torch has there.)
 """
 
 from __future__ import annotations
@@ -10,20 +12,35 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 
 class BuildKernels(build_ext):
-    """Builds plain shared libraries: no init function is exported."""
+    """Builds plain shared libraries: no init function, and no Python's name in the file's."""
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
         """Export what the source exports."""
         return list(ext.export_symbols)
 
+    def get_ext_filename(self, ext_name: str) -> str:
+        """Name the file as kernels/library.py looks for it."""
+        return str(Path(*ext_name.split("."))) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Names the platform that the library is for, and no Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Keep the platform of what would be the name."""
+        return "py3", "none", super().get_tag()[2]
+
 
 FOLDER = "shardnet/model/kernels/csrc"
 
-flags = ["-O3", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
+flags = (
+    ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
+)
 packages = find_packages(include=["shardnet", "shardnet.*"])
 commands = find_packages(include=["cli", "cli.*"])
 setup(
@@ -38,5 +55,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

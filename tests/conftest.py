@@ -18,13 +18,15 @@ import hypothesis
 import psutil
 import pytest
 
-hypothesis.settings.register_profile(
-    "shardnet",
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("shardnet")
+for _profile, _max_examples in (("shardnet", 40), ("soak", 400)):
+    hypothesis.settings.register_profile(
+        _profile,
+        max_examples=_max_examples,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("shardnet")  # scripts/soak takes the other one
 
 FD_FOLDER = Path("/proc/self/fd")
 GRACE_S = 30.0

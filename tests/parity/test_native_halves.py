@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES, ODD
 from support.rings.stage_chain import CPU, Rows, StageChain, random_prompt
-from test_family_parity import CASES, ODD
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint

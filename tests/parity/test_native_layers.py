@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
 from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, random_prompt
-from test_family_parity import CASES
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint

@@ -307,7 +307,8 @@ def broken(folder: Path) -> Iterator[tuple[Site, Diagnosis, Diagnosis]]:
         anna.stderr.wait_for("node bert (")
         anna.stderr.wait_for("refused a link: ")
         of_anna = examine(site.machines[0])
-        while not of_anna.says("problem", "multicast"):  # not said of nodes that have just started
+        # Neither is said of nodes that have just started.
+        while not (of_anna.says("problem", "multicast") and of_anna.says("ok", "link", "bert → ")):
             of_anna = examine(site.machines[0])
         yield site, of_anna, examine(site.machines[2], "--key-file", str(other))
 

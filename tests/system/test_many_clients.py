@@ -1,12 +1,11 @@
 """Sixteen clients at once on three node processes with little memory, who come, leave and vanish.
 
-`SHARDNET_SOAK_S` says how many seconds each case goes on; scripts/soak sets it.
+In the suite each case goes on for seconds, in scripts/soak as long as one says.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.checkpoints import make_llama
+from support.soak import soak_s
 from support.system.nodes import Crew, open_machine
 
 from shardnet.api import (
@@ -34,7 +34,7 @@ from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
 from shardnet.wire.messages.membership import RingLoad
 
-SOAK_S = float(os.environ.get("SHARDNET_SOAK_S", "7.5"))
+SOAK_S = soak_s(5)
 N_CLIENTS = 16
 N_TEXTS = 12
 WAYS = ("stay", "close", "cancel", "deadline", "list", "vanish")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots, make_parrot
-from test_discovery_namespaces import Site, address, meet, open_site
+from support.system.sites import Site, address, meet, open_site
 
 from shardnet.errors import UsageError
 from shardnet.transport import tcp

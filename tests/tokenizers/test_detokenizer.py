@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
+from support.models.loaded_tokenizers import KINDS, tokenizer_of
 from support.text_parts import parts_of
-from test_tokenizer import KINDS, tokenizer_of
 
 from shardnet.errors import SamplingError
 from shardnet.tokenizers.detokenizer import StopScanner, TextStream

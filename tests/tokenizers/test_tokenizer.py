@@ -10,17 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
+from support.models.loaded_tokenizers import KINDS, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.tokenizer import Tokenizer, check_token_ids, read_eos_ids
-
-KINDS = sorted(small.KINDS)
-
-
-@cache
-def tokenizer_of(kind: str) -> Tokenizer:
-    return Tokenizer(small.KINDS[kind](), bos_id=1, eos_ids=(2,))
 
 
 @cache
@@ -248,8 +242,10 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
 # --- check_token_ids
 
 
-def test_ids_inside_the_vocabulary_pass() -> None:
+def test_ids_inside_the_vocabulary_pass_and_the_next_does_not() -> None:
     check_token_ids([0, 9, 5], 10)
+    with pytest.raises(UsageError, match="token id 9 at place 1"):
+        check_token_ids([0, 9, 5], 9)
 
 
 @pytest.mark.parametrize("bad", [10, -1, 2**40])

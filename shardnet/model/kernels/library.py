@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
-import sysconfig
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from shardnet.model.config.quantization import PANEL, Quantization
 ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Has a machine use less than it can, for tests and comparisons: portable, avx2; off for torch."""
 
-_LIBRARY: Final = "_quantized"
+_LIBRARY: Final = "_quantized.so"
 _VERSION: Final = 7
 """Counts up with what the library and this module tell each other."""
 _KEPT_BYTES: Final = 1 << 22
@@ -276,7 +275,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
 
 
 def _open() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name(f"{_LIBRARY}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    path = Path(__file__).with_name(_LIBRARY)
     if not path.is_file():
         return None
     try:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
+from support.soak import is_soak
 
 from shardnet.cluster.placement import rules as ring_rules
 from shardnet.cluster.placement.estimate import measured_problem
@@ -96,7 +97,7 @@ def test_up_to_six_nodes_no_ring_is_better(
 @both
 def test_in_a_home_lab_of_six_no_ring_is_better(objective: Objective) -> None:
     n_stages = set()
-    for seed in range(10):
+    for seed in range(10 if is_soak() else 5):
         cluster = random_cluster(seed, n_nodes=6, n_layers=7)
         best_s = naive_best_s(*cluster, objective)
         ring = find_ring(measured_problem(*cluster, objective))
@@ -122,16 +123,17 @@ def test_up_to_eight_nodes_nothing_is_dropped(objective: Objective) -> None:
 
 
 @both
-def test_a_beam_is_within_five_percent_of_exact_on_200_clusters(objective: Objective) -> None:
+def test_a_beam_is_within_five_percent_of_exact_on_many_clusters(objective: Objective) -> None:
     """At 8 nodes up to 1120 paths are weighed; the beam keeps a quarter of them."""
     n_fitting = 0
-    for seed in range(200):
+    n_clusters = 200 if is_soak() else 60
+    for seed in range(n_clusters):
         cluster = random_cluster(seed, n_nodes=7 + seed % 2, n_layers=(16, 22, 32, 80)[seed % 4])
         exact_s = find_s(*cluster, objective)
         found_s = find_s(*cluster, objective, width=EXACT_WIDTH // 4)
         assert found_s == exact_s == math.inf or exact_s <= found_s <= exact_s * 1.05
         n_fitting += exact_s < math.inf
-    assert n_fitting > 150
+    assert n_fitting > 0.75 * n_clusters
 
 
 @both

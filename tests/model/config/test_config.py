@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
+READ: dict[str, dict[str, Any]] = {
+    "llama 3.2": {
+        "head_size": 16,
+        "n_kv_heads": 2,
+        "max_positions": 131072,
+        "eos_token_ids": (128001, 128008, 128009),
+        "checkpoint_dtype": DType.BFLOAT16,
+        "rope": Rope(
+            kind=RopeKind.LLAMA3,
+            theta=500000.0,
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_positions=64,
+        ),
+    },
+    "smollm2": {"tie_word_embeddings": True},
+    "llama 1": {"checkpoint_dtype": DType.FLOAT16},
+}
+"""What differs from the config without these keys; what else is published changes nothing."""
+
+
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_published_llama_configs_are_read(name: str) -> None:
-    parse_config(LLAMA | PUBLISHED[name], "config.json")
+    config = parse_config(LLAMA | PUBLISHED[name], "config.json")
+    assert config == replace(parse_config(LLAMA, "config.json"), **READ[name])
 
 
 def test_what_transformers_writes_is_read(tmp_path: Path) -> None:

@@ -28,7 +28,15 @@ def test_every_piece_is_done_once(n_threads: int, n_pieces: int) -> None:
 
 def test_helpers_work_while_the_caller_does() -> None:
     both = threading.Barrier(2, timeout=TIMEOUT_S)
-    Crew(2, "crew").do(lambda piece: both.wait() and None, range(2))
+    at_work: list[threading.Thread] = []
+
+    def work(piece: int) -> None:
+        both.wait()
+        at_work.append(threading.current_thread())
+
+    Crew(2, "crew").do(work, range(2))
+    assert threading.current_thread() in at_work
+    assert len(set(at_work)) == 2
 
 
 @pytest.mark.parametrize("who", ["caller", "helper", "alive"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.oracles.plain_noise import plain_noise, plain_philox
+from support.protocol.sampling_section import rows_of, sampling_section
 
 from shardnet.model.sampling.philox import gumbel_noise, noise_words, philox4x32
 
@@ -18,40 +18,8 @@ SEED = st.integers(0, 2**64 - 1)
 MASK = 2**32 - 1
 
 
-def sampling_section() -> str:
-    """The text that fixes sampling: a section of the protocol document."""
-    text = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
-    return re.split(r"^## .*Sampling$", text, flags=re.MULTILINE)[1]
-
-
-def rows_of(header: str) -> list[list[str]]:
-    """The cells of the table under `header`, code marks removed."""
-    table = sampling_section().split(header + "\n", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
-    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in table]
-    assert rows
-    return rows
-
-
 def words_of(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
-
-
-def plain_philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 on Python integers, as the paper writes it."""
-    a, b, c, d = counter
-    k, m = key
-    for _ in range(10):
-        high_a, low_a = divmod(0xD2511F53 * a, 2**32)
-        high_c, low_c = divmod(0xCD9E8D57 * c, 2**32)
-        a, b, c, d = high_c ^ b ^ k, low_c, high_a ^ d ^ m, low_a
-        k, m = (k + 0x9E3779B9) & MASK, (m + 0xBB67AE85) & MASK
-    return [a, b, c, d]
-
-
-def plain_noise(seed: int, position: int, sample_index: int, token_id: int) -> float:
-    counter = [position, sample_index, token_id // 4, 0]
-    word = plain_philox(counter, [seed & MASK, seed >> 32])[token_id % 4]
-    return -math.log(-math.log((word + 0.5) * 2.0**-32))
 
 
 @pytest.mark.parametrize("row", rows_of("| key | counter | block |"))

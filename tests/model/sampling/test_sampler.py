@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_philox import plain_noise, rows_of, sampling_section
+from support.oracles.plain_noise import plain_noise
+from support.protocol.sampling_section import rows_of, sampling_section
 from torch import Tensor
 from transformers import (
     TemperatureLogitsWarper,
@@ -219,9 +220,9 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     [("position", 0.6), ("sample_index", 1.0), ("seed", 1.0)],
 )
 def test_draws_follow_the_softmax(axis: str, temperature: float) -> None:
-    """8000 draws over 8 tokens; 24.32 is the 0.999 quantile of chi-square with 7 degrees."""
+    """4000 draws over 8 tokens; 24.32 is the 0.999 quantile of chi-square with 7 degrees."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, 1.8, 0.9, 1.2])
-    sampler, n_draws = Sampler(8), 8000
+    sampler, n_draws = Sampler(8), 4000
     rows = [
         SampleRow(
             params=SamplingParams(

@@ -14,7 +14,8 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from support.models import small_tokenizers as small
+from tokenizers import models, pre_tokenizers, trainers
 
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.merges import merges_of
@@ -149,6 +150,24 @@ def tekken() -> dict[str, Any]:
 def write_tekken(folder: Path, **changes: Any) -> Path:
     (folder / "tekken.json").write_text(json.dumps(tekken() | changes))
     return folder / "tekken.json"
+
+
+GPT2_END = "<|endoftext|>"
+
+
+@cache
+def gpt2_backend() -> tokenizers.Tokenizer:
+    """A byte-level BPE of 400 tokens, trained once."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[GPT2_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*TEXT, *small.TEXT], trainer)
+    return tokenizer
 
 
 def write_gpt2(folder: Path, backend: tokenizers.Tokenizer, **files: Any) -> Path:

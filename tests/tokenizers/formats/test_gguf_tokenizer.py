@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,14 @@ import tiktoken
 import tokenizers
 from hypothesis import example, given, settings
 from support.models import trained_tokenizers as trained
+from support.models.loaded_tokenizers import GGUF_WORDS, gguf_tokenizer, gguf_tokenizer_of
 from tokenizers import models, normalizers, pre_tokenizers
 
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, LLAMA3, QWEN2, TEKKEN
+from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, LLAMA3, QWEN2
 from shardnet.tokenizers.chat.chat_template import ChatTemplate
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.tokenizers.tokenizer import Tokenizer
-
-
-@cache
-def load(kind: str) -> Tokenizer:
-    metadata = (
-        trained.gguf_pieces(kind) if kind in trained.KINDS else trained.gguf_ranks(*WORDS[kind])
-    )
-    return tokenizer_of(metadata)
-
-
-def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    read = read_gguf_tokenizer(metadata, "small.gguf")
-    assert read is not None
-    return Tokenizer.of(read)
-
-
-WORDS = {
-    "llama3": (LLAMA3, "llama-bpe"),
-    "qwen2": (QWEN2, "qwen2"),
-    "tekken": (TEKKEN, "tekken"),
-}
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -52,7 +31,11 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
     other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model(kind))
     collapses = {"tokenizer.ggml.remove_extra_whitespaces": True} if kind == "collapsing" else {}
-    tokenizer = tokenizer_of(trained.gguf_pieces(kind) | collapses) if collapses else load(kind)
+    tokenizer = (
+        gguf_tokenizer_of(trained.gguf_pieces(kind) | collapses)
+        if collapses
+        else gguf_tokenizer(kind)
+    )
     assert plain(tokenizer, text) == other.encode(text)
 
 
@@ -61,7 +44,7 @@ def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
 @given(text=trained.TEXTS)
 @example(text="zzqq")
 def test_ranked_tokens_give_the_ids_of_tiktoken(kind: str, text: str) -> None:
-    split, _ = WORDS[kind]
+    split, _ = GGUF_WORDS[kind]
     other = tiktoken.Encoding(
         name="small",
         pat_str=split.patterns[0],
@@ -69,14 +52,14 @@ def test_ranked_tokens_give_the_ids_of_tiktoken(kind: str, text: str) -> None:
         special_tokens={"<think>": len(trained.ranks(split)) + 2},
     )
     ids = other.encode(text, allowed_special="all")
-    assert plain(load(kind), text) == ids
-    assert load(kind).decode(ids) == text
+    assert plain(gguf_tokenizer(kind), text) == ids
+    assert gguf_tokenizer(kind).decode(ids) == text
 
 
 @given(text=trained.TEXTS)
 def test_qwen_tokens_give_the_ids_of_the_tokenizer_json(text: str) -> None:
     """Composed first, as Qwen's tokenizer.json does and llama.cpp does not."""
-    said = trained.gguf_ranks(*WORDS["qwen2"])
+    said = trained.gguf_ranks(*GGUF_WORDS["qwen2"])
     tokens = said["tokenizer.ggml.tokens"]
     merges = [tuple(line.split(" ")) for line in said["tokenizer.ggml.merges"]]
     other = tokenizers.Tokenizer(
@@ -89,17 +72,17 @@ def test_qwen_tokens_give_the_ids_of_the_tokenizer_json(text: str) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    assert plain(load("qwen2"), text) == other.encode(text).ids
+    assert plain(gguf_tokenizer("qwen2"), text) == other.encode(text).ids
 
 
 def test_special_ids_and_padding() -> None:
-    llama = load("llama")
+    llama = gguf_tokenizer("llama")
     assert (llama.bos_id, llama.eos_ids) == (1, (2,))
     assert llama.encode("the cat") == [1, *plain(llama, "the cat")]
     assert llama.ids_without_token(llama.n_tokens + 3) == tuple(
         llama.n_tokens + place for place in range(3)
     )
-    ranked = load("llama3")
+    ranked = gguf_tokenizer("llama3")
     first = len(trained.ranks(LLAMA3))
     assert (ranked.bos_id, ranked.eos_ids) == (first, (first + 1, first + 2))
     assert ranked.special_ids == {first, first + 1}
@@ -112,13 +95,13 @@ def test_a_bos_stands_before_a_text_as_the_file_or_else_its_kind_says() -> None:
         said = trained.gguf_ranks(LLAMA3, pre)
         bos_id = said["tokenizer.ggml.bos_token_id"]
         for key, want in ((None, by_default), (True, True), (False, False)):
-            ids = tokenizer_of(said | {"tokenizer.ggml.add_bos_token": key}).encode("the")
+            ids = gguf_tokenizer_of(said | {"tokenizer.ggml.add_bos_token": key}).encode("the")
             assert (ids[0] == bos_id) == want
 
 
 def test_every_name_of_a_split_can_be_read() -> None:
     for pre in GGUF_NAMES:
-        tokenizer = tokenizer_of(trained.gguf_ranks(LLAMA3, pre))
+        tokenizer = gguf_tokenizer_of(trained.gguf_ranks(LLAMA3, pre))
         for text in trained.TEXT:
             assert tokenizer.decode(plain(tokenizer, text)) == text
 
@@ -140,13 +123,13 @@ def test_words_of_a_text(pre: str) -> None:
 
 
 def test_the_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = load("llama")
+    tokenizer = gguf_tokenizer("llama")
     assert tokenizer.template is not None
     assert tokenizer.template.render([{"role": "user", "content": "hi"}]) == "<s>[hi]</s>"
     assert ChatTemplate.find(tmp_path, tokenizer.template) is tokenizer.template
     (tmp_path / "chat_template.jinja").write_text("beside")
     assert ChatTemplate.find(tmp_path, tokenizer.template).source == "beside"
-    assert load("llama3").template is None
+    assert gguf_tokenizer("llama3").template is None
 
 
 def test_metadata_without_a_tokenizer() -> None:

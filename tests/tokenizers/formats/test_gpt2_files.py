@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from support.models import small_tokenizers as small
 from support.models import trained_tokenizers as trained
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
+from support.models.trained_tokenizers import gpt2_backend
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.tokenizer import Tokenizer
 
-END = "<|endoftext|>"
+END = trained.GPT2_END
 QWEN_ADDED = {
     str(420 + place): {"content": text, "special": text.startswith("<|"), "normalized": False}
     for place, text in enumerate(("<|im_start|>", "<|im_end|>", "<think>"))
@@ -40,25 +38,11 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def backend() -> Backend:
-    tokenizer = Backend(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*trained.TEXT, *small.TEXT], trainer)
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def make(name: str) -> Path:
-        return trained.write_gpt2(tmp_path_factory.mktemp(name), backend(), **FILES[name])
+        return trained.write_gpt2(tmp_path_factory.mktemp(name), gpt2_backend(), **FILES[name])
 
     return make
 
@@ -68,7 +52,7 @@ def pair_of(folder_of: Callable[[str], Path]) -> Callable[[str], tuple[Tokenizer
     @cache
     def load(name: str) -> tuple[Tokenizer, Any]:
         folder = folder_of(name)
-        said = json.loads(backend().to_str())["model"]
+        said = json.loads(gpt2_backend().to_str())["model"]
         added = {n: entry["content"] for n, entry in QWEN_ADDED.items()}
         other = CLASSES[name](
             vocab=said["vocab"], merges=[tuple(merge) for merge in said["merges"]]
@@ -95,7 +79,7 @@ def test_ids_are_those_of_transformers(
 
 def test_special_tokens(folder_of: Callable[[str], Path]) -> None:
     gpt2 = Tokenizer.load(folder_of("GPT2Tokenizer"))
-    end_id = backend().token_to_id(END)
+    end_id = gpt2_backend().token_to_id(END)
     assert (gpt2.bos_id, gpt2.eos_ids, gpt2.special_ids) == (end_id, (end_id,), {end_id})
     assert gpt2.encode(f"the{END}", bos="on")[0] == end_id
     qwen = Tokenizer.load(folder_of("Qwen2Tokenizer"))
@@ -103,22 +87,22 @@ def test_special_tokens(folder_of: Callable[[str], Path]) -> None:
     assert qwen.special_ids == {end_id, 420, 421}
     assert qwen.encode("<|im_start|>a<think>")[::2] == [420, 422]
     assert qwen.n_tokens == 423
-    n_words = backend().get_vocab_size()
+    n_words = gpt2_backend().get_vocab_size()
     assert qwen.ids_without_token(425) == (*range(n_words, 420), 423, 424)
 
 
 def test_the_model_type_stands_in_for_the_class(tmp_path: Path) -> None:
-    trained.write_gpt2(tmp_path, backend(), config={"model_type": "gpt2"})
-    assert Tokenizer.load(tmp_path).encode("e\u0301") == backend().encode("e\u0301").ids
-    trained.write_gpt2(tmp_path, backend(), config={"model_type": "qwen3"})
-    assert Tokenizer.load(tmp_path).encode("e\u0301") == backend().encode("é").ids
+    trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "gpt2"})
+    assert Tokenizer.load(tmp_path).encode("e\u0301") == gpt2_backend().encode("e\u0301").ids
+    trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "qwen3"})
+    assert Tokenizer.load(tmp_path).encode("e\u0301") == gpt2_backend().encode("é").ids
 
 
 def test_a_space_before_the_text_and_a_bos_where_the_config_says_so(tmp_path: Path) -> None:
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, "add_bos_token": True}
-    trained.write_gpt2(tmp_path, backend(), tokenizer_config=config)
+    trained.write_gpt2(tmp_path, gpt2_backend(), tokenizer_config=config)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode("the cat") == [0, *backend().encode(" the cat").ids]
+    assert tokenizer.encode("the cat") == [0, *gpt2_backend().encode(" the cat").ids]
 
 
 # --- bad files
@@ -218,7 +202,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     spoil, file, why = BAD[name]
-    trained.write_gpt2(tmp_path, backend(), config={"model_type": "gpt2"})
+    trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "gpt2"})
     spoil(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(tmp_path)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
 from support.models import trained_tokenizers as trained
+from support.models.loaded_tokenizers import gguf_tokenizer
 from support.text_parts import parts_of
-from test_gguf_tokenizer import load as load_gguf
-from test_gpt2_files import backend as gpt2_backend
 
 from shardnet.checkpoint.tensors.manifest import ID_FILES
 from shardnet.errors import CheckpointError
@@ -27,7 +26,7 @@ FORMS: dict[str, Callable[[Path], object]] = {
     "llama3": trained.write_tiktoken,
     "tekken": trained.write_tekken,
     "gpt2": lambda folder: trained.write_gpt2(
-        folder, gpt2_backend(), config={"model_type": "gpt2"}
+        folder, trained.gpt2_backend(), config={"model_type": "gpt2"}
     ),
 }
 IN_GGUF = ["llama", "llama3", "qwen2"]
@@ -38,7 +37,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
     @cache
     def load(form: str) -> Tokenizer:
         if form.startswith("gguf "):
-            return load_gguf(form.removeprefix("gguf "))
+            return gguf_tokenizer(form.removeprefix("gguf "))
         folder = tmp_path_factory.mktemp(form)
         FORMS[form](folder)
         return Tokenizer.load(folder)
@@ -81,8 +80,8 @@ def test_every_file_is_part_of_the_models_id() -> None:
 def test_the_first_of_several_tokenizers_is_taken(tmp_path: Path) -> None:
     """Each added in front of those before it; the newest of Mistral's, but the plain name first."""
     n_llama3 = len(trained.ranks(trained.LLAMA3)) + 256
-    trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "gpt2"})
-    assert Tokenizer.load(tmp_path).n_tokens == gpt2_backend().get_vocab_size()
+    trained.write_gpt2(tmp_path, trained.gpt2_backend(), config={"model_type": "gpt2"})
+    assert Tokenizer.load(tmp_path).n_tokens == trained.gpt2_backend().get_vocab_size()
     trained.write_sentencepiece(tmp_path, "no_bytes", "tokenizer.model.v1")
     assert Tokenizer.load(tmp_path).n_tokens not in (420, n_llama3)
     trained.write_sentencepiece(tmp_path, "mistral", "tokenizer.model.v3")

@@ -1,0 +1,94 @@
+"""What tiny checkpoints of each family are made with: every switch of a family is on in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+CASES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 20, "head_dim": 8},
+    "mistral-no-window": {"sliding_window": None, "head_dim": None, "num_hidden_layers": 3},
+    "mistral-odd": ODD | {"sliding_window": 260, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2-windows": SOME_WINDOWS | {"num_hidden_layers": 5},
+    "qwen2-yarn": {"rope_parameters": YARN},
+    "qwen3": ODD | {"num_hidden_layers": 3},
+    "qwen3-windows": SOME_WINDOWS | {"head_dim": 12, "attention_bias": True},
+    "phi3": {"sliding_window": 20, "num_hidden_layers": 3},
+    "phi3-partial-tied": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        "tie_word_embeddings": True,
+    },
+    "gemma2": GEMMA | {"num_hidden_layers": 5},
+    "gemma2-no-caps": GEMMA
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 10},
+    "gemma3_text": GEMMA | {"num_hidden_layers": 7},
+    "gemma3_text-long": GEMMA
+    | {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 5,
+    },
+    "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "olmo2-odd": ODD | {"attention_bias": True},
+    "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
+    "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
+    "deepseek_v2-groups": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "q_lora_rank": 14,
+        "routed_scaling_factor": 16.0,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5},
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 5,
+        "attention_bias": True,
+        "first_k_dense_replace": 2,
+        "hidden_size": 42,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3-straight": {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 3,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
+    "gpt_oss-odd": ODD
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
+    "qwen2_moe": {"norm_topk_prob": True, "num_hidden_layers": 3},
+    "qwen2_moe-windows": ODD
+    | SOME_WINDOWS
+    | {"num_hidden_layers": 5, "mlp_only_layers": [0], "qkv_bias": False},
+    "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
+    "qwen3_moe-odd": ODD
+    | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
+}
