@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -18,7 +19,7 @@ from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 
 from .flags.config import read_config
-from .flags.lazy_group import LazyCommand, LazyGroup
+from .flags.lazy_group import LazyGroup
 from .output.exit_codes import exit_codes, fail, open_missing_streams, write_out
 from .output.terminal import restore_at_sigterm
 
@@ -36,24 +37,72 @@ _SUMMARIES: Final = {
     "key": "Make, enter or show the cluster key.",
     "cache": "Weights on this machine's disk: from other nodes, or rounded.",
 }
-"""The commands, in the order of --help; each is in the module of its name."""
-_GROUPS: Final = {"key": "key_app", "cache": "cache_app"}
-"""Those that have commands of their own."""
+"""The commands, in the order of --help."""
+
+
+def _load(name: str) -> Callable[..., None] | typer.Typer:
+    """Import a command. Raises KeyError where there is none of that name."""
+    match name:
+        case "node":
+            from .commands.node import node
+
+            return node
+        case "nodes":
+            from .commands.nodes import nodes
+
+            return nodes
+        case "status":
+            from .commands.status import status
+
+            return status
+        case "plan":
+            from .commands.plan import plan
+
+            return plan
+        case "generate":
+            from .commands.generate import generate
+
+            return generate
+        case "chat":
+            from .commands.chat import chat
+
+            return chat
+        case "bench":
+            from .commands.bench import bench
+
+            return bench
+        case "pull":
+            from .commands.pull import pull
+
+            return pull
+        case "unload":
+            from .commands.unload import unload
+
+            return unload
+        case "doctor":
+            from .commands.doctor import doctor
+
+            return doctor
+        case "key":
+            from .commands.key import key_app
+
+            return key_app
+        case "cache":
+            from .commands.cache import cache_app
+
+            return cache_app
+        case _:
+            raise KeyError(name)
 
 
 class Commands(LazyGroup):
     """The subcommands of `shardnet`."""
 
-    table = MappingProxyType(
-        {
-            name: LazyCommand(
-                module=f"{__package__}.commands.{name}",
-                attribute=_GROUPS.get(name, name),
-                summary=summary,
-            )
-            for name, summary in _SUMMARIES.items()
-        }
-    )
+    summaries = MappingProxyType(_SUMMARIES)
+
+    def load(self, name: str) -> Callable[..., None] | typer.Typer:
+        """Import a command."""
+        return _load(name)
 
 
 app = typer.Typer(

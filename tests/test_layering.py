@@ -67,8 +67,6 @@ UNLIMITED = {"shardnet/model/families"}
 NETWORK = {"asyncio", "uvloop", "socket", "socketserver", "ssl", "select", "selectors"}
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets", "uuid"}
 IMPURE = NETWORK | CLOCKS_AND_CHANCE | {"os", "threading", "subprocess", "torch", "numpy"}
-LAZY_COMMANDS = "cli/flags/lazy_group.py"
-"""Imports the module of the command that is used; nothing else imports by name."""
 NOWHERE = {"transformers", "pickle", "cPickle", "marshal", "shelve", "importlib", "imp"}
 
 
@@ -88,7 +86,7 @@ def is_pure(path: str) -> bool:
 
 def forbidden_by(package: str, path: str) -> set[str]:
     """Foreign modules that a module may not import. `path` is relative to the checkout."""
-    forbidden = NOWHERE - {"importlib"} if path == LAZY_COMMANDS else set(NOWHERE)
+    forbidden = set(NOWHERE)
     if is_pure(path):
         forbidden |= IMPURE
     if package in {"model", "checkpoint", "tokenizers", "stage"}:

@@ -5,9 +5,7 @@ Knows how typer makes commands of functions. Must not know any command: it is to
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, ClassVar
 
 import typer
@@ -15,60 +13,55 @@ from typer.core import TyperCommand, TyperGroup
 
 from .wrong_values import CommandGroup
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LazyCommand:
-    """Where a command is: `attribute` of `module` is a function, or a typer.Typer of several.
-
-    `summary` is its line in the list of commands.
-    """
-
-    module: str
-    attribute: str
-    summary: str
-
-    def load(self, name: str) -> TyperCommand | TyperGroup:
-        """Import the module and make the command called `name`."""
-        found = getattr(importlib.import_module(self.module), self.attribute)
-        parent = typer.Typer(
-            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-        )
-        if isinstance(found, typer.Typer):
-            parent.add_typer(found)
-        else:
-            parent.command(name, short_help=self.summary)(found)
-        command = typer.main.get_command(parent)
-        if isinstance(command, TyperGroup):
-            command = command.commands[name]
-        assert isinstance(command, TyperCommand | TyperGroup)
-        return command
+Load = Callable[[str], Callable[..., None] | typer.Typer]
 
 
 class LazyGroup(CommandGroup):
-    """The commands of `table`, by name, in its order."""
+    """Commands by name with their lines in the list of commands, in the order of `summaries`."""
 
-    table: ClassVar[Mapping[str, LazyCommand]]
+    summaries: ClassVar[Mapping[str, str]]
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = _Commands(self.table)
+        self.commands = _Commands(self.summaries, self.load)
+
+    def load(self, name: str) -> Callable[..., None] | typer.Typer:
+        """Import the command of a name: a function, or a typer.Typer of several."""
+        raise NotImplementedError
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands from the table."""
+        """Write the list of commands, none of which is imported for it."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in self.table.items()])
+            formatter.write_dl([*self.summaries.items()])
+
+
+def _make(name: str, summary: str, found: Callable[..., None] | typer.Typer) -> Any:
+    """Make the command called `name` of a function, or of a typer.Typer."""
+    parent = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    if isinstance(found, typer.Typer):
+        parent.add_typer(found)
+    else:
+        parent.command(name, short_help=summary)(found)
+    command = typer.main.get_command(parent)
+    if isinstance(command, TyperGroup):
+        command = command.commands[name]
+    assert isinstance(command, TyperCommand | TyperGroup)
+    return command
 
 
 class _Commands(MutableMapping[str, Any]):
     """Commands by name, each made when it is first asked for."""
 
-    def __init__(self, table: Mapping[str, LazyCommand]) -> None:
+    def __init__(self, table: Mapping[str, str], load: Load) -> None:
         self._table = table
+        self._load = load
         self._made: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = self._table[name].load(name)
+            self._made[name] = _make(name, self._table[name], self._load(name))
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

@@ -116,7 +116,9 @@ def make_requests(
             try:
                 message = _message(prompt, params, choice, {**options, **prompt.options})
             except (SamplingError, UsageError) as error:
-                raise type(error)(_named(str(error), index, len(listed))) from error
+                if len(listed) == 1:
+                    raise
+                raise error.at(f"prompt {index + 1} of {len(listed)}") from error
             requests.append(Request(index=index, sample=sample, message=message))
     return requests
 
@@ -232,7 +234,3 @@ def _prompt_field(content: str | Sequence[int] | Sequence[Message]) -> dict[str,
             f"the messages cannot be asked: {why}",
             remedy="give each a role and a content, both text",
         ) from error
-
-
-def _named(text: str, index: int, n_prompts: int) -> str:
-    return text if n_prompts == 1 else f"prompt {index + 1} of {n_prompts}: {text}"
