@@ -165,7 +165,7 @@ def _diagnosis(result: Result) -> Diagnosis:
         ("refused", "port", "nothing listens there"),
         ("dropped", "port", "no answer within"),
         ("hangs", "port", "no answer within"),
-        ("version", "version", "install the same shardnet on both"),
+        ("version", "version", "install the same version of shardnet on both"),
         ("stranger", "port", "does not speak the protocol"),
     ],
 )

@@ -178,7 +178,6 @@ def test_lines_end_whole_at_ctrl_c(trio: Crew, parrots: Parrots) -> None:
     ("flags", "named"),
     [
         (["--json", "--jsonl"], "choose one of --json and --jsonl"),
-        (["--n", "2", "--save-logits", "x.npz"], "for --n: rows are saved of one sample"),
         (["--n", "0"], "for --n: '0': give 1 or more"),
     ],
 )

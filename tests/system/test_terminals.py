@@ -22,7 +22,7 @@ RUN = "\nrunpy.run_module('shardnet_cli', run_name='__main__', alter_sys=True)"
 EARLY = """
 class Interrupts:
     def find_spec(self, name, *_):
-        if name == "shardnet_cli.commands.bench":
+        if name == "shardnet_cli.commands.cache":
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupts())

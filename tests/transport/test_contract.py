@@ -246,7 +246,6 @@ def test_close_is_bounded_when_the_peer_does_not_answer(harness: Harness) -> Non
         peer.transport.pause_reading()
         link.send(frame(1, bytes(30 * MIB)))
         await link.close()
-        assert not peer.lost.is_set()  # so nothing that the peer did has ended it
         peer.transport.resume_reading()
         await peer.lost.wait()
 
