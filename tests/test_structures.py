@@ -1,4 +1,4 @@
-"""docs/structures.md has one line for every module, and none for what is gone."""
+"""docs/structures.md has one line for every module, none for what is gone, and names real files."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ def test_every_module_has_its_line() -> None:
     found = listed()
     assert {path for path in modules if "assets" not in path} == set(found)
     assert [path for path, n in found.items() if n > 1] == []
+
+
+def test_the_steps_of_a_request_name_files_and_classes_that_exist() -> None:
+    text = (ROOT / "docs" / "structures.md").read_text(encoding="utf-8")
+    life = text.partition("## A request's life")[2]
+    assert re.findall(r"^(\d)\. ", life, re.M) == list("12345678")
+    paths = re.findall(r"`([\w/]+\.py)`", life)
+    assert len(paths) > 20
+    modules = {f"shardnet/{path}" if f"shardnet/{path}" in listed() else path for path in paths}
+    assert modules <= set(listed()), modules - set(listed())
+    sources = [(ROOT / path).read_text(encoding="utf-8") for path in listed()]
+    defined = {name for source in sources for name in re.findall(r"^class (\w+)", source, re.M)}
+    assert set(re.findall(r"`([A-Z]\w+)`", life)) <= defined
