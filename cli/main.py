@@ -25,17 +25,17 @@ from .output.terminal import restore_at_sigterm
 
 _SUMMARIES: Final = {
     "node": "Run a node in the foreground; Ctrl-C ends it.",
-    "nodes": "Show who is here: the nodes of this machine and their peers.",
-    "status": "Show what a node holds, for which ring, and what runs.",
+    "nodes": "List the nodes of this machine and their peers.",
+    "status": "Show what a node has loaded, for which ring, and what runs.",
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
-    "chat": "Talk with the model: a line is a message, the answer streams.",
+    "chat": "Chat with the model: each line is a message, the answer streams.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",
-    "pull": "Download a model to this machine.",
+    "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
-    "doctor": "Say what is wrong, where, and what to do.",
+    "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
-    "cache": "Weights on this machine's disk: from other nodes, or rounded.",
+    "cache": "List or delete cached weights: from other nodes, or quantised.",
 }
 """The commands, in the order of --help."""
 

@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from shardnet.api.events import GenerationResult
 
 AT_ONCE: Final = 16
-"""Pieces of a text that are scored at one time."""
+"""Pieces of a text that are scored in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What so many sequences at once gave: tokens per second of all of them together.
+    """Throughput of `sequences` concurrent sequences, in tokens per second of all together.
 
-    `ttft_s` is the mean time to the first token; by `prefill_tok_s` all prompts were read.
+    `ttft_s` is the mean time to the first token, `prefill_tok_s` the rate at which all prompts were
+    processed.
     """
 
     sequences: int
@@ -50,7 +51,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How well a text was predicted: perplexity per token, and bits per byte of the text."""
+    """Perplexity per token, and bits per byte of the text."""
 
     perplexity: float
     bits_per_byte: float
@@ -63,8 +64,10 @@ class Quality:
 def bench(
     *,
     ring: OnlineRingOptions,
-    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of a prompt.")] = 256,
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to generate.")] = 64,
+    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens per prompt.")] = 256,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=2, help="Tokens to generate per sequence.")
+    ] = 64,
     parallel: Annotated[
         list[int] | None,
         typer.Option(
@@ -74,7 +77,9 @@ def bench(
             help="Sequences at once; may be given several times. Default: 1 and 4.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The best round counts.")] = 2,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Times to measure; the best one counts.")
+    ] = 2,
     perplexity: Annotated[
         str,
         typer.Option(
@@ -87,7 +92,7 @@ def bench(
     piece: Annotated[
         int,
         typer.Option(
-            "--piece", min=100, help="Characters of the text that are scored with each other."
+            "--piece", min=100, help="Characters per piece; each piece is scored on its own."
         ),
     ] = 2000,
     access: Access,
@@ -95,8 +100,8 @@ def bench(
 ) -> None:
     """Measure the ring: time to the first token and tokens per second, or --perplexity of a text.
 
-    The text is cut into pieces, each of which is predicted from its own beginning on: compare the
-    figures of one file and one --piece with each other, not with those of other programs.
+    The text is cut into pieces, each of which is scored without those before it: compare results
+    of the same file and --piece only, not with those of other programs.
     """
     job = _Job(
         wanted=ring.wanted(access),
@@ -122,7 +127,10 @@ class _Job:
 
 
 def _pieces(file: str, n_characters: int) -> list[str]:
-    """Cut a text into pieces of at most so many characters, between words where there are any."""
+    """Cut a file's text into pieces of at most `n_characters`, at spaces where there are any.
+
+    Raises typer.BadParameter for a file that cannot be read, is not UTF-8 or holds no text.
+    """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -160,7 +168,7 @@ async def _run(job: _Job) -> None:
 
 
 class _Bench:
-    """Asks the ring, and remembers what was said of it."""
+    """Measures through one client; keeps the plan of the first request for --json."""
 
     def __init__(self, job: _Job, target: Target) -> None:
         self._job = job
@@ -169,14 +177,14 @@ class _Bench:
         self._numbers = itertools.count()
 
     async def measure(self, n_sequences: int) -> Speed:
-        """Run so many sequences at once, some rounds; return the round that decoded fastest."""
+        """Run `n_sequences` at once, repeatedly; return the round that decoded fastest."""
         if self._plan is None:
             await self._generate([self._prompt()], 2)  # loads the model
         speeds = [await self._round(n_sequences) for _ in range(self._job.rounds)]
         best = max(speeds, key=lambda speed: speed.decode_tok_s)
         if not self._job.as_json:
             write_out(
-                f"{n_sequences:3} sequences: first token after {best.ttft_s * 1e3:.0f} ms "
+                f"sequences {n_sequences:3}: first token after {best.ttft_s * 1e3:.0f} ms "
                 f"({best.prefill_tok_s:.0f} prompt tokens/s), "
                 f"{best.decode_tok_s:.1f} tokens/s"
             )
@@ -198,7 +206,7 @@ class _Bench:
         )
 
     async def score(self) -> Quality:
-        """Have every piece of the text scored."""
+        """Score every piece of the text."""
         began = time.perf_counter()
         total, n_tokens = 0.0, 0
         for start in range(0, len(self._job.pieces), AT_ONCE):
@@ -219,7 +227,7 @@ class _Bench:
         )
 
     def show(self, figures: dict[str, object]) -> None:
-        """Print everything as one object, with --json."""
+        """Print plan and figures as one JSON object, with --json."""
         if self._job.as_json and self._plan is not None:
             plan = self._plan
             print_json(
@@ -234,7 +242,7 @@ class _Bench:
             )
 
     def _prompt(self) -> list[int]:
-        """Make a prompt that no earlier one begins like: nothing of it is there already."""
+        """Make a prompt that shares no prefix with an earlier one: no KV cache is reused."""
         number = next(self._numbers)
         return [3 + (number + 7 * place * (1 + number)) % 97 for place in range(self._job.n_prompt)]
 

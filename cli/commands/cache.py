@@ -1,4 +1,4 @@
-"""`shardnet cache`: weights on this machine's disk that came from other nodes, or were rounded."""
+"""`shardnet cache`: weights on this machine's disk, from other nodes or quantised."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardnet.stage.pack_cache import packed_models
 from shardnet.stage.pack_cache import remove as remove_packed
 
 from ..flags.options import Json
-from ..output.exit_codes import fail, one_line, say, write_out
+from ..output.exit_codes import counted, fail, one_line, say, write_out
 
 MIB = 2**20
 
 cache_app = typer.Typer(
-    name="cache", help="Weights on this machine's disk: from other nodes, or rounded.",
+    name="cache", help="List or delete cached weights: from other nodes, or quantised.",
     no_args_is_help=True,
 )  # fmt: skip
 
@@ -50,17 +50,19 @@ def list_models(as_json: Json = False) -> None:
             f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
             f"{age} ago  {one_line(packed.model)}"
         )
-    rounded = f" and {len(packs)} rounded ones" if packs else ""
-    say(f"{len(models)} models{rounded} in {cache.folder}")
+    quantised = f" and {counted(len(packs), 'quantised model')}" if packs else ""
+    say(f"{counted(len(models), 'model')}{quantised} in {cache.folder}")
 
 
 @cache_app.command("rm")
 def remove(
     model_id: Annotated[
         str,
-        typer.Argument(metavar="MODEL_ID", help="The first digits of the model's id do."),
+        typer.Argument(metavar="MODEL_ID", help="The model's id, or its first digits."),
     ] = "",
-    everything: Annotated[bool, typer.Option("--all", help="All that no node uses.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete all that no node uses.")
+    ] = False,
 ) -> None:
     """Delete models from the cache. Those that a node uses stay."""
     if everything == bool(model_id):
@@ -73,8 +75,8 @@ def remove(
     ]
     for packed in packs:
         if not remove_packed(packed):
-            fail(f"{packed.folder} cannot be deleted: do it as the user whose it is")
-        say(f"deleted rounded weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
+            fail(f"{packed.folder} cannot be deleted; delete it as the user who owns it")
+        say(f"deleted quantised weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
     if packs and not everything:
         return
     try:
@@ -86,7 +88,10 @@ def remove(
 
 
 def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
-    """Return the models to delete: with this prefix, of which there must be one, or all unused."""
+    """Return the one model with this id prefix or, without one, all that no node uses.
+
+    Raises UsageError unless exactly one model matches.
+    """
     models = cache.models()
     if not prefix:
         for model in models:
@@ -95,10 +100,11 @@ def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
         return [model for model in models if not model.in_use]
     found = [model for model in models if model.model_id.startswith(prefix)]
     if len(found) != 1:
-        ids = ", ".join(model.model_id[:12] for model in found) or "none"
+        ids = ", ".join(model.model_id[:12] for model in found)
+        matches = f"the ids of {len(found)} models ({ids})" if found else "no model's id"
         raise UsageError(
-            f"{prefix} should begin the id of one model in {cache.folder}, and begins: {ids}; "
-            "`shardnet cache ls` lists them"
+            f"{prefix} begins {matches} in {cache.folder}",
+            remedy="give the first digits of one id that `shardnet cache ls` lists",
         )
     return found
 

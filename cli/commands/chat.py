@@ -24,14 +24,14 @@ from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions, Temperature
-from ..output.exit_codes import EXIT_FAILURE, StreamedText, exit_codes, say, write_out
+from ..output.exit_codes import EXIT_FAILURE, StreamedText, counted, exit_codes, say, write_out
 from ..output.progress import LoadBars
 
 if TYPE_CHECKING:
     from shardnet.api.blocking import BlockingClient
     from shardnet.api.client import Client
 
-HELP = "/exit or Ctrl-D leaves, /reset begins anew, Ctrl-C stops an answer"
+HELP = "/exit or Ctrl-D leaves, /reset starts a new conversation, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Ring(RingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sampling(SamplingOptions):
-    """Those of `generate`, but for the flags that a conversation has no use for."""
+    """The flags of `generate`, without those that make no sense in a conversation."""
 
     max_tokens: MaxTokens = 1024
     min_tokens: int = 0
@@ -55,10 +55,10 @@ class _Sampling(SamplingOptions):
 
 @takes_groups
 def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
-    """Talk with the model: a line is a message, the answer streams.
+    """Chat with the model: each line is a message, the answer streams.
 
-    Needs a model with a chat template. /exit or Ctrl-D leaves, /reset forgets what was said, Ctrl-C
-    stops an answer. Standard input may be a file or a pipe: each of its lines is a message.
+    Needs a model with a chat template. /exit or Ctrl-D leaves, /reset starts a new conversation,
+    Ctrl-C stops an answer. Standard input may be a file or a pipe: each of its lines is a message.
     """
     params, options = sampling.params(), sampling.generation()
     wanted = ring.wanted(access)
@@ -71,11 +71,11 @@ def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
 
 
 def warn_of_base_model(model: str) -> None:
-    """Say so where the bundled model is to converse: it has a template, and no answers."""
+    """Warn that the bundled model has a chat template and was not trained on conversations."""
     if model == DEFAULT_MODEL_NAME:
         say(
-            "warning: the bundled model goes on with stories and was not trained to converse; "
-            "name a model that was with --model"
+            "warning: the bundled model continues stories and was not trained on conversations; "
+            "name a chat model with --model"
         )
 
 
@@ -87,7 +87,7 @@ async def _client(wanted: Wanted) -> AsyncIterator[Client]:
 
 
 class Conversation:
-    """What was said, and how to go on from it."""
+    """The messages so far, and the options with which the next answer is generated."""
 
     def __init__(
         self,
@@ -99,19 +99,19 @@ class Conversation:
         self._client = client
         self._sampling = sampling
         self._options = options
-        self._told: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._messages = [*self._told]
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._messages = [*self._system]
         self._ring_is_known = False
 
     def reset(self) -> None:
-        """Forget what was said."""
-        self._messages = [*self._told]
+        """Remove all messages but the system message."""
+        self._messages = [*self._system]
 
     def ask(self, text: str) -> None:
-        """Send a message and print the answer as it comes.
+        """Send a message and print the answer as it streams.
 
-        Ctrl-C ends the answer; what was said of it stays. Raises ShardnetError, and forgets the
-        message, where there is no answer.
+        Ctrl-C stops the answer; the part that came stays in the conversation. Raises ShardnetError
+        when generation fails, and then removes the message.
         """
         asked: Message = {"role": "user", "content": text}
         answer, shown = "", StreamedText()
@@ -135,7 +135,7 @@ class Conversation:
                         if event.result is not None:
                             timing = event.result.timing
                             closing = (
-                                f"({event.result.usage.n_generated} tokens, first after "
+                                f"({counted(event.result.usage.n_generated, 'token')}, first after "
                                 f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s)"
                             )
             write_out()
@@ -150,7 +150,7 @@ class Conversation:
 
 
 def _talk(conversation: Conversation) -> None:
-    """Take lines until there are no more."""
+    """Answer each line of standard input, until it ends or /exit."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # it lets people edit their lines
@@ -164,9 +164,9 @@ def _talk(conversation: Conversation) -> None:
                 return
             case "/reset":
                 conversation.reset()
-                say("(all that was said is forgotten)")
+                say("(a new conversation)")
             case command if command.startswith("/") and len(command.split()) == 1:
-                say(f"{command} is no command: {HELP}")
+                say(f"{command} is not a command: {HELP}")
             case text:
                 try:
                     conversation.ask(text)
@@ -177,7 +177,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """Read a message, None at the end of the input."""
+    """Read one line; None at the end of the input."""
     if not is_terminal:
         return sys.stdin.readline() or None
     while True:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardnet.transport.identity import Identity
 
 MOST_FINE = 40
-"""Lines about what is fine; many nodes have many."""
+"""Most lines about what is fine; with many nodes there would be many."""
 
 _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 
@@ -37,7 +37,7 @@ def doctor(
         typer.Option(
             "--model",
             metavar="PATH",
-            help="Say also whether the nodes have this checkpoint, and memory and disk for it.",
+            help="Also check whether the nodes have this checkpoint, and memory and disk for it.",
             show_default=False,
         ),
     ] = "",
@@ -52,9 +52,9 @@ def doctor(
     access: Access,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with this machine's node and those it knows, and what to do.
+    """Diagnose this machine's node and those it knows: what is wrong, and what to do.
 
-    One line per finding. Ends with 1 when something is wrong.
+    Prints one line per finding. The exit code is 1 when something is wrong.
     """
     model = check_model(model) if model else ""
     run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
@@ -91,7 +91,7 @@ async def _run(
 
 
 def _key(access: Access) -> tuple[KeyFacts, Identity | None]:
-    """Look at the key file; one that cannot be used is a finding and not the end."""
+    """Load the key file; one that cannot be used becomes a finding, not an error."""
     from shardnet.cluster.diagnosis.facts import KeyFacts
 
     path = str(key_path(access.key_file))

@@ -45,7 +45,9 @@ def generate(
     access: Access,
     token_ids: Annotated[
         str,
-        typer.Option("--token-ids", metavar="1,2,3", help="The prompt as ids instead of text."),
+        typer.Option(
+            "--token-ids", metavar="1,2,3", help="The prompt as token ids instead of text."
+        ),
     ] = "",
     prompts_file: Annotated[
         str,
@@ -69,7 +71,7 @@ def generate(
         typer.Option(
             "--logprobs",
             metavar="K",
-            help="With --json or --jsonl: each token's logprob and the K likeliest.",
+            help="With --json or --jsonl: log-probabilities of each token and the K likeliest.",
         ),
     ] = None,
     prompt_logprobs: Annotated[
@@ -83,7 +85,7 @@ def generate(
     priority: Annotated[
         int,
         typer.Option(
-            "--priority", min=-100, max=100, help="Go before requests with a smaller one."
+            "--priority", min=-100, max=100, help="Run before requests with a lower priority."
         ),
     ] = 0,
     deadline: Annotated[
@@ -92,7 +94,7 @@ def generate(
             "--deadline",
             metavar="SECONDS",
             min=0,
-            help="Fail when not done so long after the ring had the prompt.",
+            help="Fail unless done this long after the ring received the prompt.",
             show_default=False,
         ),
     ] = None,
@@ -145,12 +147,12 @@ def generate(
 
 
 def _conversation(asked: Prompt, system: str) -> list[Message]:
-    """Make messages of a prompt, for --chat."""
+    """Make the messages of --chat. Raises typer.BadParameter for a prompt that is not text."""
     if not isinstance(asked.content, str):
-        what = "text, no token ids; messages need no --chat"
+        what = "text, not token ids; messages need no --chat"
         raise typer.BadParameter(f"a chat template takes {what}", param_hint="--chat")
-    told: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*told, {"role": "user", "content": asked.content}]
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": asked.content}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ class _Job:
     as_lines: bool
 
     def check(self) -> None:
-        """Raise typer.BadParameter for what cannot be asked, before anybody is asked."""
+        """Raise typer.BadParameter for a request that no ring could run, before one is opened."""
         for number, prompt in enumerate(self.prompts):
             where = f"{self.file} line {self.lines[number]}: " if self.file else ""
             try:
@@ -179,7 +181,7 @@ class _Job:
                 raise typer.BadParameter(f"{where}{error}") from error
 
     def output(self) -> OneText | ListedTexts:
-        """Make what shows the texts."""
+        """Choose how events are shown."""
         if self.as_lines:
             return EventLines(self.file, self.lines or [0], n_samples=self.n_samples)
         if not self.file and self.n_samples == 1:
@@ -202,7 +204,7 @@ def _prompts(
 
 
 def _read_standard_input() -> str:
-    """Read a prompt; of one that is too long, as much as shows it."""
+    """Read a prompt: at most one character more than a prompt may have."""
     try:
         return sys.stdin.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
@@ -227,7 +229,7 @@ async def _run(job: _Job) -> None:
 
 
 async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> None:
-    """Ask for everything, and hand on what comes."""
+    """Send the requests and pass each event to `output`."""
     with LoadBars() as bars:
 
         def on_plan(plan: PlanReply) -> None:

@@ -19,7 +19,7 @@ from ..flags.options import KeyFile
 from ..output.exit_codes import fail, say, write_out
 
 TRIES = 3
-"""How often a mistyped key may be typed again."""
+"""Attempts to type the key at a terminal."""
 
 key_app = typer.Typer(name="key", help="Make, enter or show the cluster key.", no_args_is_help=True)
 
@@ -35,8 +35,9 @@ def new(key_file: KeyFile = "", replace: Replace = False) -> None:
     try:
         if not replace and load_key(path) is not None:
             raise ConfigurationError(
-                f"{path} holds a key already: `shardnet key show` prints it, --replace makes "
-                "another one, which every machine of the cluster then has to join"
+                f"{path} holds a key already",
+                remedy="print it with `shardnet key show`, or make another with --replace, which "
+                "every machine of the cluster then has to join",
             )
         key = ClusterKey.make()
         store_key(key, path, replace=replace)
@@ -72,14 +73,15 @@ def join(
 
 @key_app.command(short_help="Print the stored key and its fingerprint.")
 def show(key_file: KeyFile = "") -> None:
-    """Print the stored key, and the fingerprint by which nodes tell clusters apart."""
+    """Print the stored key, and the fingerprint that names its cluster."""
     path = key_path(key_file)
     try:
         key = load_key(path)
         if key is None:
             raise ConfigurationError(
-                f"there is no key in {path}: run `shardnet key new`, or `shardnet key join` with "
-                "the key of another machine"
+                f"there is no key in {path}",
+                remedy="run `shardnet key new`, or `shardnet key join` with the key of another "
+                "machine",
             )
     except ShardnetError as error:
         fail(str(error))
@@ -103,7 +105,9 @@ def _type_key() -> ClusterKey:
 def _read_key() -> ClusterKey:
     line = sys.stdin.readline()
     if not line.strip():
-        raise ConfigurationError("no key was given: type the one that `shardnet key show` prints")
+        raise ConfigurationError(
+            "no key was given", remedy="type the one that `shardnet key show` prints"
+        )
     return ClusterKey.parse(line)
 
 

@@ -24,7 +24,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
-from ..finding.mdns import told_interfaces
+from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
@@ -90,7 +90,7 @@ def node(
         str,
         typer.Option(
             "--name",
-            help="How people call this node. Default: the host's name.",
+            help="Name that is shown to people. Default: the host's name.",
             envvar="SHARDNET_NAME",
             show_default=False,
         ),
@@ -100,7 +100,7 @@ def node(
         typer.Option(
             "--device",
             metavar="auto|cpu|cuda",
-            help="What computes; auto takes a GPU where there is one.",
+            help="Compute device; auto takes a GPU where there is one.",
             envvar="SHARDNET_DEVICE",
         ),
     ] = "auto",
@@ -130,7 +130,7 @@ def node(
         typer.Option(
             "--cache-limit",
             metavar="50GiB",
-            help="Disk for weights that come from other nodes. Default: half of what is free.",
+            help="Disk space for weights from other nodes. Default: half of what is free.",
             envvar="SHARDNET_CACHE_LIMIT",
             show_default=False,
         ),
@@ -140,7 +140,7 @@ def node(
         typer.Option(
             "--share-rate",
             metavar="50MiB",
-            help="Bytes of weights per second given to other nodes at most. Default: no limit.",
+            help="Most bytes of weights per second sent to other nodes. Default: no limit.",
             envvar="SHARDNET_SHARE_RATE",
             show_default=False,
         ),
@@ -154,7 +154,7 @@ def node(
 ) -> None:
     """Run a node in the foreground; Ctrl-C ends it.
 
-    Prints one line when it is ready. A node keeps its part of a model loaded between generations.
+    Prints one line when it is ready. A node keeps its layers of a model loaded between requests.
     """
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     _check_name(name)
@@ -178,7 +178,7 @@ def node(
 
 
 def _check_name(name: str) -> None:
-    """Raise typer.BadParameter for a name that others could not show, or would not take."""
+    """Raise typer.BadParameter for a name that is too long or not printable."""
     if len(name) > _MAX_NAME or not name.isprintable():
         raise typer.BadParameter(
             f"{name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
@@ -188,9 +188,9 @@ def _check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Have no garbage looked for among all that torch and the node define, which stays.
+    """Exclude what torch and the node define from garbage collection: it is never freed.
 
-    That takes a tenth of a node's start, and would hold up its loop later.
+    Collecting it takes a tenth of a node's start, and would block its event loop later.
     """
     gc.disable()
     try:
@@ -227,7 +227,7 @@ async def _run(flags: _Flags) -> None:
         if flags.no_mdns
         else Discovery(
             fingerprint=identity.fingerprint if identity else "",
-            interfaces=told_interfaces(os.environ),
+            interfaces=mdns_interfaces(os.environ),
             log=say,
         ),
     )
@@ -257,9 +257,9 @@ async def _run(flags: _Flags) -> None:
 
 
 def _host(flags: _Flags, has_key: bool) -> str:
-    """Say where to listen, "" for all interfaces.
+    """Return the host to listen on, "" for all interfaces.
 
-    Raises ConfigurationError for an address beyond loopback without a key, unless told to.
+    Raises ConfigurationError for an address beyond loopback without a key or --insecure.
     """
     if has_key:
         return flags.host
@@ -271,9 +271,9 @@ def _host(flags: _Flags, has_key: bool) -> str:
         )
     elif not _is_loopback(host):
         raise ConfigurationError(
-            f"--host {host} is not loopback, and this machine holds no cluster key: run `shardnet "
-            "key new` or `shardnet key join`, or add --insecure if everyone on that network may "
-            "use this node"
+            f"--host {host} is not loopback, and this machine holds no cluster key",
+            remedy="run `shardnet key new` or `shardnet key join`, or add --insecure if everyone "
+            "on that network may use this node",
         )
     return host
 
@@ -302,13 +302,13 @@ def _say_ready(flags: _Flags, node: Node) -> None:
         write_out(json.dumps(ready))
     else:
         where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
-        share = "as told" if flags.threads else "this machine's cores shared among its nodes"
+        share = "as given" if flags.threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
         write_out(f"{line} ({share})")
 
 
 def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
-    """Return an event that a signal to end or, if wanted, the end of standard input sets.
+    """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
     SIGHUP, which comes when the terminal is closed, is such a signal except under nohup.
     """

@@ -1,4 +1,4 @@
-"""`shardnet nodes`: who is here."""
+"""`shardnet nodes`: the nodes of this machine and their peers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands to run
 
 REFRESH_S = 1.0
 ANSWER_S = 1.2
-"""How long a node may take to tell who it is, and whom it knows."""
+"""Deadline for a node's status and its peers."""
 FOUND_S = 0.5
-"""How long one that was found may take before others are asked."""
+"""Deadline for a node that mDNS found to answer."""
 
 
 @takes_groups
@@ -44,9 +44,9 @@ def nodes(
     access: Access,
     as_json: Json = False,
 ) -> None:
-    """Show the nodes of this machine, those they know, and those that are named.
+    """List the nodes of this machine, those they know, and those that are named.
 
-    Without any of these, nodes are looked for on the network.
+    If there are none, the network is searched by mDNS.
     """
     named = [*split_nodes(nodes), *check_addresses(peer)]
     run_command(_run(named, access, not no_mdns, watch, as_json))
@@ -72,16 +72,16 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
 
 
 async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
-    """Ask the nodes of this machine and the named ones, and take in whom they know.
+    """Ask the nodes of this machine and the named ones for themselves and their peers.
 
-    Where there are none, with `mdns`, those that are found.
+    If there are none and `mdns` allows it, ask those that are found on the network.
     """
     identity = access.identity()
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
     addresses = list(dict.fromkeys([*named, *here]))
     if not addresses and mdns:
         found = await find_nearest(identity, insecure=access.insecure, answer_s=FOUND_S)
-        addresses = [sounding.address for sounding in found]
+        addresses = [answer.address for answer in found]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     known = {info.node: info for infos in answers for info in infos}
     known |= {infos[0].node: infos[0] for infos in answers if infos}  # each knows itself best
@@ -89,7 +89,7 @@ async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[Node
 
 
 async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
-    """Ask one node; one that does not answer is named and left out."""
+    """Return a node and its peers; warn and return [] where it does not answer."""
     try:
         async with asyncio.timeout(ANSWER_S), connect(address, identity) as client:
             status = await client.status(with_peers=True)

@@ -1,4 +1,4 @@
-"""`shardnet plan`: the plan that would be used and why, or what became of the last one."""
+"""`shardnet plan`: the plan that would be used and why, or how the last run compared."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def plan(
     ring: OnlineRingOptions,
     access: Access,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure nodes and links anew, whatever they remember.")
+        bool, typer.Option("--again", help="Measure nodes and links again; ignore stored figures.")
     ] = False,
     last: Annotated[
         bool,
-        typer.Option("--last", help="Show what was predicted of the last run beside what it was."),
+        typer.Option("--last", help="Compare the last run's prediction with what was measured."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -49,7 +49,7 @@ def plan(
 
 
 def _check(choice: ModelChoice) -> None:
-    """Raise typer.BadParameter for values that the protocol has no room for."""
+    """Raise typer.BadParameter for values that do not fit into the message."""
     try:
         check_request(PlanRequest(request=0, choice=choice))
     except UsageError as error:
@@ -77,9 +77,9 @@ async def _show_last(wanted: Wanted, as_json: bool) -> None:
 
 
 async def _last_run(addresses: list[str], access: Access) -> LastRun:
-    """Ask the node that is named; else take the later run of this machine's node and its file.
+    """Return the last run of the named node, else the later one of this machine's node and file.
 
-    Raises UsageError when there was none.
+    Raises UsageError when no run is known.
     """
     async with contextlib.AsyncExitStack() as stack:
         if addresses:
@@ -92,5 +92,5 @@ async def _last_run(addresses: list[str], access: Access) -> LastRun:
                 runs.append(await here.last_run())
     found = [run for run in runs if run is not None]
     if not found:
-        raise UsageError("no run is known on this machine: run `shardnet generate` first")
+        raise UsageError("no run is known on this machine", remedy="run `shardnet generate` first")
     return max(found, key=lambda run: run.ended_at_s)

@@ -44,7 +44,7 @@ def pull(
         typer.Option(
             "--layers",
             metavar="A-B",
-            help="Only these layers, half-open, for a machine that has no room for all of them.",
+            help="Only these layers, half-open, for a machine that cannot hold all of them.",
             show_default=False,
         ),
     ] = "",
@@ -84,9 +84,9 @@ def _one_range(layers: str) -> LayerRange:
 
 
 def _refuse_paths_and_urls(model: str) -> None:
-    """Raise typer.BadParameter for what is on this machine, and for URLs.
+    """Raise typer.BadParameter for a path and for a URL.
 
-    A URL may hold a password and is not repeated.
+    A URL may hold a password, so the error does not repeat it.
     """
     is_file = model.lower().startswith("file:")
     if is_file or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
@@ -103,7 +103,7 @@ def _refuse_paths_and_urls(model: str) -> None:
 
 @contextlib.contextmanager
 def _downloading() -> Iterator[DownloadBars]:
-    """Show bars; end the command where the download fails or is interrupted."""
+    """Show progress; exit with a message where the download fails or is interrupted."""
     with DownloadBars() as bars:
         try:
             yield bars
@@ -158,7 +158,7 @@ def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
 
 
 def _news(n_bytes: int) -> str:
-    return f"{n_bytes / MIB:.1f} MiB came" if n_bytes else "nothing is new"
+    return f"{n_bytes / MIB:.1f} MiB downloaded" if n_bytes else "already complete"
 
 
 def _as_object(pulled: PulledModel) -> dict[str, Any]:

@@ -17,19 +17,19 @@ from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json, Nodes, split_nodes
-from ..output.exit_codes import one_line, run_command, write_out
+from ..output.exit_codes import counted, one_line, run_command, write_out
 
 if TYPE_CHECKING:
     from shardnet.wire.messages.diagnostics import NodeReport, StageState
     from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 ANSWER_S = 3.0
-"""How long the node may take to tell."""
+"""Deadline for a node's report."""
 
 
 @takes_groups
 def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
-    """Show what the node of this machine, or each that is named, holds and does."""
+    """Show what the node of this machine, or each named node, has loaded and runs."""
     run_command(_run(split_nodes(nodes), access, as_json))
 
 
@@ -53,7 +53,8 @@ async def _ask(client: Client) -> ReportReply:
             async for reply in answers:
                 return reply
     raise PeerSilentError(
-        f"{client.address} did not tell its state within {ANSWER_S:.0f} s; look at its output"
+        f"{client.address} did not report its state within {ANSWER_S:.0f} s",
+        remedy="look at its output",
     )
 
 
@@ -119,7 +120,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
             f"head {_head_name(info, report, stage)}, epoch {stage.epoch}"
         )
     else:
-        lines.append("ring     none: the weights wait for the next one")
+        lines.append("ring     none: the weights stay loaded for the next one")
     return [
         *lines,
         f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
@@ -130,10 +131,10 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
 
 
 def _running(report: NodeReport, stage: StageState) -> str:
-    sequences = f"{stage.n_open} sequence{'' if stage.n_open == 1 else 's'}"
+    sequences = counted(stage.n_open, "sequence")
     if stage.rank or not stage.n_stages:
         return sequences
-    return f"{report.n_requests} request{'' if report.n_requests == 1 else 's'}, {sequences} open"
+    return f"{counted(report.n_requests, 'request')}, {sequences} open"
 
 
 def _head_name(info: NodeInfo, report: NodeReport, stage: StageState) -> str:

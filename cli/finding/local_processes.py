@@ -11,14 +11,17 @@ from shardnet.cluster.machine.profile import available_cores
 
 from ..flags.cluster_access import Access
 from ..output.cache_folder import warn_of_cache
-from ..output.exit_codes import say
+from ..output.exit_codes import counted, say
 
 
 @asynccontextmanager
 async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIterator[list[str]]:
-    """Start node processes, say so, and give their addresses; see `start_nodes`."""
+    """Start `n_nodes` node processes and yield their addresses; see `start_nodes`.
+
+    `threads` 0 gives each its share of the cores.
+    """
     threads = threads or share_of_cores(available_cores(), n_nodes)
-    say(f"starting {n_nodes} nodes on this machine, threads each: {threads}")
+    say(f"starting {counted(n_nodes, 'node')} on this machine, threads each: {threads}")
     warn_of_cache()
     async with start_nodes(n_nodes, threads, access.node_arguments()) as addresses:
         yield addresses

@@ -1,4 +1,4 @@
-"""What the command line knows of mDNS: on which interfaces, and how a command looks for nodes.
+"""How commands find nodes by mDNS, and on which interfaces.
 
 Imports python-zeroconf only when it looks.
 """
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from shardnet.transport.identity import Identity
 
 INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
-"""Addresses of the interfaces to use, with commas between; for machines that need to be told."""
+"""Comma-separated addresses of the interfaces to use, where the automatic choice is wrong."""
 
 LONGEST_S: Final = 1.5
 QUIET_S: Final = 0.4
-"""How long a command looks for nodes, and after which silence it has seen them all."""
+"""Most time to search, and the silence after which all nodes have been seen."""
 
 ANSWER_S: Final = 2.0
-"""How long a node that was found may take to answer."""
+"""Deadline for a found node to answer."""
 
 
-def told_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the interfaces that the environment names, none where it names none."""
-    told = environment.get(INTERFACES_VARIABLE, "")
-    return tuple(part.strip() for part in told.split(",") if part.strip())
+def mdns_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the interface addresses in SHARDNET_MDNS_INTERFACES, () where it is not set."""
+    named = environment.get(INTERFACES_VARIABLE, "")
+    return tuple(part.strip() for part in named.split(",") if part.strip())
 
 
 async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[Candidate]:
-    """Return the nodes with the same key, or none, that show themselves within a second or so.
+    """Return the nodes of this cluster that mDNS finds within LONGEST_S.
 
-    Without a key only this machine is looked at, unless `insecure`: a prompt must not go to
-    whoever answers first.
+    Without a key only this machine is searched, unless `insecure`: a prompt must not go to an
+    unknown node that happens to answer first.
     """
     found = await _browse(beyond=identity is not None or insecure)
     fingerprint = identity.fingerprint if identity else ""
@@ -56,19 +56,19 @@ async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[C
 
 
 async def browse_all() -> list[Candidate]:
-    """Return every node that shows itself within a second or so, of whatever cluster."""
+    """Return the nodes of all clusters that mDNS finds within LONGEST_S."""
     return await _browse(beyond=True)
 
 
 async def _browse(*, beyond: bool) -> list[Candidate]:
-    """Look on this machine, and `beyond` it where it has a network."""
+    """Search this machine and, with `beyond`, its networks."""
     from shardnet.cluster.discovery.discovery import browse
     from shardnet.cluster.machine.profile import make_host_id
 
     local = rank(read_interfaces())
     hosts = (*(address.host for address in usable(local) if beyond), LOOPBACK_HOST)
     return await browse(
-        told_interfaces(os.environ) or multicast_hosts(hosts, local),
+        mdns_interfaces(os.environ) or multicast_hosts(hosts, local),
         own_host_id=make_host_id(),
         longest_s=LONGEST_S,
         quiet_s=QUIET_S,
@@ -78,7 +78,7 @@ async def _browse(*, beyond: bool) -> list[Candidate]:
 async def find_nearest(
     identity: Identity | None, *, insecure: bool, answer_s: float = ANSWER_S
 ) -> list[ProbeAnswer]:
-    """Look for nodes and return those that answer within `answer_s`, the nearest first."""
+    """Return the nodes found that answer within `answer_s` seconds, shortest round trip first."""
     from shardnet.api.client import dial
     from shardnet.cluster.peers.rtt_probe import compare
 

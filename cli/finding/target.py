@@ -1,6 +1,6 @@
 """Which node a command talks to: named, started for this run, found here, or in this process.
 
-Knows the order of choice in the command-line contract, and says on standard error what it took.
+Knows the order of choice in the command-line contract, and prints the choice on standard error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A client of the node to ask, and the choice to send: its nodes may have been filled in."""
+    """A client of the node to ask, and the model choice to send, with the nodes of --local."""
 
     client: Client
     choice: ModelChoice
@@ -43,7 +43,7 @@ class Target:
 
 @asynccontextmanager
 async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
-    """Find the node to ask.
+    """Connect to the node to ask; --local nodes and a node in this process end with the context.
 
     Raises UsageError when --nodes and --local are both given, LinkError when a named node does not
     answer, ConfigurationError when the cluster key cannot be used.
@@ -51,7 +51,7 @@ async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
     choice = wanted.choice
     async with contextlib.AsyncExitStack() as stack:
         if choice.nodes and wanted.local:
-            raise UsageError("--nodes and --local exclude each other: give one of them")
+            raise UsageError("--nodes and --local exclude each other", remedy="give one of them")
         if wanted.local:
             check_local(wanted.local, choice)
             addresses = await stack.enter_async_context(
@@ -69,37 +69,37 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
     here = await connect_here(stack, identity)
     if here is not None:
-        await _tell_of_unasked(here, wanted.peers)
+        await _warn_of_unknown_peers(here, wanted.peers)
         return here
     if wanted.peers:
         return await _nearest(stack, wanted.peers, identity)
     if wanted.mdns and (found := await find_nearest(identity, insecure=access.insecure)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
-    say("no node runs here, none was named and none found: running in this process")
+    say("no node runs here, none was named and none was found: running in this process")
     warn_of_cache()
     return await stack.enter_async_context(node_in_process(choice.threads, identity))
 
 
-async def _tell_of_unasked(here: Client, peers: Sequence[str]) -> None:
-    """Say which --peer the node of this machine, which is asked instead, may not know."""
+async def _warn_of_unknown_peers(here: Client, peers: Sequence[str]) -> None:
+    """Warn of each --peer that the node of this machine, which is asked instead, does not know."""
     if not peers:
         return
     status = await here.status(with_peers=True)
     known = {status.node.address, *(peer.address for peer in status.peers)}
     if unknown := [peer for peer in peers if peer not in known]:
         say(
-            f"--peer {', '.join(unknown)} is not asked: the node of this machine is, and plans "
-            "over the nodes it knows; give --peer to `shardnet node`, or name the ring with --nodes"
+            f"--peer {', '.join(unknown)} is not asked: the node of this machine is asked, "
+            "which does not know it; give --peer to `shardnet node`, or name the ring with --nodes"
         )
 
 
 async def connect_here(
     stack: contextlib.AsyncExitStack, identity: Identity | None
 ) -> Client | None:
-    """Connect to the oldest node of this machine that answers, None when there is none.
+    """Connect to the oldest node of this machine that answers; None when there is none.
 
-    One that has another key than this command is passed over, which is said.
+    A node with another cluster key is skipped with a message.
     """
     for node in LocalNodes(runtime_dir(os.environ)).list():
         with contextlib.suppress(LinkError):
@@ -116,7 +116,7 @@ async def connect_here(
 async def named_or_here(
     stack: contextlib.AsyncExitStack, addresses: Sequence[str], access: Access
 ) -> list[Client]:
-    """Connect to the nodes at these addresses, where there are none to that of this machine.
+    """Connect to the nodes at `addresses`, or to the node of this machine if that is empty.
 
     Raises PeerUnreachableError when none runs here, LinkError when a named one does not answer.
     """
@@ -129,7 +129,7 @@ async def named_or_here(
         if LocalNodes(runtime_dir(os.environ)).list():
             none = "no node of this machine can be asked"
         raise PeerUnreachableError(
-            f"{none}: start one with `shardnet node`, or name one with --nodes HOST:PORT"
+            none, remedy="start one with `shardnet node`, or name one with --nodes HOST:PORT"
         )
     return [here]
 
@@ -137,7 +137,7 @@ async def named_or_here(
 async def _nearest(
     stack: contextlib.AsyncExitStack, peers: Sequence[str], identity: Identity | None
 ) -> Client:
-    """Connect to all peers and take the one that answers a question soonest."""
+    """Connect to the peers; return the one that answers fastest. Raises PeerUnreachableError."""
     failures = []
     best: tuple[float, Client] | None = None
     for peer in peers:

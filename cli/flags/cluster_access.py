@@ -1,6 +1,6 @@
-"""With which key a command speaks to nodes: the stored one, one that is named, or none.
+"""The cluster key that a command uses: the stored one, that of --key-file, or none.
 
-Knows --key-file and --insecure. Must not know what is said to the nodes.
+Knows --key-file and --insecure. Must not know what is sent to the nodes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Access:
     insecure: Insecure = False
 
     def identity(self) -> Identity | None:
-        """Load the key and make an identity of it, None without a key or with --insecure.
+        """Load the key and make an identity; None without a key or with --insecure.
 
-        Raises ConfigurationError for a key file that is named and not there, or is unusable.
+        Raises ConfigurationError if --key-file does not exist, or the key is unusable.
         """
         return load_identity(self.key_file, insecure=self.insecure)
 

@@ -18,18 +18,23 @@ from shardnet.errors import ConfigurationError
 
 
 def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
-    """Read the file into a default map for the commands of `group`; {} when there is none.
+    """Read the file into a default map for the commands of `group`; {} when there is no file.
 
-    Raises ConfigurationError for a file that is no TOML, or an unknown key with the nearest known.
+    Raises ConfigurationError for a file that cannot be read or is not TOML, and for an unknown key,
+    with the nearest known one.
     """
     try:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}; make it a file to be read") from error
+        raise ConfigurationError(
+            f"{path}: {error.strerror}", remedy="make it a readable file"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: not readable as TOML ({error}); mend it") from error
+        raise ConfigurationError(
+            f"{path}: not valid TOML ({error})", remedy="correct it"
+        ) from error
     defaults: dict[str, Any] = {name: {} for name in group.commands}
     places = {name: _places(command, defaults[name]) for name, command in group.commands.items()}
     everywhere = [place for several in places.values() for place in several]
@@ -40,8 +45,9 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
         table = values.get(name, {})
         if not isinstance(table, dict):
             raise ConfigurationError(
-                f"{path}: '{name}' should be a table: write [{name}]; a flag of that name goes "
-                "into the table of the command that has it"
+                f"{path}: '{name}' should be a table",
+                remedy=f"write [{name}]; a flag of that name goes into the table of the command "
+                "that has it",
             )
         for key, value in table.items():
             _put(key, value, several, f"{path} [{name}]")

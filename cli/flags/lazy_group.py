@@ -1,6 +1,6 @@
-"""A group of commands of which each is imported when it is used, and none to list them.
+"""A group of commands that are imported when they are used, not when they are listed.
 
-Knows how typer makes commands of functions. Must not know any command: it is told where they are.
+Knows how typer makes commands of functions. Must not know any command: subclasses do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LazyGroup(CommandGroup):
         raise NotImplementedError
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands, none of which is imported for it."""
+        """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([*self.summaries.items()])
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Show typer, in place of each parameter that is a dataclass, the flags among its fields.
+    """Replace each dataclass parameter of `command` by the flags among its fields, for typer.
 
-    A field is a flag where its type is Annotated; the others keep their defaults, so a subclass
-    takes a flag away by giving the field its plain type. The command gets the dataclass.
+    A field is a flag if its type is Annotated; the others keep their defaults, so a subclass
+    removes a flag by giving the field its plain type. The command receives the dataclass.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[type[Any], list[str]]] = {}

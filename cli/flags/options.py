@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their texts become values."""
+"""Options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NoMdns = Annotated[
     bool,
     typer.Option(
         "--no-mdns",
-        help="Neither announce nor look for nodes by mDNS.",
+        help="Neither advertise nor look for nodes by mDNS.",
         envvar="SHARDNET_NO_MDNS",
     ),
 ]
@@ -58,7 +58,7 @@ Offline = Annotated[
     bool,
     typer.Option(
         "--offline",
-        help="Download nothing from the Internet. Nodes that run already decide for themselves.",
+        help="Download nothing from the Internet. Nodes that already run decide for themselves.",
         envvar="SHARDNET_OFFLINE",
     ),
 ]
@@ -84,7 +84,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 
 
 def keep_offline(wanted: bool) -> None:
-    """Have this process, and nodes that it starts, download nothing if that is `wanted`."""
+    """If `wanted`, keep this process and the nodes that it starts from downloading."""
     if wanted:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -98,7 +98,7 @@ def parse_size(text: str, flag: str) -> int:
 
 
 def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise typer.BadParameter, which names `flag`, for a value that is none of these."""
+    """Raise typer.BadParameter, which names `flag`, for a value that is not in `allowed`."""
     if value not in allowed:
         *others, last = filter(None, allowed)
         raise typer.BadParameter(
@@ -107,7 +107,10 @@ def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_model(model: str, flag: str = "--model") -> str:
-    """Name a model as nodes take it. Raises typer.BadParameter, which names `flag`, for a URL."""
+    """Return the model's name as nodes take it.
+
+    Raises typer.BadParameter, which names `flag`, for a URL.
+    """
     try:
         return name_model(model)
     except UsageError as error:
@@ -115,14 +118,14 @@ def check_model(model: str, flag: str = "--model") -> str:
 
 
 def split_nodes(text: str) -> list[str]:
-    """Read `H:P,H:P`. Raises typer.BadParameter for what is no address."""
+    """Read `H:P,H:P`. Raises typer.BadParameter for a part that is not HOST:PORT."""
     return check_addresses([part.strip() for part in text.split(",") if part.strip()], "--nodes")
 
 
 def check_addresses(addresses: Sequence[str] | None, flag: str = "--peer") -> list[str]:
-    """Return these addresses. Raises typer.BadParameter, which names `flag`, for one that is none.
+    """Return the addresses, [] for None. Raises typer.BadParameter for one that is not HOST:PORT.
 
-    None, which a list that was not given is, gives none.
+    The error names `flag`.
     """
     for address in addresses or ():
         try:

@@ -1,10 +1,10 @@
 """The file of `--prompts-file`: one prompt a line, as text or JSON.
 
-Knows what a line may say. Must not know how prompts are asked for.
+Knows the format of a line. Must not know how requests are sent.
 
 A line that begins with `{` or `[` is JSON: an object with the keys of `PromptLine`, or a list of
-token ids. One that is a JSON string is its text; any other line is the prompt as it stands. Lines
-without anything are passed over.
+token ids. A line that is a JSON string is its text; any other line is the prompt itself. Empty
+lines are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAG = "--prompts-file"
 
 
 class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prompt with options of its own; those that are left out are the command's."""
+    """A prompt with its own options; those left out are the command's."""
 
     prompt: str | None = None
     token_ids: list[int] | None = None
@@ -74,9 +74,9 @@ T = TypeVar("T")
 
 
 def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[Prompt]]:
-    """Read the file, `-` for standard input: the prompts' line numbers, and the prompts.
+    """Read the file, `-` for standard input; return line numbers (from 1) and prompts.
 
-    Raises typer.BadParameter, which names the line, for one that cannot be a prompt.
+    Raises typer.BadParameter, which names the line, for a line that is not a prompt.
     """
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
@@ -106,7 +106,7 @@ def _prompts(
 
 
 def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
-    """Read one line. Raises ValueError or UsageError for one that cannot be a prompt."""
+    """Parse one line. Raises ValueError or UsageError for one that is not a prompt."""
     start = line.lstrip()[:1]
     if start == "[":
         return Prompt(_read_json(line, list[int]))
@@ -115,7 +115,7 @@ def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
     if start == '"':
         try:
             return Prompt(_text.decode(line))
-        except msgspec.DecodeError:  # text in quotation marks, and more behind them
+        except msgspec.DecodeError:  # text in quotation marks, and more after them
             return Prompt(line)
     return Prompt(line)
 
@@ -124,7 +124,7 @@ def _read_json(line: str, kind: type[T]) -> T:
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise ValueError(f"it begins as JSON does and cannot be read as such ({error})") from error
+        raise ValueError(f"it begins like JSON and is not valid JSON ({error})") from error
     if why := find_refused(value, kind):
         raise ValueError(why)
     try:

@@ -1,6 +1,6 @@
 """Which model, on which nodes, how, and whom to ask: the flags of every command that uses a ring.
 
-Knows each of them once, and what it becomes in a message. Must not know what is asked of the ring.
+Knows each flag once, and its field in a message. Must not know what is asked of the ring.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a command wants of a ring, and where it looks for one: with `mdns` on the network too.
+    """The ring that a command asks for, and where to look for a node.
 
-    With `local` so many processes are started for this run.
+    `local` node processes are started for this run; `mdns` allows a search on the network.
     """
 
     choice: ModelChoice
@@ -93,7 +93,7 @@ class RingOptions:
             "--context",
             metavar="N",
             min=0,
-            help="Positions of one sequence. Default: the smaller of the model's and 8192.",
+            help="Most tokens of one sequence. Default: the smaller of the model's and 8192.",
             envvar="SHARDNET_CONTEXT",
             show_default=False,
         ),
@@ -103,7 +103,7 @@ class RingOptions:
         typer.Option(
             "--dtype",
             metavar="auto|bfloat16|float16|float32",
-            help="What the ring computes in.",
+            help="Data type that the ring computes in.",
             envvar="SHARDNET_DTYPE",
         ),
     ] = "auto"
@@ -112,8 +112,8 @@ class RingOptions:
         typer.Option(
             "--wire-dtype",
             metavar="bfloat16|float16|int8",
-            help="Round activations for slow links; `plan` shows the error. Default: round "
-            "nothing.",
+            help="Quantise activations for slow links; `plan` measures the error. Default: as "
+            "computed.",
             envvar="SHARDNET_WIRE_DTYPE",
             show_default=False,
         ),
@@ -123,7 +123,7 @@ class RingOptions:
         typer.Option(
             "--quant",
             metavar="none|int8|int4",
-            help="Round weights at load: about a half or a quarter of the memory, and faster.",
+            help="Quantise weights at load: about half or a quarter of the memory, and faster.",
             envvar="SHARDNET_QUANT",
         ),
     ] = "none"
@@ -132,7 +132,7 @@ class RingOptions:
         typer.Option(
             "--kv-dtype",
             metavar="auto|int8",
-            help="Round keys and values: about half the memory of a long context.",
+            help="Quantise keys and values: about half the memory of a long context.",
             envvar="SHARDNET_KV_DTYPE",
         ),
     ] = "auto"
@@ -169,7 +169,7 @@ class RingOptions:
     ] = ""
 
     def wanted(self, access: Access) -> Wanted:
-        """Put them together. Raises typer.BadParameter, which names the flag, for a wrong value."""
+        """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
         keep_offline(self.offline)
         return Wanted(
             choice=self.choice(),
@@ -180,7 +180,7 @@ class RingOptions:
         )
 
     def choice(self) -> ModelChoice:
-        """Say which model is wanted, and how. Raises typer.BadParameter for a wrong value."""
+        """Make the choice of model that is sent. Raises typer.BadParameter for a wrong value."""
         check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
         check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         check_choice("--wire-dtype", self.wire_dtype, ("", "bfloat16", "float16", "int8"))
@@ -203,7 +203,7 @@ class RingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineRingOptions(RingOptions):
-    """Those of a command that has no --offline."""
+    """The flags of a command that has no --offline."""
 
     offline: bool = False
 

@@ -1,4 +1,4 @@
-"""How text is made: the flags of the commands that make some, `generate` and `chat`.
+"""How text is generated: the flags that `generate` and `chat` share.
 
 Knows each flag once, and what it becomes in a request. Must not know prompts or rings.
 """
@@ -20,11 +20,11 @@ from .options import check_choice
 MaxTokens = Annotated[
     int,
     typer.Option(
-        "--max-tokens", min=0, help="Make at most so many tokens; 0 only reads the prompt."
+        "--max-tokens", min=0, help="Generate at most this many tokens; 0 only reads the prompt."
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the likeliest token every time.")
+    float, typer.Option("--temperature", help="0 always takes the most likely token.")
 ]
 
 
@@ -34,35 +34,38 @@ class SamplingOptions:
 
     system: Annotated[
         str,
-        typer.Option("--system", metavar="TEXT", help="What a chat model is told beforehand."),
+        typer.Option("--system", metavar="TEXT", help="System message of the conversation."),
     ] = ""
     max_tokens: MaxTokens = 256
     min_tokens: Annotated[
-        int, typer.Option("--min-tokens", help="Make no stop id before so many tokens.")
+        int, typer.Option("--min-tokens", help="Sample no stop id before this many tokens.")
     ] = 0
     temperature: Temperature = 0.0
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw among the K likeliest tokens; 0 is off.")
+        int, typer.Option("--top-k", help="Sample from the K most likely tokens; 0 is off.")
     ] = 0
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw among the likeliest tokens that sum up to P.")
+        float,
+        typer.Option(
+            "--top-p", help="Sample from the most likely tokens whose probabilities sum up to P."
+        ),
     ] = 1.0
     min_p: Annotated[
         float,
-        typer.Option("--min-p", help="Draw among tokens at least P times as likely as the best."),
+        typer.Option("--min-p", help="Sample from tokens at least P times as likely as the first."),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
         typer.Option(
             "--repetition-penalty",
             metavar="X",
-            help="Above 1: make tokens of the prompt and the answer less likely; 1 is off.",
+            help="Above 1: make tokens of the prompt and the output less likely; 1 is off.",
         ),
     ] = 1.0
     presence_penalty: Annotated[
         float,
         typer.Option(
-            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the answer by X."
+            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the output by X."
         ),
     ] = 0.0
     frequency_penalty: Annotated[
@@ -70,7 +73,7 @@ class SamplingOptions:
         typer.Option(
             "--frequency-penalty",
             metavar="X",
-            help="Lower the logit of tokens of the answer by X each time they come.",
+            help="Lower the logit of tokens of the output by X for each time they occur.",
         ),
     ] = 0.0
     logit_bias: Annotated[
@@ -83,24 +86,27 @@ class SamplingOptions:
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Draw the same way again. Default: a random seed, reported."),
+        typer.Option(
+            "--seed",
+            help="Seed of the draws; the same one gives the same text. Default: random, reported.",
+        ),
     ] = None
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="STR", help="End before this text.")
+        list[str] | None, typer.Option("--stop", metavar="STR", help="Stop before this text.")
     ] = None
     stop_token_id: Annotated[
         list[int] | None,
-        typer.Option("--stop-token-id", metavar="ID", min=0, help="End after this token."),
+        typer.Option("--stop-token-id", metavar="ID", min=0, help="Stop after this token."),
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on where the model would end.")
+        bool, typer.Option("--ignore-eos", help="Continue where the model would end.")
     ] = False
     bos: Annotated[
         str,
         typer.Option(
             "--bos",
             metavar="auto|on|off",
-            help="Put the bos token in front: as the tokenizer says, always, or never.",
+            help="Prepend the BOS token: as the tokenizer says, always, or never.",
         ),
     ] = "auto"
     keep_special_tokens: Annotated[
@@ -111,7 +117,7 @@ class SamplingOptions:
         typer.Option(
             "--speculate",
             metavar="off|ngram|PATH",
-            help="Guess tokens ahead, several verified at once: by look-up in the text, or by the "
+            help="Draft tokens and verify several at once: by look-up in the text, or by the "
             "small model at PATH on the head.",
             envvar="SHARDNET_SPECULATE",
         ),
@@ -122,7 +128,7 @@ class SamplingOptions:
             "--draft-tokens",
             metavar="N",
             min=0,
-            help="Guess at most N tokens at once. Default: as many as pay.",
+            help="Draft at most N tokens at once. Default: as many as pay off.",
             show_default=False,
         ),
     ] = 0
@@ -130,12 +136,15 @@ class SamplingOptions:
         bool,
         typer.Option(
             "--deterministic",
-            help="The same tokens whoever else is served, with speculation or without; slower.",
+            help="Give the same tokens whatever else runs, with speculation or without; slower.",
         ),
     ] = False
 
     def params(self, n_logprobs: int | None = None) -> SamplingParams:
-        """Say how tokens are drawn. Raises typer.BadParameter for what cannot be."""
+        """Make the sampling parameters; `n_logprobs` None reports no log-probabilities.
+
+        Raises typer.BadParameter for a value outside its range.
+        """
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -156,7 +165,7 @@ class SamplingOptions:
         return params
 
     def generation(self) -> GenerationOptions:
-        """Say how a request is carried out. Raises typer.BadParameter for a wrong value."""
+        """Make the options of a request. Raises typer.BadParameter for a wrong value."""
         check_choice("--bos", self.bos, ("auto", "on", "off"))
         try:
             speculate = read_speculate(self.speculate)
@@ -176,7 +185,7 @@ class SamplingOptions:
 
 
 def read_speculate(text: str) -> str:
-    """Name the draft model where `text` is its path. Raises UsageError for a URL."""
+    """Return `off`, `ngram` or the draft model's name. Raises UsageError for a URL."""
     return text if text in ("off", "ngram") else name_model(text)
 
 

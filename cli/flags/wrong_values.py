@@ -1,6 +1,6 @@
-"""What is said of a flag's value that typer cannot take: its source, the value, what would do.
+"""Error texts for flag values that typer refuses: the source, the value, and what is accepted.
 
-Knows what the library beneath typer tells of a refused value. Must not know any flag.
+Knows how pydantic, beneath typer, describes a refused value. Must not know any flag.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from shardnet.cluster.machine.folders import config_path
 
 
 class CommandGroup(TyperGroup):
-    """The commands, of which none shows a person how a library words its refusals."""
+    """Commands whose refused values are reported in our words, not those of a library."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises typer.BadParameter in our words."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            told = _first_told(error.__cause__)
-            if told is None:
+            refused = _first_refused(error.__cause__)
+            if refused is None:
                 raise
             raise typer.BadParameter(
-                f"{told['input']!r}: give {_wanted(told)}", ctx=error.ctx, param_hint=_source(error)
+                f"{refused['input']!r}: give {_accepted(refused)}",
+                ctx=error.ctx,
+                param_hint=_source(error),
             ) from error
 
 
-def _first_told(cause: object) -> dict[str, Any] | None:
-    """Return what pydantic tells of the first value it refused, None where it was not asked."""
+def _first_refused(cause: object) -> dict[str, Any] | None:
+    """Return pydantic's first error, None where the cause is another."""
     errors = getattr(cause, "errors", None)
-    told: list[dict[str, Any]] = errors() if callable(errors) else []
-    return told[0] if told else None
+    refused: list[dict[str, Any]] = errors() if callable(errors) else []
+    return refused[0] if refused else None
 
 
-def _wanted(told: dict[str, Any]) -> str:
-    limits = told.get("ctx", {})
-    match told["type"].split("_"):
+def _accepted(refused: dict[str, Any]) -> str:
+    limits = refused.get("ctx", {})
+    match refused["type"].split("_"):
         case ["greater", "than", "equal"]:
             return f"{limits['ge']} or more"
         case ["less", "than", "equal"]:
@@ -55,11 +57,11 @@ def _wanted(told: dict[str, Any]) -> str:
         case ["list", *_]:
             return "a list"
         case _:
-            return f"another value ({told['msg']})"
+            return f"another value ({refused['msg']})"
 
 
 def _source(error: typer.BadParameter) -> str:
-    """Say where the value stands: the flag, the variable, or the key and its file."""
+    """Name where the value comes from: the flag, the variable, or the key and its file."""
     if error.param is None or error.ctx is None:
         return ""
     source = error.ctx.get_parameter_source(error.param.name or "")

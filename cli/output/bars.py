@@ -1,4 +1,4 @@
-"""Bars of bytes on standard error, the same for loading, downloading and measuring."""
+"""Progress bars of bytes on standard error, for loading, downloading and measuring."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands to run
 
 
 def make_bars(*more: ProgressColumn) -> Progress:
-    """Make bars of bytes on standard error that vanish at the end; no bars where it is no terminal.
+    """Make bars that vanish at the end; disabled unless standard error is a terminal.
 
-    `more` are columns behind description, bar and bytes.
+    `more` are columns after description, bar and bytes.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn

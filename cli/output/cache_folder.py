@@ -1,4 +1,4 @@
-"""The cache folder, looked at before nodes start: said once where nothing can be kept in it.
+"""A warning before nodes start where the cache folder cannot be written.
 
 Knows the folder and what to do. Must not know what is kept there.
 """
@@ -13,12 +13,12 @@ from .exit_codes import say
 
 
 def warn_of_cache() -> None:
-    """Say so where the folder cannot be written; everything goes on, and is made anew each time."""
+    """Warn where the cache folder cannot be written; nodes work without it, but start slower."""
     folder = cache_dir(os.environ)
     why = why_not_written(folder)
     if why:
         say(
             f"warning: the cache folder {folder} cannot be written ({why}): measured figures and "
-            f"rounded weights are not kept; make it writable or make room, or name another with "
+            f"quantised weights are not kept; make it writable or make room, or name another with "
             f"{CACHE_DIR_VARIABLE}"
         )

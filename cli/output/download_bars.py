@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, lines elsewhere."""
+"""Progress of a download: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DownloadBars:
-    """One bar of all bytes on a terminal, with the file that comes; elsewhere a line per file."""
+    """One bar of all bytes on a terminal, with the current file; elsewhere a line per file."""
 
     def __init__(self) -> None:
         from rich.progress import TimeRemainingColumn, TransferSpeedColumn
@@ -34,7 +34,7 @@ class DownloadBars:
         self.stop()
 
     def update(self, file: str, done: int, total: int) -> None:
-        """Show how far it is (hub.Report)."""
+        """Show progress: `done` of `total` bytes of all files (hub.Report)."""
         file = one_line(file)
         if self._bar is None:
             self._progress.start()
@@ -46,5 +46,5 @@ class DownloadBars:
         self._progress.update(self._bar, description=file, completed=done, total=total or None)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()

@@ -1,7 +1,7 @@
-"""How a command runs: on which loop, what it writes where, and how it ends.
+"""How a command runs: its event loop, its output streams, its exit code.
 
-Knows the exit codes: 0 done, 1 a named failure in one line on standard error, 130 Ctrl-C. Who stops
-reading what a command writes, as `| head -1` does, ends it with 1 and without a line.
+Exit codes: 0 done, 1 a named failure in one line on standard error, 130 Ctrl-C. A command whose
+reader goes away, as with `| head -1`, exits with 1 and no line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
-    """Run a command's coroutine and turn its end into an exit code."""
+    """Run a command's coroutine; exit with 1 on ShardnetError, 130 on Ctrl-C."""
     from shardnet.transport.loop import run  # asyncio: --help has no use for it
 
     with exit_codes():
@@ -33,7 +33,7 @@ def run_command(main: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn the end of a command into an exit code."""
+    """Report errors of the body in one line; exit with 1 on ShardnetError, 130 on Ctrl-C."""
     try:
         yield
     except ShardnetError as error:
@@ -54,10 +54,10 @@ def exit_codes() -> Iterator[None]:
 
 
 def open_missing_streams() -> None:
-    """Put the null device where standard input, output or error were closed before the start.
+    """Open the null device for each of stdin, stdout and stderr that was closed before the start.
 
-    Else the next file or socket takes the place of one, and would get what is meant for it; and
-    uvloop ends the process when it closes such a one.
+    Else the next file or socket gets that descriptor, and with it what is written to the stream;
+    and uvloop ends the process when it closes such a descriptor.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -68,16 +68,21 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
+def counted(n: int, noun: str) -> str:
+    """Write `1 node`, `2 nodes`."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def one_line(text: str) -> str:
-    """Put on one line what others have written, with control characters escaped as in JSON."""
+    """Replace line ends by spaces and escape control characters as JSON does."""
     return text.replace("\n", " ").translate(_ESCAPED)
 
 
 def write_out(text: object = "", *, end: str = "\n") -> None:
-    """Print on standard output at once; control characters reach no terminal.
+    """Print on standard output and flush; on a terminal control characters are escaped.
 
-    Raises BrokenPipeError when nobody reads it any more, ShardnetError when it cannot be written
-    for another reason, as on a full disk.
+    Raises BrokenPipeError when the reader is gone, ShardnetError when it cannot be written for
+    another reason, such as a full disk.
     """
     if sys.stdout.isatty():
         text = str(text).replace("\r", "").translate(_IN_TEXTS)
@@ -88,44 +93,44 @@ def write_out(text: object = "", *, end: str = "\n") -> None:
         if isinstance(error, BrokenPipeError):
             raise
         raise ShardnetError(
-            f"standard output cannot be written: {error.strerror}; what came before may be there"
+            f"standard output cannot be written: {error.strerror}; earlier output may be there"
         ) from error
 
 
 class StreamedText:
-    """Text on standard output that comes piece by piece."""
+    """Text on standard output, written piece by piece."""
 
     def __init__(self) -> None:
         self._line_is_open = False
 
     def write(self, text: str, *, end: str = "") -> None:
-        """Print more of it; raises what `write_out` does."""
+        """Print the next piece; raises what `write_out` does."""
         write_out(text, end=end)
         if written := text + end:
             self._line_is_open = not written.endswith("\n")
 
     def break_off(self) -> None:
-        """End a line in the middle where standard output is a terminal: something else follows."""
+        """End an unfinished line on a terminal, so that other output starts on a new one."""
         if self._line_is_open and sys.stdout.isatty():
             self.write("\n")
 
 
 def say(line: str, *, end: str = "\n") -> None:
-    """Print one line on standard error, whatever stands in it.
+    """Print `line` on standard error, on one line.
 
-    Where nobody reads that any more it is dropped: no node and no generation fails because whoever
-    started it has gone.
+    Dropped where the reader of standard error is gone: a node or a generation continues without
+    the terminal that started it.
     """
     _print_error(one_line(line) + end)
 
 
 def say_over(line: str) -> None:
-    """Print one line over that on which a terminal at standard error stands."""
+    """Overwrite the current line of a terminal on standard error."""
     _print_error(f"\r\x1b[K{one_line(line)}")
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with a named failure."""
+    """Print `error: message` on standard error and exit with 1."""
     say(f"error: {' '.join(message.split())}")
     raise typer.Exit(EXIT_FAILURE)
 
@@ -143,7 +148,7 @@ def _nobody_reads() -> NoReturn:
 
 
 def _silence(stream: TextIO) -> None:
-    """Have a stream write to the null device, also what it still holds when Python ends."""
+    """Redirect a stream to the null device, including what it flushes when Python exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

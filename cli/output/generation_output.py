@@ -23,12 +23,12 @@ from shardnet.api.events import (
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import PlanReply
 
-from .exit_codes import StreamedText, say, write_out
+from .exit_codes import StreamedText, counted, say, write_out
 from .progress import ProgressLine
 
 
 class OneText:
-    """The text or, `as_json`, the result of one prompt, whose errors end the command."""
+    """Prints the text or, `as_json`, the result of one prompt."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.plan: PlanReply | None = None
@@ -36,7 +36,7 @@ class OneText:
         self._shown = StreamedText()
 
     def take(self, event: GenerationEvent) -> None:
-        """Show what is new, and at the end where the time went."""
+        """Print the event's new text; at the end the timing, on standard error."""
         if not self._as_json:
             self._shown.write(event.text, end="\n" if event.result else "")
         elif event.result is not None:
@@ -45,17 +45,17 @@ class OneText:
             say(_closing_line(event.result))
 
     def close(self) -> bool:
-        """Say whether all went well."""
+        """Return whether every request succeeded."""
         return True
 
     def break_off(self) -> None:
-        """Leave a text in the middle: an error follows."""
+        """End an unfinished line: an error follows."""
         self._shown.break_off()
 
 
 @dataclass(slots=True)
 class _Listed:
-    """A request of the list: what of its text has not been shown, and whether it has ended.
+    """A request of the list: its text not yet shown, and whether it has ended.
 
     `label` stands above its text, `where` in front of its errors.
     """
@@ -82,7 +82,7 @@ class _Counts:
 
 
 class ListedTexts:
-    """Texts or results of many requests in order of the file, each as soon as its turn has come.
+    """Prints texts or results of many requests in the order of the file, each as soon as it can.
 
     `lines` are the prompts' lines in the file called `name`, of which each has `n_samples`; for
     the samples of one prompt from elsewhere `name` is "". A failure is one line on standard error,
@@ -109,7 +109,7 @@ class ListedTexts:
         self._progress = ProgressLine(beside_text=not as_json)
 
     def take(self, event: GenerationEvent) -> None:
-        """Show what can be shown now."""
+        """Print what this event allows, and an error as soon as it happens."""
         self._count(event)
         if event.error is not None:
             self._say_failure(self._prompts[self._place(event)].where, event.error)
@@ -117,7 +117,7 @@ class ListedTexts:
         self._progress.show(self._standing())
 
     def _display(self, event: GenerationEvent) -> None:
-        """Write to standard output what an event brings, once it is the request's turn."""
+        """Store the event's text; print it if all requests before it have ended."""
         prompt = self._prompts[self._place(event)]
         prompt.text += event.text
         prompt.result = event.result
@@ -129,7 +129,7 @@ class ListedTexts:
         return event.index * self._n_samples + event.sample
 
     def close(self) -> bool:
-        """Sum up, and say whether all went well."""
+        """Print totals on standard error; return whether every request succeeded."""
         self._progress.clear()
         counts = self._counts
         for said, n in self._said.items():
@@ -137,13 +137,13 @@ class ListedTexts:
                 say(f"error: {self._file}{n - 10} more {self._unit}: {said}")
         failed = f", {counts.n_failed} failed" if counts.n_failed else ""
         say(
-            f"{counts.n_done} of {len(self._prompts)} {self._unit} done{failed}: {counts.n_tokens} "
-            f"tokens, {counts.tok_s:.1f} tokens/s"
+            f"{counts.n_done} of {len(self._prompts)} {self._unit} done{failed}: "
+            f"{counted(counts.n_tokens, 'token')}, {counts.tok_s:.1f} tokens/s"
         )
         return not counts.n_failed
 
     def break_off(self) -> None:
-        """Leave a text in the middle: something else is said."""
+        """End an unfinished line: other output follows."""
         self._progress.clear()
         self._shown.break_off()
 
@@ -155,7 +155,7 @@ class ListedTexts:
             say(f"error: {where}{said}")
 
     def _show(self) -> None:
-        """Show prompts from the next one on, up to the first that has not ended."""
+        """Print prompts from the next one on, up to and including the first unfinished one."""
         while self._next < len(self._prompts):
             prompt = self._prompts[self._next]
             if self._as_json:
@@ -197,7 +197,7 @@ class ListedTexts:
 
 
 def _listed(name: str, line: int, sample: int | None) -> _Listed:
-    """Name a request by its prompt's line in the file `name`, if any, and its sample's number."""
+    """Label a request by its prompt's line in the file `name`, if any, and its sample number."""
     label = ([str(line)] if name else []) + ([f"sample {sample}"] if sample is not None else [])
     where = [f"{name} line {line}"] if name else []
     if sample is not None:
@@ -206,9 +206,9 @@ def _listed(name: str, line: int, sample: int | None) -> _Listed:
 
 
 class EventLines(ListedTexts):
-    """Every event as a JSON object on a line of its own, at once: `generate --jsonl`.
+    """Prints every event at once as a JSON object on its own line: `generate --jsonl`.
 
-    docs/api.md, "Events as lines", has the keys. A failure is a line too, and said besides.
+    docs/api.md, "Events as lines", lists the keys. A failure is also printed on standard error.
     """
 
     def __init__(self, name: str, lines: Sequence[int], *, n_samples: int = 1) -> None:
@@ -221,7 +221,7 @@ class EventLines(ListedTexts):
 
 
 def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[dict[str, Any]]:
-    """Make the objects of an event: its text, if any is new, and then its end or its new state."""
+    """Yield the JSON objects of an event: new text, if any, then its end or its new state."""
     has_news = bool(event.token_ids or event.text or event.prompt_logprobs)
     if has_news:
         scored = {"logprobs": event.logprobs, "prompt_logprobs": event.prompt_logprobs}
@@ -240,13 +240,13 @@ def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[d
 def listed_object(
     result: GenerationResult, plan: PlanReply | None, n_samples: int
 ) -> dict[str, Any]:
-    """Give the object of one of several results: `as_object`, and which one it is."""
+    """Return `as_object` of one of several results, with its index and sample number."""
     number = {"sample": result.sample} if n_samples > 1 else {}
     return {"index": result.index, **number, **as_object(result, plan)}
 
 
 def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any]:
-    """Give the object of `generate --json`, as the command-line contract names its keys."""
+    """Return the object of `generate --json`; its keys are part of the command-line contract."""
     return {
         "model": result.model,
         "prompt_token_ids": result.prompt_token_ids,
@@ -267,7 +267,7 @@ def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one line."""
+    """Print `value` as one line of JSON on standard output."""
     write_out(msgspec.json.encode(value).decode())
 
 
@@ -288,13 +288,13 @@ def _closing_line(result: GenerationResult) -> str:
     )
     loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
     return (
-        f"{result.usage.n_generated} tokens ({result.finish_reason}): {loaded}first after "
-        f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s{_guessed(timing)}"
+        f"{counted(result.usage.n_generated, 'token')} ({result.finish_reason}): {loaded}"
+        f"first after {timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s{_drafted(timing)}"
         + (f"; per step {stages}" if stages else "")
     )
 
 
-def _guessed(timing: GenerationTiming) -> str:
+def _drafted(timing: GenerationTiming) -> str:
     if not timing.n_drafted:
         return ""
-    return f" ({timing.n_accepted} of {timing.n_drafted} guessed tokens were right)"
+    return f" ({timing.n_accepted} of {timing.n_drafted} draft tokens were accepted)"

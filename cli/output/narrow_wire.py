@@ -1,4 +1,4 @@
-"""What `shardnet plan` shows of a narrower wire: while it is measured, and in words and JSON."""
+"""What `shardnet plan` shows of --wire-dtype: progress of measuring, text and JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # rich takes longer to import than most commands to run
 
 
 class WireBar:
-    """Shows how far the head is with measuring, once it begins: a bar on a terminal, else a line.
+    """Progress of measuring the error: a bar on a terminal, else one line when it begins.
 
-    What was measured before takes no time and shows nothing.
+    Shows nothing if the error was measured before.
     """
 
     def __init__(self, wire_dtype: str) -> None:
-        self._words = f"measuring what a wire of {wire_dtype} changes"
+        self._words = f"measuring the error of wire dtype {wire_dtype}"
         self._progress: Progress | None = None
 
     def __enter__(self) -> WireBar:
@@ -54,7 +54,7 @@ class WireBar:
 
 
 def narrow_wire_json(wire: NarrowWire | None) -> dict[str, Any]:
-    """The keys of `plan --json`: null where no wire dtype was asked for or nothing was measured."""
+    """Return its keys of `plan --json`: null without --wire-dtype or if nothing was measured."""
     return {
         "wire_error": msgspec.to_builtins(wire.error) if wire else None,
         "wire_saves_ms": wire.saves_ms if wire else None,
@@ -63,25 +63,25 @@ def narrow_wire_json(wire: NarrowWire | None) -> dict[str, Any]:
 
 
 def narrow_wire_words(plan: PlanReply, wire: NarrowWire) -> str:
-    """Say what the wire dtype takes, saves and costs."""
+    """Describe the size, the time saved and the error of the plan's wire dtype."""
     name = f"wire {plan.wire_dtype}"
     if len(plan.stages) == 1 or plan.wire_dtype == plan.dtype:
         return f"{name}: {wire.why}"
-    size = f"{_kb(wire.row_bytes)} instead of {_kb(wire.exact_row_bytes)} kB per row and hop"
+    size = f"{_kb(wire.row_bytes)} instead of {_kb(wire.exact_row_bytes)} kB per token and hop"
     error = _error_words(wire.error) if wire.error else f"error not measured: {wire.why}"
     return f"{name}: {size}, {_saving_words(plan, wire)}; {error}"
 
 
 def _saving_words(plan: PlanReply, wire: NarrowWire) -> str:
     if wire.saves_ms is None:
-        return "which saves an unknown time, as not all links are measured"
+        return "time saved unknown, as not all links are measured"
     verb = "saves" if wire.saves_ms >= 0 else "loses"
     words = f"{verb} {short_number(abs(wire.saves_ms))} ms"
     if plan.predicted_tok_s:
         exact_ms = 1e3 / plan.predicted_tok_s + wire.saves_ms
         words += f" of {short_number(exact_ms)} ms"
     words += " per token at these links"
-    return words if wire.saves_ms >= 0 else f"{words}: rounding takes longer than it saves"
+    return words if wire.saves_ms >= 0 else f"{words}: quantising takes longer than it saves"
 
 
 def _error_words(error: WireError) -> str:

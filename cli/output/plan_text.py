@@ -1,4 +1,4 @@
-"""Plans and runs as people and programs read them.
+"""Plans and runs as text and as JSON.
 
 Knows words, columns and JSON keys. Must not know how a plan is asked for.
 """
@@ -18,13 +18,13 @@ from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
 NOT_MEASURED = "not measured"
 
 HOPS_NOTE = (
-    "What hops took is measured for the whole ring and divided over them: the head's round trip "
-    "without compute and queueing."
+    "Hop times are measured together: the head's round trip without compute and queueing, divided "
+    "by the number of hops."
 )
 
 
 def plan_json(plan: PlanReply) -> dict[str, Any]:
-    """Give a plan as `plan --json` prints it."""
+    """Return the object that `plan --json` prints."""
     return {
         "model": plan.model,
         "model_id": plan.model_id,
@@ -69,8 +69,8 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
 
 
 def plan_text(plan: PlanReply) -> str:
-    """Write a plan for a person: the stages, what they are predicted to take, and from what."""
-    lines = [f"{plan.model} in {number_words(plan)}, context {plan.context}: {plan.why}"]
+    """Describe a plan: its stages, their predicted times, and the measurements behind them."""
+    lines = [f"{plan.model} in {dtype_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
@@ -85,16 +85,16 @@ def plan_text(plan: PlanReply) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def number_words(plan: PlanReply) -> str:
-    """Say what a plan computes in: `bfloat16`, or `bfloat16 with int4 weights and int8 KV`."""
-    rounded = [f"{plan.quant} weights"] if plan.quant else []
+def dtype_words(plan: PlanReply) -> str:
+    """Describe a plan's dtypes: `bfloat16`, or `bfloat16 with int4 weights and int8 KV`."""
+    quantised = [f"{plan.quant} weights"] if plan.quant else []
     if plan.kv_dtype != "auto":
-        rounded.append(f"{plan.kv_dtype} KV")
-    return f"{plan.dtype} with {' and '.join(rounded)}" if rounded else plan.dtype
+        quantised.append(f"{plan.kv_dtype} KV")
+    return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 
 def run_json(run: LastRun) -> dict[str, Any]:
-    """Give a run as `plan --last --json` prints it."""
+    """Return the object that `plan --last --json` prints."""
     plan, timing = run.plan, run.timing
     return {
         "model": plan.model,
@@ -128,7 +128,7 @@ def run_json(run: LastRun) -> dict[str, Any]:
 
 
 def run_text(run: LastRun) -> str:
-    """Write a run for a person: what was predicted beside what was measured."""
+    """Describe a run: predicted beside measured times."""
     plan, rows = run.plan, []
     for stage, share in _pairs(run):
         what = f"  rank {stage.rank}: {stage.name}, layers {stage.layers[0]}-{stage.layers[1]}"
@@ -143,7 +143,7 @@ def run_text(run: LastRun) -> str:
     rows.insert(0, ("", "predicted", "measured"))
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     ended = f"{run.n_tokens} tokens, ended {_date(run.ended_at_s)}"
-    lines = [f"{plan.model} in {number_words(plan)}, {ended}"]
+    lines = [f"{plan.model} in {dtype_words(plan)}, {ended}"]
     lines += [f"{a:{wide[0]}}  {b:{wide[1]}}  {c}".rstrip() for a, b, c in rows]
     lines = [*map(one_line, lines)]
     return "\n".join([*lines, HOPS_NOTE] if len(plan.stages) > 1 else lines)
@@ -191,8 +191,8 @@ def _node_line(node: NodeMeasured) -> str:
     disk = f", disk {_rate_of(node.disk_bytes_per_s)}" if node.disk_bytes_per_s else ""
     seconds = node.seconds
     return (
-        f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} at 1 row, "
-        f"{_ms(seconds.layer_256_s * 1e3)} at 256; embedding {_ms(seconds.embed_s * 1e3)}, "
+        f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} for 1 token, "
+        f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
         f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
         f"{'' if node.is_steady else ', on a busy machine'})"
@@ -205,7 +205,7 @@ def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
 
 
 def _pairs(run: LastRun) -> list[tuple[PlannedStage, StageTime]]:
-    """Put each stage beside what was measured of it."""
+    """Pair each stage with its measured times, those without any left out."""
     shares = {share.rank: share for share in run.timing.per_stage}
     return [(stage, shares[stage.rank]) for stage in run.plan.stages if stage.rank in shares]
 
@@ -227,7 +227,7 @@ def _ms(ms: float) -> str:
 
 
 def _in_ms(seconds: float) -> float:
-    """Convert a figure of two digits without adding digits that nobody has measured."""
+    """Convert seconds to milliseconds with six significant digits."""
     return float(f"{seconds * 1e3:.6g}")
 
 

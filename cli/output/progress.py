@@ -13,17 +13,17 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 from .bars import make_bars
 from .exit_codes import one_line, say, say_over
-from .plan_text import number_words
+from .plan_text import dtype_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID
 
-PLANNING_TOLD_AFTER_S = 1.0
-"""Planning takes longer only where nodes have something to measure."""
+PLANNING_SHOWN_AFTER_S = 1.0
+"""Planning takes longer only if nodes measure; then it is shown after this time."""
 
 
 class LoadBars:
-    """Says which ring was chosen, and shows how far its nodes are with loading."""
+    """Prints the chosen ring, and shows its nodes' progress of measuring, fetching and loading."""
 
     def __init__(self) -> None:
         self._progress = make_bars()
@@ -32,7 +32,7 @@ class LoadBars:
         self._waiting: set[int] = set()
         self._measured = ""
         self._planning: TaskID | None = None
-        self._planning_timer = threading.Timer(PLANNING_TOLD_AFTER_S, self._tell_of_planning)
+        self._planning_timer = threading.Timer(PLANNING_SHOWN_AFTER_S, self._show_planning)
 
     def __enter__(self) -> LoadBars:
         if self._progress.console.is_terminal:
@@ -49,20 +49,20 @@ class LoadBars:
         self.stop()
 
     def expect(self, plan: PlanReply) -> None:
-        """Say what was planned."""
+        """Print the plan's stages, dtypes and reason."""
         self._end_planning()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
-        say(f"ring: {ring} ({number_words(plan)}{wire}, context {plan.context}): {plan.why}")
+        say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")
 
     def update(self, report: NodeProgress) -> None:
-        """Move the bar of one node: one to fetch weights, if there are any, and one to load."""
+        """Move a node's bar: one for each of downloading, fetching and loading."""
         if report.phase == "waiting":
-            self._tell_of_waiting(report.rank)
+            self._show_waiting(report.rank)
         if report.phase == "measuring":
-            self._tell_of_measuring(report.done_bytes, report.total_bytes)
+            self._show_measuring(report.done_bytes, report.total_bytes)
             return
         if not report.total_bytes:
             return
@@ -83,16 +83,16 @@ class LoadBars:
         )
 
     def stop(self) -> None:
-        """Take the bars away; text follows."""
+        """Remove the bars; text follows."""
         self._end_planning()
         self._progress.stop()
 
-    def _tell_of_waiting(self, rank: int) -> None:
+    def _show_waiting(self, rank: int) -> None:
         if rank not in self._waiting:
             self._waiting.add(rank)
             say(f"{self._names.get(rank, 'a node')}: waiting for another head that uses the node")
 
-    def _tell_of_measuring(self, n_done: int, n_all: int) -> None:
+    def _show_measuring(self, n_done: int, n_all: int) -> None:
         self._measured = f", {n_done} of {n_all} so far"
         if self._planning is not None:
             self._progress.update(self._planning, description=self._planning_words)
@@ -101,7 +101,7 @@ class LoadBars:
     def _planning_words(self) -> str:
         return f"planning; nodes and links are measured once per model{self._measured}"
 
-    def _tell_of_planning(self) -> None:
+    def _show_planning(self) -> None:
         self._planning = self._progress.add_task(self._planning_words, total=None)
         self._progress.start()
 
@@ -115,9 +115,9 @@ class LoadBars:
 
 
 class ProgressLine:
-    """One line on standard error that is written over again and again, on a terminal only.
+    """One line on standard error that is overwritten, on a terminal only.
 
-    Beside text that streams to the same terminal it would tear the lines, so there is none then.
+    Off where text streams to the same terminal (`beside_text`), whose lines it would tear.
     """
 
     def __init__(self, *, beside_text: bool) -> None:
@@ -126,7 +126,7 @@ class ProgressLine:
         self._next_s = 0.0
 
     def show(self, line: str) -> None:
-        """Write the line, at most ten times a second."""
+        """Show `line`, at most ten times a second."""
         now = time.monotonic()
         if self._is_on and now >= self._next_s:
             self._next_s = now + 0.1
@@ -134,7 +134,7 @@ class ProgressLine:
             say_over(line)
 
     def clear(self) -> None:
-        """Take the line away; something else is written."""
+        """Remove the line; other output follows."""
         if self._shown:
             self._shown = ""
             say_over("")

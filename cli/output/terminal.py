@@ -1,4 +1,4 @@
-"""The terminal is left as it was found, also by a command that is told to end.
+"""Restores the terminal when SIGTERM ends a command.
 
 Knows what a line editor and progress bars change of it. Must not know what is written there.
 """
@@ -15,10 +15,10 @@ SHOW_CURSOR: Final = b"\x1b[?25h"
 
 
 def restore_at_sigterm() -> None:
-    """Have SIGTERM end this process as it always does, once echo and cursor are back.
+    """Make SIGTERM restore echo and cursor before it ends this process.
 
-    Without this, who ends a command at its prompt, or while bars move, gets a shell in which what
-    is typed cannot be seen. Does nothing without a terminal.
+    Without this a command that is ended at its prompt, or while bars move, leaves a shell in which
+    typed text cannot be seen. Does nothing without a terminal.
     """
     if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return

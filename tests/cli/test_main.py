@@ -17,6 +17,10 @@ from shardnet_cli.main import app
 ALLOWED = {
     "shardnet",
     "shardnet.errors",
+    "shardnet.files",
+    "shardnet.cluster",
+    "shardnet.cluster.machine",
+    "shardnet.cluster.machine.folders",
     "cli",
     "cli.main",
     "cli.flags",

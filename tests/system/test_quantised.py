@@ -41,9 +41,9 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
         assert text.stdout == "bcab\n", text.stderr
         kept = kept_packs(machine)
         assert "int4" in kept.stdout
-        assert "1 rounded ones" in kept.stderr
+        assert "1 quantised model in" in kept.stderr
         gone = machine.run("cache", "rm", kept.stdout.split()[0])
-        assert "deleted rounded weights" in gone.stderr
+        assert "deleted quantised weights" in gone.stderr
         assert machine.run("cache", "ls").stdout == ""
     finally:
         machine.close()

@@ -62,7 +62,7 @@ def test_a_ring_rounds_only_when_asked_and_keeps_its_weights(trio: Crew) -> None
 def test_plan_measures_what_it_changes_and_keeps_that(trio: Crew) -> None:
     where = ["--nodes", trio.addresses(0, 1)]
     first = trio.machine.run("plan", *where, "--wire-dtype", "int8", "--json")
-    assert "measuring what a wire of int8 changes" in first.stderr
+    assert "measuring the error of wire dtype int8" in first.stderr
     plan = first.json
     assert plan["wire_dtype"] == "int8"
     assert plan["wire_error"]["n_rows"] == 64

@@ -67,12 +67,12 @@ ERROR_WORDS = (
         (wire(), f"saves 0.9 ms of 12 ms per token at these links; {ERROR_WORDS}"),
         (
             wire(saves_ms=-0.05),
-            "loses 0.05 ms of 11 ms per token at these links: rounding takes longer than it "
+            "loses 0.05 ms of 11 ms per token at these links: quantising takes longer than it "
             f"saves; {ERROR_WORDS}",
         ),
         (
             wire(saves_ms=None),
-            f"which saves an unknown time, as not all links are measured; {ERROR_WORDS}",
+            f"time saved unknown, as not all links are measured; {ERROR_WORDS}",
         ),
         (
             wire(error=None, why="there is no checkpoint folder at /m"),
@@ -82,7 +82,7 @@ ERROR_WORDS = (
     ],
 )
 def test_words(told: NarrowWire, words: str) -> None:
-    size = "wire int8: 4.4 instead of 8.2 kB per row and hop, "
+    size = "wire int8: 4.4 instead of 8.2 kB per token and hop, "
     assert narrow_wire_words(plan(), told) == size + words
 
 
@@ -118,5 +118,5 @@ def test_measuring_is_said_once_and_only_when_it_begins(
         for done in (0, 5 * 10**8, 10**9):
             bar.update(NodeProgress(request=1, rank=0, done_bytes=done, total_bytes=10**9))
     assert capsys.readouterr().err == (
-        "measuring what a wire of int8 changes: the head reads the whole checkpoint, 1 GB\n"
+        "measuring the error of wire dtype int8: the head reads the whole checkpoint, 1 GB\n"
     )

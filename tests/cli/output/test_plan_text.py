@@ -9,7 +9,7 @@ from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayM
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
-    number_words,
+    dtype_words,
     plan_json,
     plan_text,
     run_json,
@@ -86,7 +86,7 @@ def test_a_plan_says_what_it_predicts_and_from_what() -> None:
     assert lines[4] == "  left out: cleo: with it 3 tok/s, without 18"
     assert lines[5] == "measured:"
     assert lines[6].startswith(
-        "  anna: layer 7.8 ms at 1 row, 110 ms at 256; embedding 0.05 ms, LM head 5.1 ms; "
+        "  anna: layer 7.8 ms for 1 token, 110 ms for 256; embedding 0.05 ms, LM head 5.1 ms; "
         "memory 1.00 GiB, disk 1400 MB/s (packed bfloat16, threads: 2, "
     )
     assert lines[7] == "  bert: memory 0.50 GiB; speed not measured: it generates"
@@ -165,10 +165,10 @@ def test_what_was_not_predicted_is_called_so_and_a_ring_of_one_has_no_hop() -> N
 
 def test_what_is_rounded_is_said() -> None:
     changed = msgspec.structs.replace
-    assert number_words(PLAN) == "bfloat16"
-    assert number_words(changed(PLAN, quant="int4")) == "bfloat16 with int4 weights"
-    assert number_words(changed(PLAN, kv_dtype="int8")) == "bfloat16 with int8 KV"
+    assert dtype_words(PLAN) == "bfloat16"
+    assert dtype_words(changed(PLAN, quant="int4")) == "bfloat16 with int4 weights"
+    assert dtype_words(changed(PLAN, kv_dtype="int8")) == "bfloat16 with int8 KV"
     both = changed(PLAN, quant="int8", kv_dtype="int8")
-    assert number_words(both) == "bfloat16 with int8 weights and int8 KV"
+    assert dtype_words(both) == "bfloat16 with int8 weights and int8 KV"
     told = [plan_json(plan)["kv_dtype"] for plan in (PLAN, both)]
     assert told == ["auto", "int8"]
