@@ -101,7 +101,11 @@ class TensorFiles:
         except OSError as error:
             raise CheckpointError(f"{self._folder / file}: {error.strerror}") from error
         if len(data) < n_bytes:
-            raise CheckpointError(f"{self._folder / file}: it has become shorter; is it replaced?")
+            raise CheckpointError(
+                f"{self._folder / file}: {n_bytes} bytes expected at {offset}, found {len(data)}: "
+                "the file has become shorter",
+                remedy="load the model again",
+            )
         return data
 
     def write(self, file: str, offset: int, data: memoryview) -> None:
