@@ -23,7 +23,7 @@ from shardnet.cluster.machine.addresses import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.cluster.discovery.node_record import Candidate
+    from shardnet.cluster.discovery.node_record import NodeRecord
     from shardnet.cluster.peers.rtt_probe import ProbeAnswer
     from shardnet.transport.identity import Identity
 
@@ -44,7 +44,7 @@ def mdns_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(part.strip() for part in named.split(",") if part.strip())
 
 
-async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[Candidate]:
+async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[NodeRecord]:
     """Return the nodes of this cluster that mDNS finds within LONGEST_S.
 
     Without a key only this machine is searched, unless `insecure`: a prompt must not go to an
@@ -55,12 +55,12 @@ async def look_for_nodes(identity: Identity | None, *, insecure: bool) -> list[C
     return [candidate for candidate in found if candidate.fingerprint == fingerprint]
 
 
-async def browse_all() -> list[Candidate]:
+async def browse_all() -> list[NodeRecord]:
     """Return the nodes of all clusters that mDNS finds within LONGEST_S."""
     return await _browse(beyond=True)
 
 
-async def _browse(*, beyond: bool) -> list[Candidate]:
+async def _browse(*, beyond: bool) -> list[NodeRecord]:
     """Search this machine and, with `beyond`, its networks."""
     from shardnet.cluster.discovery.discovery import browse
     from shardnet.cluster.machine.profile import make_host_id
@@ -85,7 +85,7 @@ async def find_nearest(
     local = rank(read_interfaces())
     dial_as_client = partial(dial, identity=identity)
 
-    async def ask(candidate: Candidate) -> ProbeAnswer | None:
+    async def ask(candidate: NodeRecord) -> ProbeAnswer | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(answer_s):

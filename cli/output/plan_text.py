@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shardnet.wire.messages.generation import LastRun, StageTime
+from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
@@ -204,7 +204,7 @@ def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
     return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}"
 
 
-def _pairs(run: LastRun) -> list[tuple[PlannedStage, StageTime]]:
+def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:
     """Pair each stage with its measured times, those without any left out."""
     shares = {share.rank: share for share in run.timing.per_stage}
     return [(stage, shares[stage.rank]) for stage in run.plan.stages if stage.rank in shares]

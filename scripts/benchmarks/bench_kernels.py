@@ -25,7 +25,7 @@ from bench_ring import random_1b, read_bandwidth
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.families.stage_tensors import is_rounded, stage_tensors
+from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, Linear, make_linear, probe
@@ -131,7 +131,7 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     for part in (*tensors.layers.values(), tensors.head):
         rounded_to = choice.weight_quantization(is_head=part is tensors.head)
         for name, shape in part.items():
-            if is_rounded(name, shape):
+            if is_quantizable(name, shape):
                 weight = torch.randn(shape).mul_(0.02).to(stored)
                 products.append(make_linear(choice, [weight], [], CPU, rounded_to))
     whole = LayerRange(0, config.n_layers)

@@ -28,7 +28,7 @@ from bench_streaming import drop_pages
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.families.stage_tensors import is_rounded, stage_tensors
+from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, make_linear, probe
 from shardnet.stage.load import load_stage
@@ -88,11 +88,11 @@ class Contest:
         for part in (tensors.embedding, *tensors.layers.values(), tensors.head):
             kind = self.choice.weight_quantization(is_head=part is tensors.head)
             for name, shape in part.items():
-                is_product = is_rounded(name, shape) and part is not tensors.embedding
-                if is_product and self.from_packs:
+                is_linear = is_quantizable(name, shape) and part is not tensors.embedding
+                if is_linear and self.from_packs:
                     continue
                 tensor = self.checkpoint.read(name)
-                if is_product:
+                if is_linear:
                     made.append(make_linear(self.choice, [tensor], [], CPU, kind))
                 else:
                     made.append(tensor.to(torch_dtype(self.choice.dtype), copy=True))

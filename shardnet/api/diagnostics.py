@@ -28,13 +28,13 @@ from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
-    from shardnet.cluster.discovery.node_record import Candidate
+    from shardnet.cluster.discovery.node_record import NodeRecord
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
 """Deadline for connecting to all addresses together, and for reading a checkpoint's headers."""
 
-Browse = Callable[[], Awaitable[list["Candidate"]]]
+Browse = Callable[[], Awaitable[list["NodeRecord"]]]
 """Looks for nodes by mDNS for a second or so."""
 
 

@@ -120,7 +120,7 @@ class Routing(RowData):
 class StageTime:
     """Where the time of a mean decode step went, for one stage.
 
-    The wire's StageTime as a dataclass, like all results of this package.
+    The wire's MeanStageTime as a dataclass, like all results of this package.
     """
 
     rank: int

@@ -77,7 +77,9 @@ class Checkpoint:
         """
         path = Path(path)
         if not names_checkpoint(path):
-            raise CheckpointError(f"{path}: no such checkpoint folder; check the path of --model")
+            raise CheckpointError(
+                f"{path}: no such checkpoint folder", remedy="check the path of --model"
+            )
         return cls(path, _read_contents(path))
 
     @cached_property
@@ -133,7 +135,7 @@ class Checkpoint:
         try:
             sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}; {AGAIN}") from error
+            raise CheckpointError(f"{self.path}: {error.strerror}", remedy=AGAIN) from error
         whole = [
             FileHead(name=name, size_bytes=size, ranges=((0, size),))
             for name, size in sizes.items()
@@ -186,11 +188,11 @@ class Checkpoint:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing; {AGAIN}")
+            raise CheckpointError(f"{self.path}: tensor {name} is missing", remedy=AGAIN)
         for lacking in self.missing(source.name for source in tensor.sources):
             raise CheckpointError(
-                f"{self.path}: tensor {lacking} has not been fetched from another node yet; "
-                "ask again"
+                f"{self.path}: tensor {lacking} has not been fetched from another node yet",
+                remedy="ask again",
             )
         import torch
 

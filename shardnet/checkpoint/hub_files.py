@@ -55,8 +55,8 @@ def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointF
         repo = model.partition("@")[0]
         labels = _labels(ggufs)
         raise CheckpointError(
-            f"{model} has GGUF files only: choose one as {repo}:{labels[0]}; there are "
-            f"{_listed(labels)}"
+            f"{model} has GGUF files only; there are {_listed(labels)}",
+            remedy=f"choose one as {repo}:{labels[0]}",
         )
     raise CheckpointError(
         f"{model} has no weights that are read here (its files: {_listed(sorted(names))}): neither "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Journal, Stamp, n_parts
+from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import (
     MAX_HEADER_BYTES,
@@ -41,7 +41,7 @@ _HASH_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Some bytes of a tensor: part `number` of it, at `offset` of `file`."""
 
     tensor: str
@@ -54,10 +54,10 @@ class Part:
         return f"part {self.number} of tensor {self.tensor}"
 
 
-def parts_of(info: StoredTensor) -> list[Part]:
+def parts_of(info: StoredTensor) -> list[TensorPart]:
     """Split a tensor into the parts in which it is transferred and stored."""
     return [
-        Part(
+        TensorPart(
             tensor=info.name,
             number=number,
             file=info.file,
@@ -68,7 +68,7 @@ def parts_of(info: StoredTensor) -> list[Part]:
     ]
 
 
-def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> Part:
+def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> TensorPart:
     """Find one part. Raises CheckpointError when the model has no such tensor or part."""
     info = checkpoint.stored.get(tensor)
     if info is None or number >= n_parts(info.size_bytes):
@@ -101,7 +101,11 @@ class TensorFiles:
         except OSError as error:
             raise CheckpointError(f"{self._folder / file}: {error.strerror}") from error
         if len(data) < n_bytes:
-            raise CheckpointError(f"{self._folder / file}: it has become shorter; is it replaced?")
+            raise CheckpointError(
+                f"{self._folder / file}: {n_bytes} bytes expected at {offset}, found {len(data)}: "
+                "the file has become shorter",
+                remedy="load the model again",
+            )
         return data
 
     def write(self, file: str, offset: int, data: memoryview) -> None:
@@ -114,7 +118,7 @@ class TensorFiles:
         except OSError as error:
             raise disk_error(error, self._folder) from error
 
-    def digest(self, part: Part) -> str:
+    def digest(self, part: TensorPart) -> str:
         """Return the SHA-256 of a part as it is on disk, in hex."""
         digest = hashlib.sha256()
         for at in range(0, part.size_bytes, _HASH_BYTES):
@@ -122,13 +126,13 @@ class TensorFiles:
             digest.update(self.read(part.file, part.offset + at, n_bytes))
         return digest.hexdigest()
 
-    def sync(self, file: str) -> Stamp:
+    def sync(self, file: str) -> FileStamp:
         """Flush a file to the disk; return its stamp."""
         handle = self._handle(file)
         os.fsync(handle.fileno())
         return stamp_of(handle.fileno())
 
-    def stamp(self, file: str) -> Stamp:
+    def stamp(self, file: str) -> FileStamp:
         """Return a file's stamp. Raises CheckpointError when it cannot be opened."""
         try:
             return stamp_of(self._handle(file).fileno())
@@ -147,7 +151,7 @@ class TensorFiles:
         return self._open[file]
 
 
-def stamp_of(file: int) -> Stamp:
+def stamp_of(file: int) -> FileStamp:
     """Return size and time of change of an open file."""
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
@@ -167,19 +171,19 @@ class Replica:
         self._unsynced_bytes = 0
         self._files = TensorFiles(folder, writable=True)
 
-    def parts(self, tensors: Iterable[str]) -> list[Part]:
+    def parts(self, tensors: Iterable[str]) -> list[TensorPart]:
         """List the parts of these tensors."""
         return [part for name in tensors for part in parts_of(self.checkpoint.stored[name])]
 
-    def digest(self, part: Part) -> str | None:
+    def digest(self, part: TensorPart) -> str | None:
         """Return the SHA-256 of a part that is held, None for one that is not."""
         return self._journal.digests.get(part.tensor, {}).get(part.number)
 
-    def write(self, part: Part, at: int, data: memoryview) -> None:
+    def write(self, part: TensorPart, at: int, data: memoryview) -> None:
         """Write some bytes of a part, `at` bytes behind its start. Raises what writing raises."""
         self._files.write(part.file, part.offset + at, data)
 
-    def hold(self, part: Part, sha256: str) -> None:
+    def hold(self, part: TensorPart, sha256: str) -> None:
         """Record that a part was written whole and has this digest."""
         self._unsynced_bytes += part.size_bytes
         with self._disk_errors():
@@ -192,12 +196,12 @@ class Replica:
         """Count the bytes of these tensors that are not held."""
         return sum(part.size_bytes for part in self.parts(tensors) if self.digest(part) is None)
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: TensorPart) -> None:
         """Record that a part is not to be used any more."""
         with self._disk_errors():
             self._journal.drop(part.tensor, part.number)
 
-    def doubtful(self, tensors: Iterable[str]) -> list[Part]:
+    def doubtful(self, tensors: Iterable[str]) -> list[TensorPart]:
         """List the held parts in files of these tensors that were not left sealed.
 
         That is after a crash, and when somebody else has written to a file.
@@ -214,7 +218,7 @@ class Replica:
             if self.digest(part) is not None
         ]
 
-    def check(self, part: Part) -> bool:
+    def check(self, part: TensorPart) -> bool:
         """Compare a held part with its digest; one that is wrong is held no longer."""
         is_right = self._files.digest(part) == self.digest(part)
         if not is_right:

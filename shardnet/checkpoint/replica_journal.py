@@ -17,7 +17,7 @@ from shardnet.types import WEIGHT_PART_BYTES
 
 JOURNAL_FILE: Final = "replica.jsonl"
 
-Stamp = tuple[int, int]
+FileStamp = tuple[int, int]
 """A file's size and time of change (ns)."""
 
 
@@ -38,7 +38,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.digests: dict[str, dict[int, str]] = {}
-        self.seals: dict[str, Stamp] = {}
+        self.seals: dict[str, FileStamp] = {}
         self.samples: dict[str, str] = {}
         self.n_dropped = 0
         for line in path.read_bytes().split(b"\n"):
@@ -71,7 +71,7 @@ class Journal:
         """Note that a part is not held any more. Raises OSError when that cannot be written."""
         self._append({"tensor": tensor, "part": part, "sha256": None})
 
-    def seal(self, stamps: dict[str, Stamp]) -> None:
+    def seal(self, stamps: dict[str, FileStamp]) -> None:
         """Record the stamps of tensor files that are on disk whole."""
         self._append({"seal": stamps})
 

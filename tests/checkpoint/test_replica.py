@@ -16,9 +16,9 @@ from shardnet.checkpoint import replica as replica_module
 from shardnet.checkpoint import replica_journal
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import (
-    Part,
     Replica,
     TensorFiles,
+    TensorPart,
     begin_replica,
     check_heads,
     disk_error,
@@ -137,7 +137,7 @@ def test_a_part_that_no_model_has_is_refused(single: Path, tensor: str, number: 
 
 
 class TestJournal:
-    def part(self, folder: Path) -> Part:
+    def part(self, folder: Path) -> TensorPart:
         return part_of(Checkpoint.open(folder), "lm_head.weight", 1)
 
     def test_outlives_a_process_killed_while_writing(self, single: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ class TestSoundness:
         fill(folder, single, ["lm_head.weight", "model.norm.weight"])
         return folder
 
-    def recheck(self, folder: Path, tensors: Iterable[str]) -> tuple[int, list[Part]]:
+    def recheck(self, folder: Path, tensors: Iterable[str]) -> tuple[int, list[TensorPart]]:
         """How many parts were looked at, and which were wrong."""
         replica = Replica(folder)
         doubtful = replica.doubtful(tensors)

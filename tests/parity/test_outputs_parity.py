@@ -20,7 +20,7 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
-from shardnet.runtime.engine.requests import GenerationEvent, GenerationRequest, Speculation
+from shardnet.runtime.engine.requests import GenerationRequest, RequestEvent, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
 
@@ -76,7 +76,7 @@ class Wanted:
                 assert value == pytest.approx(row[token_id], abs=TOLERANCE)
 
 
-def rows_of(events: Sequence[GenerationEvent], kind: OutputKind) -> tuple[int, Rows]:
+def rows_of(events: Sequence[RequestEvent], kind: OutputKind) -> tuple[int, Rows]:
     """The rows of a kind, joined, and the position of the first."""
     blocks = [e.block for e in events if isinstance(e, RowsReady) and e.block.kind is kind]
     for one, following in itertools.pairwise(blocks):
@@ -85,7 +85,7 @@ def rows_of(events: Sequence[GenerationEvent], kind: OutputKind) -> tuple[int, R
     return blocks[0].position, np.concatenate(parts)
 
 
-def scored(events: Sequence[GenerationEvent]) -> list[TokenLogprobs]:
+def scored(events: Sequence[RequestEvent]) -> list[TokenLogprobs]:
     return [entry for e in events if isinstance(e, PromptLogprobsReady) for entry in e.logprobs]
 
 
@@ -94,7 +94,7 @@ def close(found: Rows, wanted: Rows) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-def check_all(reference: Any, wanted: GenerationRequest, events: Sequence[GenerationEvent]) -> None:
+def check_all(reference: Any, wanted: GenerationRequest, events: Sequence[RequestEvent]) -> None:
     """Compare everything there is about every row."""
     made = tokens_of(events)
     assert len(made) == wanted.max_tokens

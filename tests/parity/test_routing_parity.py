@@ -19,7 +19,7 @@ from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.runtime.engine.outputs import RowsReady
-from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
+from shardnet.runtime.engine.requests import RequestEvent, RequestMoved, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.types import OpenSequence, OutputKind, OutputParams
 
@@ -64,7 +64,7 @@ def wanted_experts(model: Any, tokens: Sequence[int]) -> list[list[list[int]]]:
     return experts
 
 
-def routing_of(events: Sequence[GenerationEvent]) -> Experts:
+def routing_of(events: Sequence[RequestEvent]) -> Experts:
     """The experts of all rows, which must follow each other from position 0."""
     blocks = [event.block for event in events if isinstance(event, RowsReady)]
     assert {block.kind for block in blocks} == {OutputKind.ROUTING}
@@ -78,7 +78,7 @@ def routing_of(events: Sequence[GenerationEvent]) -> Experts:
     return np.concatenate(rows)
 
 
-def check(reference: Any, prompt: Sequence[int], events: Sequence[GenerationEvent]) -> None:
+def check(reference: Any, prompt: Sequence[int], events: Sequence[RequestEvent]) -> None:
     tokens = [*prompt, *tokens_of(events)]
     rows = tokens[: max(len(prompt), len(tokens) - 1)]
     assert routing_of(events).tolist() == wanted_experts(reference, rows)

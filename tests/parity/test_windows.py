@@ -18,7 +18,7 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.runtime.engine.requests import GenerationEvent, RequestMoved, Speculation
+from shardnet.runtime.engine.requests import RequestEvent, RequestMoved, Speculation
 from shardnet.types import DType, KvDType
 
 CONTEXT = 1280
@@ -62,7 +62,7 @@ class WrongDrafts:
     def close(self) -> None: ...
 
 
-def n_kept(events: Sequence[GenerationEvent]) -> int:
+def n_kept(events: Sequence[RequestEvent]) -> int:
     """How much of the prompt was there already."""
     return max(event.n_kept for event in events if isinstance(event, RequestMoved))
 

@@ -166,7 +166,7 @@ def test_one_gguf_of_many_is_pulled_and_used_by_name(machine: Machine, hub: Hub)
         (["lab/gated"], "accept its terms at https://huggingface.co/lab/gated"),
         ([REPO, "--revision", "v9"], "lab/parrot has no revision v9"),
         (["lab/none-of-it"], "has no weights that are read here (its files: config.json)"),
-        (["lab/ggufs"], "has GGUF files only: choose one as lab/ggufs:Q4_0; there are Q4_0, Q8_0"),
+        (["lab/ggufs"], "has GGUF files only; there are Q4_0, Q8_0; choose one as lab/ggufs:Q4_0"),
         (["lab/ggufs:Q2_K"], "has no GGUF of the name Q2_K; there are Q4_0, Q8_0"),
         (["lab/ggufs:Q8_0", "--layers", "0-1"], "its weights are in x-Q8_0.gguf; pull it without"),
         (["lab/liar"], "index.json names evil.py, which is no tensor file that the Hub has"),

@@ -26,7 +26,7 @@ MAX_SIZE: Final = 1 << 44
 """Cap on a dimension and on an offset, far above any file."""
 
 Scalar = int | float | bool | str
-Value = Scalar | list[Scalar]
+MetadataValue = Scalar | list[Scalar]
 """What a key says. Text that is not UTF-8 keeps its bytes as lone surrogates (surrogateescape)."""
 
 _SCALARS: Final = {
@@ -64,7 +64,7 @@ class GgufTensor:
 class GgufHeader:
     """What stands before the tensors' bytes, which begin at `head_bytes`."""
 
-    metadata: Mapping[str, Value]
+    metadata: Mapping[str, MetadataValue]
     tensors: tuple[GgufTensor, ...]
     head_bytes: int
     size_bytes: int
@@ -112,7 +112,7 @@ def first_part_name(name: str) -> str:
     return f"{match[1]}-00001-of-{match[3]}.gguf" if match else name
 
 
-def gguf_metadata(path: Path) -> dict[str, Value] | None:
+def gguf_metadata(path: Path) -> dict[str, MetadataValue] | None:
     """Read the metadata of the GGUF checkpoint at `path` (see `gguf_files`); None if it is not one.
 
     Raises CheckpointError for a damaged file.
@@ -201,7 +201,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
     n_tensors = cursor.count(24, MAX_ELEMENTS)
     cursor.what = "the number of metadata keys"
     n_keys = cursor.count(13, MAX_ELEMENTS)
-    metadata: dict[str, Value] = {}
+    metadata: dict[str, MetadataValue] = {}
     for _ in range(n_keys):
         key = cursor.text()
         if key in metadata:
@@ -237,7 +237,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
     )
 
 
-def _value(cursor: _Cursor) -> Value:
+def _value(cursor: _Cursor) -> MetadataValue:
     kind = cursor.number("I")
     if kind != _ARRAY:
         return _scalar(cursor, kind)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from shardnet.checkpoint.formats.gguf_header import Value
+from shardnet.checkpoint.formats.gguf_header import MetadataValue
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.families.registry import gguf_families
 
 
 def config_of_metadata(
-    metadata: Mapping[str, Value],
+    metadata: Mapping[str, MetadataValue],
     tensors: Container[str],
     vocab_size: int,
     factors: Factors,

@@ -120,7 +120,9 @@ def read_stored(
     try:
         with path.open("rb", buffering=0) as file:
             if file.seek(0, 2) != file_bytes:
-                raise CheckpointError(f"{path}: its size has changed; is it replaced? {AGAIN}")
+                raise CheckpointError(
+                    f"{path}: its size has changed since it was opened", remedy=AGAIN
+                )
             begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             inside = tensor.offset - begin
             # A private mapping, since torch warns of buffers that cannot be written.
@@ -129,7 +131,7 @@ def read_stored(
             )
     except OSError as error:
         raise CheckpointError(
-            f"{path}: tensor {tensor.name} cannot be read ({error.strerror}); {AGAIN}"
+            f"{path}: tensor {tensor.name} cannot be read ({error.strerror})", remedy=AGAIN
         ) from error
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=inside)
     if came is not None:
@@ -166,7 +168,7 @@ def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
     end = start
     for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
         if info.offset < end:
-            raise CheckpointError(f"{path}: tensor {info.name} lies over another one; {AGAIN}")
+            raise CheckpointError(f"{path}: tensor {info.name} lies over another one", remedy=AGAIN)
         end = info.offset + info.size_bytes
     return end
 

@@ -16,7 +16,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncZeroconf
 
 from shardnet.cluster.discovery.mdns_listener import MdnsListener
-from shardnet.cluster.discovery.node_record import SERVICE_TYPE, Candidate, to_service
+from shardnet.cluster.discovery.node_record import SERVICE_TYPE, NodeRecord, to_service
 from shardnet.cluster.discovery.service_browser import (
     Complaints,
     Goodbye,
@@ -56,19 +56,19 @@ class Discovery:
         """Addresses of the interfaces on which it speaks now."""
         self.failure = ""
         """Why it speaks nowhere."""
-        self.records: dict[NodeId, Candidate] = {}
+        self.records: dict[NodeId, NodeRecord] = {}
         """Of other nodes, as they are now."""
         self.listener = MdnsListener(SERVICE_TYPE)
 
-    async def run(self, own: Callable[[], Candidate], on_event: OnEvent) -> None:
+    async def run(self, own: Callable[[], NodeRecord], on_event: OnEvent) -> None:
         """Announce what `own` gives and report others, until cancelled; then say goodbye.
 
         Where multicast is not possible this is said once, and tried again at every announcement.
         """
         complaints = Complaints(self._log)
 
-        def note(event: Candidate | Goodbye) -> None:
-            if isinstance(event, Candidate):
+        def note(event: NodeRecord | Goodbye) -> None:
+            if isinstance(event, NodeRecord):
                 self.records[event.node] = event
             else:
                 self.records.pop(event.node, None)
@@ -91,7 +91,7 @@ class Discovery:
         self,
         zeroconf: AsyncZeroconf,
         interfaces: tuple[str, ...],
-        own: Callable[[], Candidate],
+        own: Callable[[], NodeRecord],
         on_event: OnEvent,
         complaints: Complaints,
     ) -> None:
@@ -111,7 +111,7 @@ class Discovery:
                     return
                 announcing = await zeroconf.async_update_service(to_service(record))
 
-    def _interfaces(self, record: Candidate) -> tuple[str, ...]:
+    def _interfaces(self, record: NodeRecord) -> tuple[str, ...]:
         return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))
 
     def _fail(self, error: Exception) -> None:
@@ -126,15 +126,15 @@ class Discovery:
 
 async def browse(
     interfaces: Sequence[str], *, own_host_id: str, longest_s: float, quiet_s: float
-) -> list[Candidate]:
+) -> list[NodeRecord]:
     """Look for nodes without announcing one: for `longest_s`, or until some are found and no other
     has shown itself for `quiet_s`. Where mDNS does not work there are none.
     """
-    found: dict[NodeId, Candidate] = {}
+    found: dict[NodeId, NodeRecord] = {}
     news = asyncio.Event()
 
-    def note(event: Candidate | Goodbye) -> None:
-        if isinstance(event, Candidate):
+    def note(event: NodeRecord | Goodbye) -> None:
+        if isinstance(event, NodeRecord):
             found[event.node] = event
         else:
             found.pop(event.node, None)

@@ -31,7 +31,7 @@ _MAX_NAME_BYTES: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class NodeRecord:
     """A node as its record describes it: this one, or one that may be there.
 
     `fingerprint` is that of the cluster key, "" without one; `protocol` the version of the wire
@@ -57,7 +57,7 @@ class UnusableRecordError(ValueError):
     """A record that says nothing usable; the message says why. It becomes a line in the log."""
 
 
-def to_service(record: Candidate) -> AsyncServiceInfo:
+def to_service(record: NodeRecord) -> AsyncServiceInfo:
     """Write a node's record."""
     return AsyncServiceInfo(
         SERVICE_TYPE,
@@ -78,7 +78,7 @@ def to_service(record: Candidate) -> AsyncServiceInfo:
     )
 
 
-def from_service(service: ServiceInfo, own_host_id: str) -> Candidate:
+def from_service(service: ServiceInfo, own_host_id: str) -> NodeRecord:
     """Read a node's record. Raises UnusableRecordError for anything that is not well formed.
 
     Loopback addresses count only for nodes of this machine.
@@ -98,7 +98,7 @@ def from_service(service: ServiceInfo, own_host_id: str) -> Candidate:
     if not service.port:
         raise UnusableRecordError("it has no port")
     protocol = _text(properties, b"protocol", re.compile(r"\d{1,5}"))
-    return Candidate(
+    return NodeRecord(
         node=NodeId(node),
         name=_text(properties, b"name"),
         version=_text(properties, b"version", _VERSION),

@@ -20,7 +20,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from shardnet.cluster.discovery.node_record import (
     SERVICE_TYPE,
-    Candidate,
+    NodeRecord,
     UnusableRecordError,
     from_service,
 )
@@ -44,7 +44,7 @@ class Goodbye:
     node: NodeId
 
 
-OnEvent = Callable[[Candidate | Goodbye], None]
+OnEvent = Callable[[NodeRecord | Goodbye], None]
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ class RecordReader:
         self._own_host_id = own_host_id
         self._complaints = complaints
 
-    async def read(self, zeroconf: Zeroconf, name: str) -> Candidate | None:
+    async def read(self, zeroconf: Zeroconf, name: str) -> NodeRecord | None:
         """Ask for the record `name` and check it."""
         try:
             service = AsyncServiceInfo(SERVICE_TYPE, name)

@@ -22,8 +22,8 @@ from shardnet import __version__
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.hub_cache import HubName, cache_root
 from shardnet.checkpoint.replica import (
-    Part,
     Replica,
+    TensorPart,
     begin_replica,
     check_heads,
     lay_out,
@@ -180,9 +180,9 @@ def _fill(
     return done
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+def _runs(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
     """Group parts that are adjacent in one file."""
-    runs: list[list[Part]] = []
+    runs: list[list[TensorPart]] = []
     for part in sorted(parts, key=lambda part: (part.file, part.offset)):
         last = runs[-1][-1] if runs else None
         if last is None or (last.file, last.offset + last.size_bytes) != (part.file, part.offset):
@@ -191,7 +191,7 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     return runs
 
 
-def _take(run: Sequence[Part], pieces: Iterator[bytes], replica: Replica) -> Iterator[int]:
+def _take(run: Sequence[TensorPart], pieces: Iterator[bytes], replica: Replica) -> Iterator[int]:
     """Write the parts of a run while their bytes arrive; yield the size of each piece."""
     waiting = deque(run)
     digest, at = hashlib.sha256(), 0

@@ -29,7 +29,7 @@ from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.stage.estimate.memory_estimate import (
     graph_bytes,
 )
-from shardnet.stage.estimate.stored_dtype import check_in_place
+from shardnet.stage.estimate.stored_dtype import check_streamable_dtype
 from shardnet.types import (
     DType,
     KvDType,
@@ -66,7 +66,7 @@ def make_plan(
     )
     stored = settle_stored_dtype(facts, dtype, nodes, measured)
     shape = model_shape(facts.config, dtype, context, wire_dtype, quantization, stored)
-    if quantization.weights is None and facts.dtype_in_place is not stored:
+    if quantization.weights is None and facts.stored_dtype is not stored:
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.told}
     candidates = _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
@@ -142,7 +142,7 @@ def _placed(
 
     def streaming(n_streamed: int | None) -> Placement | None:
         if shape.streaming is None:
-            check_in_place(facts.path, facts.dtype_in_place, stored)
+            check_streamable_dtype(facts.path, facts.stored_dtype, stored)
         return place_streaming(
             shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
         )

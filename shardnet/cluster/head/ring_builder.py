@@ -14,7 +14,7 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
-from shardnet.cluster.ring.stage_port import LocalPort, Progress, RemotePort, StagePort
+from shardnet.cluster.ring.stage_port import LocalPort, PhaseProgress, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
@@ -96,7 +96,7 @@ class RingBuilder:
         control, links = await self._sharing.control(node), self._peers.links
         return RemotePort(control, links.watch, links.latest)
 
-    async def _load_own(self, message: LoadStage, progress: Progress) -> StageReady:
+    async def _load_own(self, message: LoadStage, progress: PhaseProgress) -> StageReady:
         return await self._orders.load(
             message,
             owner=self._node,

@@ -51,7 +51,7 @@ def settle_stored_dtype(
     them, else `dtype`, which never takes less memory than a stage needs.
     """
     keeps = dtype is DType.FLOAT32 and all(node.node in measured.keeping_bfloat16 for node in nodes)
-    return DType.BFLOAT16 if keeps and facts.products_dtype is DType.BFLOAT16 else dtype
+    return DType.BFLOAT16 if keeps and facts.linear_dtype is DType.BFLOAT16 else dtype
 
 
 def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.node_record import Candidate
+from shardnet.cluster.discovery.node_record import NodeRecord
 from shardnet.cluster.discovery.service_browser import Goodbye
 from shardnet.cluster.machine.addresses import (
     LocalAddress,
@@ -75,7 +75,7 @@ class Advertisement:
     async def discover(self, discovery: Discovery, peers: Peers) -> None:
         """Be found, and propose to `peers` whom `discovery` finds, until cancelled."""
 
-        def found(event: Candidate | Goodbye) -> None:
+        def found(event: NodeRecord | Goodbye) -> None:
             if isinstance(event, Goodbye):
                 peers.withdraw(event.node)
             else:
@@ -84,9 +84,9 @@ class Advertisement:
 
         await discovery.run(lambda: self._record(discovery.fingerprint), found)
 
-    def _record(self, fingerprint: str) -> Candidate:
+    def _record(self, fingerprint: str) -> NodeRecord:
         self.look_around()
-        return Candidate(
+        return NodeRecord(
             node=self._node,
             name=self._name,
             version=__version__,
@@ -102,7 +102,7 @@ def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(split_address(address)[0] for address in addresses)
 
 
-def _refusal(candidate: Candidate, fingerprint: str) -> str:
+def _refusal(candidate: NodeRecord, fingerprint: str) -> str:
     """Return why a candidate is none of this cluster, "" if it may be one."""
     if candidate.protocol != PROTOCOL_VERSION:
         return (

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 REPLY_SILENCE_S = 30.0
 """A peer whose link lives but that neither replies nor reports progress for so long has failed."""
 
-Request = (
+ControlRequest = (
     Status
     | Ping
     | ReportRequest
@@ -64,7 +64,7 @@ Request = (
     | Unload
 )
 Notice = RingBroken | PeersKnown
-Incoming = Request | Notice
+Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 OnAnswer = Callable[[ControlMessage | ShardnetError], None]
@@ -105,7 +105,7 @@ class ControlLink:
 
     async def ask(
         self,
-        message: Request,
+        message: ControlRequest,
         expected: type[Answer],
         *,
         on_progress: Callable[[LoadProgress], None] | None = None,
@@ -137,7 +137,9 @@ class ControlLink:
                     )
 
     @asynccontextmanager
-    async def conversation(self, message: Request) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+    async def conversation(
+        self, message: ControlRequest
+    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
         """Send a request and give everything that answers it, without a deadline of its own.
 
         The iterator raises what the peer reported with Failed, and LinkError when the link ends.
@@ -151,7 +153,7 @@ class ControlLink:
         finally:
             self.end(message.request, give_up=not is_over)  # of what has failed it is no news
 
-    def begin(self, message: Request, on_answer: OnAnswer) -> None:
+    def begin(self, message: ControlRequest, on_answer: OnAnswer) -> None:
         """Send a request and hand everything that answers it to `on_answer`, until `end`.
 
         What ends the link counts as an answer. Raises LinkError when it has ended already.
@@ -196,19 +198,19 @@ class ControlLink:
                         self._handling[request].cancel()
                 case message if isinstance(message, Notice):
                     tasks.create_task(self._handle_notice(message))
-                case message if isinstance(message, Request):
+                case message if isinstance(message, ControlRequest):
                     self._accept(message, tasks)
                 case answer if answer.request in self._answers:
                     self._answers[answer.request](answer)
 
-    def _accept(self, message: Request, tasks: asyncio.TaskGroup) -> None:
+    def _accept(self, message: ControlRequest, tasks: asyncio.TaskGroup) -> None:
         if message.request in self._handling:
             raise RemoteProtocolError(f"{self.peer_name} used request {message.request} twice")
         task = tasks.create_task(self._handle(message))
         self._handling[message.request] = task
         task.add_done_callback(lambda _: self._handling.pop(message.request))
 
-    async def _handle(self, message: Request) -> None:
+    async def _handle(self, message: ControlRequest) -> None:
         """Carry out a request; whatever ends it early is told to the peer."""
         try:
             await self._handler(self, message)
@@ -237,7 +239,7 @@ class ControlLink:
             remedy="report it, with the trace in that node's output",
         )
 
-    def _refuse(self, message: Request, error: ShardnetError) -> None:
+    def _refuse(self, message: ControlRequest, error: ShardnetError) -> None:
         if not self.link.closed:
             text, remedy = explained(error)
             self.send(Failed(request=message.request, code=error.code, message=text, remedy=remedy))

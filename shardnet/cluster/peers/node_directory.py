@@ -29,7 +29,7 @@ LISTED_S = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class NodeCandidates:
     """The nodes that a plan may use, and linked ones that did not say in time how they are."""
 
     nodes: tuple[NodeInfo, ...]
@@ -56,7 +56,7 @@ class NodeDirectory:
         self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
-    async def candidates(self, addresses: Sequence[str]) -> Candidates:
+    async def candidates(self, addresses: Sequence[str]) -> NodeCandidates:
         """Return the nodes at `addresses`, or without any this node and its peers.
 
         A peer is waited for while its link lives, at most `status_s`. Raises LinkError when there
@@ -64,7 +64,7 @@ class NodeDirectory:
         """
         if not addresses:
             infos, silent = await self._ask_all(self._status_s)
-            return Candidates(nodes=(self._own_info(), *infos), silent=silent)
+            return NodeCandidates(nodes=(self._own_info(), *infos), silent=silent)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asks = [tasks.create_task(self._at(address)) for address in addresses]
@@ -74,7 +74,7 @@ class NodeDirectory:
         for place, info in enumerate(infos):
             if info.node in {other.node for other in infos[:place]}:
                 raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
-        return Candidates(nodes=tuple(infos))
+        return NodeCandidates(nodes=tuple(infos))
 
     async def listed(self) -> list[NodeInfo]:
         """Ask every linked peer; of one that does not answer at once tell what was known last.

@@ -48,7 +48,7 @@ class StageHost:
         self._loader = Executor("shardnet-load", niceness=10)
         self._changing = asyncio.Lock()
         self._work: ProgressReporter | None = None
-        """Progress of what is loaded or measured now."""
+        """Progress of the current load or measurement."""
         self._is_closing = False
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None

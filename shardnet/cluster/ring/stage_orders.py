@@ -17,7 +17,7 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_port import Progress
+from shardnet.cluster.ring.stage_port import PhaseProgress
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
@@ -154,7 +154,7 @@ class StageOrders:
         *,
         owner: str,
         owner_name: str,
-        progress: Progress,
+        progress: PhaseProgress,
         broken: Callable[[ShardnetError], None],
         entered: Callable[[], None] = lambda: None,
     ) -> StageReady:

@@ -19,7 +19,7 @@ from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import ConnectRing, LoadStage, StageReady, UnloadStage
 
-Progress = Callable[[Phase, int, int], None]
+PhaseProgress = Callable[[Phase, int, int], None]
 """Takes (what is done, bytes done, bytes in all)."""
 
 
@@ -38,7 +38,7 @@ class StagePort(Protocol):
     def last_step(self) -> int:
         """The last step that it is known to have completed."""
 
-    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Have the stage loaded. The port numbers the request itself.
 
         The first call of `on_progress` means that the node has accepted the order. Raises
@@ -63,7 +63,7 @@ class LocalPort:
         host: StageHost,
         node: NodeId,
         name: str,
-        load: Callable[[LoadStage, Progress], Awaitable[StageReady]],
+        load: Callable[[LoadStage, PhaseProgress], Awaitable[StageReady]],
         unload: Callable[[str], Awaitable[None]],
     ) -> None:
         self._host = host
@@ -77,7 +77,7 @@ class LocalPort:
         """The last step of this node's own stage."""
         return self._host.progress[1]
 
-    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Load the stage here."""
         return await self._load(message, on_progress)
 
@@ -127,7 +127,7 @@ class RemotePort:
         """The step in the peer's last heartbeat."""
         return self._control.link.peer_progress[1]
 
-    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Ask the peer, and pass its progress on."""
         return await self._control.ask(
             replace(message, request=self._control.next_request()),

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import TypeVar
 
-from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.errors import PeerSilentError, RemoteProtocolError
 from shardnet.transport.deadline import deadline
@@ -80,7 +80,7 @@ class BulkClient:
                 yield offset + at, piece
                 at += len(piece)
 
-    async def digests(self, parts: Sequence[Part]) -> list[str | None]:
+    async def digests(self, parts: Sequence[TensorPart]) -> list[str | None]:
         """Ask for the SHA-256 of parts, at most MAX_DIGESTS; None for what is not there."""
         message = FetchDigests(
             request=next(self._numbers),
@@ -95,7 +95,7 @@ class BulkClient:
             )
         return answer.sha256
 
-    def ask_part(self, part: Part) -> int:
+    def ask_part(self, part: TensorPart) -> int:
         """Ask for a part; return the request's number, for `piece`."""
         message = FetchPart(
             request=next(self._numbers),

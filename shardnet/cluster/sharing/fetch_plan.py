@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.replica import TensorPart
 
 
 class FetchPlan:
@@ -20,13 +20,13 @@ class FetchPlan:
     def __init__(self, sources: Iterable[str]) -> None:
         self.sources = set(sources)
         """Those that have not been given up."""
-        self._waiting: dict[str, deque[Part]] = {}
-        self._asked: dict[Part, str] = {}
-        self._begun: set[Part] = set()
-        self._barred: dict[Part, set[str]] = {}
+        self._waiting: dict[str, deque[TensorPart]] = {}
+        self._asked: dict[TensorPart, str] = {}
+        self._begun: set[TensorPart] = set()
+        self._barred: dict[TensorPart, set[str]] = {}
         self._is_closed = False
 
-    def want(self, part: Part) -> None:
+    def want(self, part: TensorPart) -> None:
         """Add a part."""
         self._waiting.setdefault(part.tensor, deque()).append(part)
 
@@ -44,7 +44,7 @@ class FetchPlan:
         """Whether a part waits for a source."""
         return bool(self._waiting)
 
-    def take(self, source: str, n_asked: int) -> Part | None:
+    def take(self, source: str, n_asked: int) -> TensorPart | None:
         """Return a part to ask `source` for now, None when there is none for it.
 
         A source of which nothing is asked takes over what another one has not begun to send.
@@ -66,18 +66,18 @@ class FetchPlan:
                 return part
         return None
 
-    def begin(self, part: Part, source: str) -> bool:
+    def begin(self, part: TensorPart, source: str) -> bool:
         """Mark that a source begins to send a part. False if the part is not asked of it now."""
         if self._asked.get(part) != source:
             return False
         self._begun.add(part)
         return True
 
-    def settled(self, part: Part) -> None:
+    def settled(self, part: TensorPart) -> None:
         """Mark that a part was received and verified."""
         self._forget(part)
 
-    def bar(self, part: Part) -> None:
+    def bar(self, part: TensorPart) -> None:
         """Queue a part again, for any source but the one that was asked for it."""
         self._barred.setdefault(part, set()).add(self._forget(part))
         self.want(part)
@@ -94,7 +94,7 @@ class FetchPlan:
         self.lost(source)
         self.sources.discard(source)
 
-    def unobtainable(self) -> Part | None:
+    def unobtainable(self) -> TensorPart | None:
         """Return a waiting part that no source is left for, None when there is none."""
         for parts in self._waiting.values():
             for part in parts:
@@ -102,9 +102,9 @@ class FetchPlan:
                     return part
         return None
 
-    def _may_give(self, source: str, part: Part) -> bool:
+    def _may_give(self, source: str, part: TensorPart) -> bool:
         return source not in self._barred.get(part, ())
 
-    def _forget(self, part: Part) -> str:
+    def _forget(self, part: TensorPart) -> str:
         self._begun.discard(part)
         return self._asked.pop(part)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from shardnet.checkpoint.replica import Part, Replica
+from shardnet.checkpoint.replica import Replica, TensorPart
 from shardnet.cluster.sharing.bulk_client import ANSWER_S, BulkClient, SourceRefused
 from shardnet.cluster.sharing.fetch_plan import FetchPlan
 from shardnet.errors import (
@@ -85,12 +85,12 @@ class Fetch:
         self._log = log
         self._times = times or FetchTimes()
         self._plan = FetchPlan(self._sources)
-        self._digests: dict[Part, tuple[str, str]] = {}
+        self._digests: dict[TensorPart, tuple[str, str]] = {}
         self._has_come_wrong = False
         self._names: dict[str, str] = {}
         self._failures: dict[str, str] = {}
         self._came: dict[str, int] = {}
-        self._under_way: dict[Part, int] = {}
+        self._under_way: dict[TensorPart, int] = {}
         self._news = asyncio.Event()
         self._total_bytes = 0
 
@@ -136,7 +136,7 @@ class Fetch:
 
     # --- digests
 
-    async def _settle_digests(self, parts: Sequence[Part]) -> None:
+    async def _settle_digests(self, parts: Sequence[TensorPart]) -> None:
         """Ask for the digest of every part, and queue those that the replica lacks.
 
         The first source tells. When it fails, the next one tells of all parts, so that no two are
@@ -155,14 +155,14 @@ class Fetch:
         self._tell()
 
     async def _ask_digests(
-        self, source: str, parts: Sequence[Part], tries: int
-    ) -> list[Part] | None:
+        self, source: str, parts: Sequence[TensorPart], tries: int
+    ) -> list[TensorPart] | None:
         """Ask a source for digests, `tries` times without any answer.
 
         Returns the parts that it lacks, None when the source has failed.
         """
         waiting = deque(_batches(parts))
-        lacking: list[Part] = []
+        lacking: list[TensorPart] = []
         left = tries
         while waiting and left:
             try:
@@ -181,15 +181,15 @@ class Fetch:
         return None if waiting else lacking
 
     async def _take_digests(
-        self, source: str, parts: Sequence[Part], digests: Sequence[str | None]
-    ) -> list[Part]:
+        self, source: str, parts: Sequence[TensorPart], digests: Sequence[str | None]
+    ) -> list[TensorPart]:
         """Record the digests from a source; return the parts that it lacks."""
         for part, sha256 in zip(parts, digests, strict=True):
             if sha256 is not None:
                 await self._take_digest(part, sha256, source)
         return [part for part, sha256 in zip(parts, digests, strict=True) if sha256 is None]
 
-    async def _take_digest(self, part: Part, sha256: str, source: str) -> None:
+    async def _take_digest(self, part: TensorPart, sha256: str, source: str) -> None:
         told, teller = self._digests.setdefault(part, (sha256, source))
         if told != sha256:
             raise CheckpointError(
@@ -232,7 +232,7 @@ class Fetch:
                 await asyncio.sleep(self._times.redial_s if left else 0)
 
     async def _pull(self, source: str, client: BulkClient) -> None:
-        asked: deque[tuple[int, Part]] = deque()
+        asked: deque[tuple[int, TensorPart]] = deque()
         while source in self._plan.sources:
             while len(asked) < WINDOW and (part := self._plan.take(source, len(asked))):
                 asked.append((client.ask_part(part), part))
@@ -242,7 +242,9 @@ class Fetch:
             else:
                 await self._news.wait()
 
-    async def _receive(self, source: str, client: BulkClient, request: int, part: Part) -> None:
+    async def _receive(
+        self, source: str, client: BulkClient, request: int, part: TensorPart
+    ) -> None:
         """Take in one part and hold it if it is right; leave what another source has taken over."""
         is_ours = self._plan.begin(part, source)
         try:
@@ -269,7 +271,7 @@ class Fetch:
         self._tell()
 
     async def _take_pieces(
-        self, client: BulkClient, request: int, part: Part, *, keep: bool = True
+        self, client: BulkClient, request: int, part: TensorPart, *, keep: bool = True
     ) -> str:
         """Write a part as it comes, if it is to be kept; return its SHA-256 in hex."""
         digest = hashlib.sha256()
@@ -283,11 +285,11 @@ class Fetch:
             at += len(piece)
         return digest.hexdigest()
 
-    def _write(self, part: Part, at: int, piece: memoryview, digest: hashlib._Hash) -> None:
+    def _write(self, part: TensorPart, at: int, piece: memoryview, digest: hashlib._Hash) -> None:
         self._replica.write(part, at, piece)
         digest.update(piece)
 
-    def _came_wrong(self, part: Part, source: str, client: BulkClient) -> None:
+    def _came_wrong(self, part: TensorPart, source: str, client: BulkClient) -> None:
         """Give up a source whose part does not match its digest."""
         self._has_come_wrong = True
         self._failures[source] = (
@@ -308,7 +310,7 @@ class Fetch:
         if part is not None:
             raise self._out_of_reach(part)
 
-    def _out_of_reach(self, part: Part) -> ShardnetError:
+    def _out_of_reach(self, part: TensorPart) -> ShardnetError:
         asked = "; ".join(
             f"{self._name(source)}: {self._failures.get(source, 'does not hold it')}"
             for source in self._sources
@@ -358,9 +360,9 @@ class Fetch:
         self._on_progress(self._done_bytes, self._total_bytes)
 
 
-def _batches(parts: Sequence[Part]) -> list[list[Part]]:
+def _batches(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
     """Cut a list of parts where it has come to DIGEST_BYTES or MAX_DIGESTS."""
-    batches: list[list[Part]] = []
+    batches: list[list[TensorPart]] = []
     room = 0
     for part in parts:
         if not batches or room < part.size_bytes or len(batches[-1]) == MAX_DIGESTS:

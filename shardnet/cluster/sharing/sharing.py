@@ -101,7 +101,7 @@ class Sharing:
     def check_hello(self, hello: Hello) -> None:
         """Raise UsageError or BusyError for a bulk link that this node does not serve."""
         if hello.role is not PeerRole.NODE:
-            raise UsageError("weights go from node to node; a client has no use for them")
+            raise UsageError("a bulk link is for weights between nodes, and this is a client's")
         if len(self._links) >= MAX_BULK_LINKS:
             raise BusyError(f"this node gives weights over {MAX_BULK_LINKS} links already")
 

@@ -11,8 +11,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from shardnet.checkpoint.replica import Part, TensorFiles
-from shardnet.checkpoint.replica_journal import Stamp
+from shardnet.checkpoint.replica import TensorFiles, TensorPart
+from shardnet.checkpoint.replica_journal import FileStamp
 
 
 class DigestCache:
@@ -20,7 +20,7 @@ class DigestCache:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[tuple[str, int], tuple[str, Stamp]] = {}
+        self._known: dict[tuple[str, int], tuple[str, FileStamp]] = {}
         with contextlib.suppress(OSError):
             for line in path.read_bytes().split(b"\n"):
                 self._take(line)
@@ -31,7 +31,7 @@ class DigestCache:
         name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         return cls(cache / "digests" / f"{name[:32]}.jsonl")
 
-    def digest(self, part: Part, files: TensorFiles) -> str:
+    def digest(self, part: TensorPart, files: TensorFiles) -> str:
         """Return the digest of a part, computed from `files` unless it is known.
 
         Raises CheckpointError when the part cannot be read. A digest that cannot be
@@ -46,7 +46,7 @@ class DigestCache:
             self._put(part, sha256, stamp)
         return sha256
 
-    def _put(self, part: Part, sha256: str, stamp: Stamp) -> None:
+    def _put(self, part: TensorPart, sha256: str, stamp: FileStamp) -> None:
         entry = {"tensor": part.tensor, "part": part.number, "sha256": sha256, "stamp": stamp}
         line = b"\n" + json.dumps(entry).encode()
         self._take(line)

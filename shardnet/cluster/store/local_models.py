@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.replica import Part, TensorFiles, part_of
+from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
 from shardnet.cluster.store.digest_cache import DigestCache
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import CheckpointError
@@ -86,7 +86,7 @@ class OpenModel:
         self.checkpoint = Checkpoint.open(folder)
         self.files = TensorFiles(self.checkpoint.folder)
 
-    def part(self, tensor: str, number: int) -> Part:
+    def part(self, tensor: str, number: int) -> TensorPart:
         """Find a part that is here. Raises CheckpointError when it is not."""
         part = part_of(self.checkpoint, tensor, number)
         if not self._holds(part):
@@ -109,9 +109,9 @@ class OpenModel:
         if self._use is not None:
             self._use.close()
 
-    def _holds(self, part: Part) -> bool:
+    def _holds(self, part: TensorPart) -> bool:
         return self.checkpoint.journal is None or self._journalled(part) is not None
 
-    def _journalled(self, part: Part) -> str | None:
+    def _journalled(self, part: TensorPart) -> str | None:
         journal = self.checkpoint.journal
         return journal.digests.get(part.tensor, {}).get(part.number) if journal else None

@@ -56,7 +56,7 @@ class FamilyStage(Protocol):
         """Apply final norm and LM head: [R, E] to [R, V]; last stage only."""
 
 
-class LoadStage(Protocol):
+class StageLoader(Protocol):
     """Builds the forward pass of one stage."""
 
     def __call__(
@@ -76,7 +76,7 @@ class LoadStage(Protocol):
         """
 
 
-def decoder_stage(load_layer: LoadLayer) -> LoadStage:
+def decoder_stage(load_layer: LoadLayer) -> StageLoader:
     """Make the `load_stage` of a family with Llama's embedding, rotary positions and LM head.
 
     `load_layer(config, weights, layer)` takes the parameters of one layer.
@@ -165,7 +165,7 @@ class Family:
     architecture: str
     read_config: Callable[[Fields], ModelConfig]
     layer_tensors: Callable[[ModelConfig, int], Table]
-    load_stage: LoadStage
+    load_stage: StageLoader
     embedding_tensors: Callable[[ModelConfig], Table] = decoder_embedding
     head_tensors: Callable[[ModelConfig], Table] = decoder_head
     name_prefix: str = ""

@@ -25,7 +25,7 @@ __all__ = [
     "canonical_name",
     "embedding_tensors",
     "head_tensors",
-    "is_rounded",
+    "is_quantizable",
     "layer_tensors",
     "left_over",
     "stage_tensors",
@@ -79,7 +79,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
     return family_of(config).layer_tensors(config, layer)
 
 
-def is_rounded(name: str, shape: Shape) -> bool:
+def is_quantizable(name: str, shape: Shape) -> bool:
     """Whether a parameter of a layer or a head is quantised where weights are.
 
     The weights of linears are; norms, biases, routers and matrices that are multiplied per head

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
-Piece = TypeVar("Piece")
+Item = TypeVar("Item")
 
 
 class WorkerPool:
@@ -25,8 +25,8 @@ class WorkerPool:
 
     def run(
         self,
-        work: Callable[[Piece], None],
-        pieces: Iterable[Piece],
+        work: Callable[[Item], None],
+        pieces: Iterable[Item],
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         """Call `work` once for each piece, in about this order, on whichever thread is free.
@@ -53,7 +53,7 @@ class WorkerPool:
             helping.pop().result()
 
 
-def _taken_from(waiting: deque[Piece]) -> Iterator[Piece]:
+def _taken_from(waiting: deque[Item]) -> Iterator[Item]:
     """Yield pieces until none is left."""
     while waiting:
         try:

@@ -23,14 +23,14 @@ from shardnet.model.layers.modules import Mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class ExpertChoice:
     """The experts of each row, the best first, and the weights of their outputs."""
 
     experts: Tensor  # [T, K], int64
     weights: Tensor  # [T, K], float32
 
 
-Router = Callable[[Tensor], Routing]
+Router = Callable[[Tensor], ExpertChoice]
 """Routes hidden states [T, E] to experts."""
 
 
@@ -50,13 +50,13 @@ class SoftmaxRouter:
         """Take top-k and normalization from the config."""
         return cls(gate=gate, top_k=config.top_k, normalize=config.normalize_top_k)
 
-    def __call__(self, hidden: Tensor) -> Routing:
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
         """Route hidden states [T, E]. With `normalize` a row's weights add up to 1."""
         scores = self.gate(hidden).float()  # [T, X]
         best, experts = best_experts(scores, self.top_k)
         if self.normalize:
-            return Routing(experts=experts, weights=best.softmax(-1))
-        return Routing(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
+            return ExpertChoice(experts=experts, weights=best.softmax(-1))
+        return ExpertChoice(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
 
 
 def best_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.experts import Routing, best_experts, best_groups
+from shardnet.model.layers.experts import ExpertChoice, best_experts, best_groups
 from shardnet.model.layers.norms import row_sigmoid
 
 
@@ -25,14 +25,14 @@ class SoftmaxGroupRouter:
     experts: Experts
     gate: Linear
 
-    def __call__(self, hidden: Tensor) -> Routing:
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
         """Choose experts for each row of the hidden states [T, E]."""
         config = self.experts
         scores = self.gate(hidden.float()).softmax(-1)  # [T, X]
         group_scores = scores.view(len(scores), config.n_groups, -1).amax(-1)
         left = best_groups(scores, group_scores, config.top_groups, 0.0)
         weights, experts = best_experts(left, config.top_k)
-        return Routing(experts=experts, weights=weights * config.output_scale)
+        return ExpertChoice(experts=experts, weights=weights * config.output_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class SigmoidGroupRouter:
     gate: Linear
     bias: Tensor  # [X], float32
 
-    def __call__(self, hidden: Tensor) -> Routing:
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
         """Choose experts for each row of the hidden states [T, E]."""
         config = self.experts
         scores = row_sigmoid(self.gate(hidden.float()))  # [T, X]
@@ -57,7 +57,7 @@ class SigmoidGroupRouter:
         weights = scores.gather(-1, experts)
         if config.normalize_top_k:
             weights = weights / (_row_sum(weights) + 1e-20)
-        return Routing(experts=experts, weights=weights * config.output_scale)
+        return ExpertChoice(experts=experts, weights=weights * config.output_scale)
 
 
 def _row_sum(weights: Tensor) -> Tensor:

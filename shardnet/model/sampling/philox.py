@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.uint32]
-TokenIds = npt.NDArray[np.int64]
+TokenIdArray = npt.NDArray[np.int64]
 Noise = npt.NDArray[np.float64]
 
 WORD_LIMIT = 2**32
@@ -50,7 +50,7 @@ def philox4x32(counters: npt.ArrayLike, key: tuple[int, int]) -> Words:
     return blocks.astype(np.uint32)
 
 
-def noise_words(seed: int, position: int, sample_index: int, token_ids: TokenIds) -> Words:
+def noise_words(seed: int, position: int, sample_index: int, token_ids: TokenIdArray) -> Words:
     """Return the 32 random bits of each token for one drawn row.
 
     Key: (seed mod 2^32, seed div 2^32). Counter: (position, sample_index, token id div 4, 0).
@@ -69,13 +69,13 @@ def noise_words(seed: int, position: int, sample_index: int, token_ids: TokenIds
     return words[token_ids % WORDS_PER_BLOCK, np.arange(len(token_ids))]
 
 
-def _blocks(seed: int, position: int, sample_index: int, block_numbers: TokenIds) -> Words:
+def _blocks(seed: int, position: int, sample_index: int, block_numbers: TokenIdArray) -> Words:
     counters = np.zeros((WORDS_PER_BLOCK, len(block_numbers)), dtype=np.uint64)
     counters[0], counters[1], counters[2] = position, sample_index, block_numbers
     return philox4x32(counters, (seed % WORD_LIMIT, seed // WORD_LIMIT))
 
 
-def gumbel_noise(seed: int, position: int, sample_index: int, token_ids: TokenIds) -> Noise:
+def gumbel_noise(seed: int, position: int, sample_index: int, token_ids: TokenIdArray) -> Noise:
     """Return the Gumbel noise of each token for one drawn row.
 
     u = (word + 1/2) / 2^32 is exact in float64 and never 0 or 1; noise = -log(-log(u)), which lies

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from shardnet.errors import DeadlineError, ShardnetError, UsageError
 from shardnet.runtime.engine.live_request import LiveRequest
-from shardnet.runtime.engine.requests import GenerationEvent, GenerationFinished, GenerationRequest
+from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -102,7 +102,7 @@ class Engine:
             room_blocks=book.room_blocks,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestEvent, None]:
         """Run one request and yield its events, the last a GenerationFinished.
 
         Closing the iterator early cancels the request and frees its slot on every stage. Raises

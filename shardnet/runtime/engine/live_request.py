@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.outputs import OutputCollector, OutputEvent
 from shardnet.runtime.engine.requests import (
-    GenerationEvent,
     GenerationFinished,
     GenerationRequest,
+    RequestEvent,
     RequestMoved,
     TokenGenerated,
 )
@@ -22,7 +22,7 @@ from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.types import LiveState, RowGroup, TokenLogprobs
-from shardnet.wire.messages.generation import StageTime, Timing
+from shardnet.wire.messages.generation import MeanStageTime, Timing
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class _StageSums:
             self.compute_us[rank] = self.compute_us.get(rank, 0) + timing.compute_us
             self.queue_us[rank] = self.queue_us.get(rank, 0) + timing.queue_us
 
-    def means(self) -> tuple[StageTime, ...]:
+    def means(self) -> tuple[MeanStageTime, ...]:
         """Average over steps; time neither computing nor queued is split over the hops, if any."""
         if not self.n_steps:
             return ()
@@ -48,7 +48,7 @@ class _StageSums:
         in_stages = sum(self.compute_us.values()) + sum(self.queue_us.values())
         wire_us = max(0, self.round_trip_us - in_stages) / n_hops if n_hops else 0.0
         return tuple(
-            StageTime(
+            MeanStageTime(
                 rank=rank,
                 compute_ms=self.compute_us[rank] / self.n_steps / 1000,
                 queue_ms=self.queue_us[rank] / self.n_steps / 1000,
@@ -65,7 +65,7 @@ class LiveRequest:
     request: GenerationRequest
     drafter: AdaptiveDrafter | None
     submitted_ns: int
-    events: asyncio.Queue[GenerationEvent | ShardnetError] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[RequestEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     state: LiveState = LiveState.QUEUED
     n_tokens: int = 0
     outputs: OutputCollector | None = None

@@ -109,4 +109,4 @@ class GenerationFinished:
     timing: Timing
 
 
-GenerationEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished
+RequestEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished

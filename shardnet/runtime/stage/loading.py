@@ -33,7 +33,7 @@ from shardnet.stage.estimate.memory_estimate import (
     stage_weight_bytes,
     waiting_bytes,
 )
-from shardnet.stage.estimate.stored_dtype import dtype_in_place, products_dtype, weight_form
+from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype, weight_form
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -86,9 +86,8 @@ class ModelFacts:
 
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
-    replica. `dtype_in_place` is that in which all
-    layers' products lie in the files, None where they have to be made; `products_dtype` counts the
-    LM head's too.
+    replica. `stored_dtype` is that of all layers' linear weights in the files, None where they have
+    to be converted; `linear_dtype` that of the LM head's too.
     """
 
     model_id: str
@@ -97,8 +96,8 @@ class ModelFacts:
     config_text: str
     stamp: Stamp
     is_complete: bool
-    dtype_in_place: DType | None = None
-    products_dtype: DType | None = None
+    stored_dtype: DType | None = None
+    linear_dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +142,8 @@ def identify(path: Path) -> ModelFacts:
         config_text=checkpoint.config_text,
         stamp=stamped,
         is_complete=checkpoint.journal is None,
-        dtype_in_place=dtype_in_place(checkpoint),
-        products_dtype=products_dtype(checkpoint),
+        stored_dtype=stored_dtype(checkpoint),
+        linear_dtype=linear_dtype(checkpoint),
     )
 
 

@@ -18,7 +18,7 @@ from shardnet.model.families.stage_tensors import (
     Table,
     embedding_tensors,
     head_tensors,
-    is_rounded,
+    is_quantizable,
     layer_tensors,
     stage_tensors,
 )
@@ -249,7 +249,7 @@ def _table_bytes(tensors: Table, form: WeightForm) -> int:
     the larger result counts.
     """
     kind = form.quantization
-    linears = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
     rest = [shape for name, shape in tensors.items() if name not in linears]
     if kind is None:
         return _bytes(rest, form.dtype) + _bytes(linears.values(), form.linear_dtype or form.dtype)
@@ -262,7 +262,7 @@ def _table_bytes(tensors: Table, form: WeightForm) -> int:
 
 def _linear_bytes(tensors: Table, form: WeightForm) -> int:
     """Return the bytes of the tensors that are read at every step if the layer is streamed."""
-    linears = {name: shape for name, shape in tensors.items() if is_rounded(name, shape)}
+    linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
     return _table_bytes(linears, form)
 
 

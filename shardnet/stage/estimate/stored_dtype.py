@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from shardnet.errors import CheckpointError
-from shardnet.model.families.stage_tensors import head_tensors, is_rounded, layer_tensors
+from shardnet.model.families.stage_tensors import head_tensors, is_quantizable, layer_tensors
 from shardnet.stage.estimate.memory_estimate import WeightForm
 from shardnet.types import DType
 
@@ -24,7 +24,7 @@ _DTYPES: Final[Mapping[str | None, DType]] = MappingProxyType(
 )
 
 
-def dtype_in_place(checkpoint: Checkpoint) -> DType | None:
+def stored_dtype(checkpoint: Checkpoint) -> DType | None:
     """Return the stored dtype of all layers' linear weights.
 
     None if dtypes differ, or if a weight is not stored as one plain tensor.
@@ -33,23 +33,26 @@ def dtype_in_place(checkpoint: Checkpoint) -> DType | None:
     found = set()
     for layer in range(config.n_layers):
         for name, shape in layer_tensors(config, layer).items():
-            if is_rounded(name, shape):
-                found.add(_stored_dtype(checkpoint, name))
+            if is_quantizable(name, shape):
+                found.add(_tensor_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
-def products_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the stored dtype of all linear weights, the LM head's included; None as above."""
-    found = {dtype_in_place(checkpoint)}
+def linear_dtype(checkpoint: Checkpoint) -> DType | None:
+    """Return the stored dtype of all linear weights, the LM head's included.
+
+    None as `stored_dtype`.
+    """
+    found = {stored_dtype(checkpoint)}
     for name, shape in head_tensors(checkpoint.config).items():
-        if is_rounded(name, shape):
-            found.add(_stored_dtype(checkpoint, name))
+        if is_quantizable(name, shape):
+            found.add(_tensor_dtype(checkpoint, name))
     return found.pop() if len(found) == 1 else None
 
 
 def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
     """Return the form in which a stage holds the checkpoint's weights with the kernel `choice`."""
-    stays = products_dtype(checkpoint) is choice.stored_dtype
+    stays = linear_dtype(checkpoint) is choice.stored_dtype
     return WeightForm(
         dtype=choice.dtype,
         quantization=choice.quantization,
@@ -57,8 +60,11 @@ def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
     )
 
 
-def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
-    """Raise CheckpointError unless `found`, the stored dtype or None, is the `wanted` one."""
+def check_streamable_dtype(path: object, found: DType | None, wanted: DType) -> None:
+    """Raise CheckpointError unless `found`, what `stored_dtype` returned, is the `wanted` one.
+
+    `path` names the checkpoint in the message.
+    """
     if found is wanted:
         return
     stored = f"are stored in {found.value}" if found else "have to be converted when they are read"
@@ -69,7 +75,7 @@ def check_in_place(path: object, found: DType | None, wanted: DType) -> None:
     )
 
 
-def _stored_dtype(checkpoint: Checkpoint, name: str) -> DType | None:
+def _tensor_dtype(checkpoint: Checkpoint, name: str) -> DType | None:
     tensor = checkpoint.tensors.get(name)
     if tensor is None or not tensor.is_stored_matrix:
         return None

@@ -38,7 +38,7 @@ _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None
 """Exit code of a process that has used up its CPU time."""
 _AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
-Message = Mapping[str, str]
+TemplateMessage = Mapping[str, str]
 """`role` and `content`."""
 
 
@@ -80,7 +80,7 @@ class ChatTemplate:
             remedy="give the prompt without --chat",
         )
 
-    def render(self, messages: Sequence[Message], *, seconds: int = RENDER_S) -> str:
+    def render(self, messages: Sequence[TemplateMessage], *, seconds: int = RENDER_S) -> str:
         """Render the conversation to a prompt, up to the start of the model's reply.
 
         `seconds` limits CPU time. Raises UsageError for messages that the template refuses, with

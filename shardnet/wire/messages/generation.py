@@ -143,7 +143,7 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
-class StageTime(Strict, frozen=True, kw_only=True):
+class MeanStageTime(Strict, frozen=True, kw_only=True):
     """Where the time of a mean decode step went, for one stage."""
 
     rank: Rank
@@ -159,7 +159,7 @@ class Timing(Strict, frozen=True, kw_only=True):
     ttft_s: Seconds
     decode_tok_s: Seconds
     total_s: Seconds
-    per_stage: Annotated[tuple[StageTime, ...], Meta(max_length=MAX_STAGES)]
+    per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=MAX_STAGES)]
     n_drafted: Count = 0
     n_accepted: Count = 0
 

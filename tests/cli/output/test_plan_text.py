@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shardnet.wire.messages.generation import LastRun, StageTime, Timing
+from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
@@ -68,8 +68,8 @@ RUN = LastRun(
         decode_tok_s=16.2,
         total_s=1,
         per_stage=(
-            StageTime(rank=0, compute_ms=33.0, queue_ms=0.25, wire_ms=0.4),
-            StageTime(rank=1, compute_ms=25.5, queue_ms=0.02, wire_ms=0.4),
+            MeanStageTime(rank=0, compute_ms=33.0, queue_ms=0.25, wire_ms=0.4),
+            MeanStageTime(rank=1, compute_ms=25.5, queue_ms=0.02, wire_ms=0.4),
         ),
     ),
     n_tokens=47,

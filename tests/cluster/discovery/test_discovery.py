@@ -21,7 +21,7 @@ from shardnet.cluster.discovery import service_browser
 from shardnet.cluster.discovery.discovery import browse
 from shardnet.cluster.discovery.node_record import (
     SERVICE_TYPE,
-    Candidate,
+    NodeRecord,
     UnusableRecordError,
     from_service,
     to_service,
@@ -118,7 +118,7 @@ def test_a_machine_that_cannot_list_its_addresses_tries_again() -> None:
         bert = Watcher(new_record("bert"), reannounce_s=0.01)
         failures = [OSError("too many open files")]
 
-        def own() -> Candidate:
+        def own() -> NodeRecord:
             if failures:
                 raise failures.pop()
             return anna.record

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.cluster.head.last_run import FILE_NAME, read_last_run, write_last_run
-from shardnet.wire.messages.generation import LastRun, StageTime, Timing
+from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
 RUN = LastRun(
@@ -38,7 +38,7 @@ RUN = LastRun(
         ttft_s=0.1,
         decode_tok_s=10,
         total_s=1,
-        per_stage=(StageTime(rank=0, compute_ms=3.5, queue_ms=0.1, wire_ms=0),),
+        per_stage=(MeanStageTime(rank=0, compute_ms=3.5, queue_ms=0.1, wire_ms=0),),
     ),
     n_tokens=7,
     ended_at_s=1.7e9,

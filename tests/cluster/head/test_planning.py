@@ -322,7 +322,7 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
 def test_weights_that_stay_narrow_are_planned_as_such() -> None:
     """Only where every node has measured that they do, and all of the model's lie so on disk."""
     nodes = [node("a", "float32"), node("b", "float32")]
-    told = replace(facts(), dtype_in_place=DType.BFLOAT16, products_dtype=DType.BFLOAT16)
+    told = replace(facts(), stored_dtype=DType.BFLOAT16, linear_dtype=DType.BFLOAT16)
 
     def weighs(facts: ModelFacts, *kernels: str, dtype: str = "auto") -> int:
         said = tuple(
@@ -356,7 +356,7 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
 
 
 def test_more_streamed_layers_than_there_are_is_refused() -> None:
-    told = replace(facts("float32"), dtype_in_place=DType.FLOAT32)
+    told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
     every = ModelChoice(model="/m", stream_layers=6)
     [stage] = make_plan(every, told, [node("a")]).placement.stages
     assert stage.n_streamed == 6
@@ -366,7 +366,7 @@ def test_more_streamed_layers_than_there_are_is_refused() -> None:
 
 def test_layers_are_streamed_only_where_they_must_be() -> None:
     choice = ModelChoice(model="/m", stream_layers="auto", context=256)
-    told = replace(facts("float32"), dtype_in_place=DType.FLOAT32)
+    told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
     shape = model_shape(told.config, DType.FLOAT32, 256)
     enough = shape.memory_bytes(shape.whole)
     roomy = make_plan(choice, told, [node("anna", memory=enough)])

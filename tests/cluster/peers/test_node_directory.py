@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import info
 
 from shardnet.cluster.peers.advertisement import Advertisement
-from shardnet.cluster.peers.node_directory import TOO_BUSY, Candidates, NodeDirectory
+from shardnet.cluster.peers.node_directory import TOO_BUSY, NodeCandidates, NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.errors import LinkClosedError
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
@@ -47,7 +47,7 @@ async def gone(node: NodeInfo) -> NodeInfo:
     raise LinkClosedError("no byte for 8 s")
 
 
-async def asked(*peers: Peer, status_s: float) -> Candidates:
+async def asked(*peers: Peer, status_s: float) -> NodeCandidates:
     links = SimpleNamespace(linked=lambda: peers)
     neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.cluster.ring.ring import Ring, RingSpec
-from shardnet.cluster.ring.stage_port import Progress, StagePort
+from shardnet.cluster.ring.stage_port import PhaseProgress, StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import DType, Epoch, LayerRange, NodeId, WireDType
@@ -55,7 +55,7 @@ def ready_stage() -> StageReady:
     )
 
 
-async def nothing_to_tell(on_progress: Progress) -> None:
+async def nothing_to_tell(on_progress: PhaseProgress) -> None:
     """Happens at once."""
 
 
@@ -68,11 +68,11 @@ class Port:
         self.name = name
         self.node = NodeId(name)
         self.is_loaded = False
-        self.taking: Callable[[Progress], Awaitable[None]] = nothing_to_tell
+        self.taking: Callable[[PhaseProgress], Awaitable[None]] = nothing_to_tell
         self.loading: Callable[[], Awaitable[None]] = nothing
         self.connecting: Callable[[], Awaitable[None]] = nothing
 
-    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         self.is_loaded = True
         await self.taking(on_progress)
         await self.loading()
@@ -144,7 +144,7 @@ class SharedPort:
         self._head = head
         self._places = places
 
-    async def load(self, message: LoadStage, on_progress: Progress) -> StageReady:
+    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         await asyncio.sleep(0)  # a message takes its time
         if self._places.setdefault(self.node, self._head) != self._head:
             raise TakenError(f"{self.name} is loading for {self._places[self.node]}")
@@ -207,7 +207,7 @@ def test_a_node_is_asked_when_those_of_smaller_ids_have_taken_their_orders() -> 
         ports, asked = (Port("b"), Port("a")), list[str]()
         is_asked, may_take = asyncio.Event(), asyncio.Event()
 
-        async def take(on_progress: Progress) -> None:
+        async def take(on_progress: PhaseProgress) -> None:
             asked.append("a")
             is_asked.set()
             await may_take.wait()
@@ -235,7 +235,7 @@ def test_who_is_busy_after_it_took_the_order_is_not_asked_again() -> None:
     async def main() -> None:
         ports = Port("a"), Port("b")
 
-        async def take_and_fail(on_progress: Progress) -> None:
+        async def take_and_fail(on_progress: PhaseProgress) -> None:
             on_progress("fetching", 0, 0)
             raise BusyError("it gives weights to many already")
 

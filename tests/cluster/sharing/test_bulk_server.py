@@ -12,7 +12,7 @@ from support.cluster.bulk_peers import Sources, open_sources
 from support.models.checkpoints import make_llama
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
 from shardnet.errors import RemoteProtocolError
@@ -88,7 +88,7 @@ def test_only_parts_of_the_models_tensors_are_given(
     source: Path, tmp_path: Path, tensor: str, number: int
 ) -> None:
     async def scenario(sources: Sources, client: BulkClient) -> None:
-        part = Part(tensor=tensor, number=number, file="f", offset=0, size_bytes=10)
+        part = TensorPart(tensor=tensor, number=number, file="f", offset=0, size_bytes=10)
         with pytest.raises(SourceRefused, match=f"no part {number} of tensor {tensor}"):
             await client.piece(client.ask_part(part), 10)
         with pytest.raises(SourceRefused, match=f"no part {number} of tensor {tensor}"):

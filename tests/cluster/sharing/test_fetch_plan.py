@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.checkpoint.replica import Part
+from shardnet.checkpoint.replica import TensorPart
 from shardnet.cluster.sharing.fetch_plan import FetchPlan
 
 SOURCES = ("anna", "bert", "cleo")
 
 
-def part(number: int, tensor: str = "t") -> Part:
-    return Part(tensor=tensor, number=number, file="f", offset=0, size_bytes=1)
+def part(number: int, tensor: str = "t") -> TensorPart:
+    return TensorPart(tensor=tensor, number=number, file="f", offset=0, size_bytes=1)
 
 
 def plan(n_parts: int, sources: tuple[str, ...] = SOURCES) -> FetchPlan:
@@ -30,8 +30,8 @@ def test_whatever_happens_every_part_is_settled_once_or_is_out_of_reach(
     n_parts = data.draw(st.integers(0, 12))
     work = plan(n_parts)
     work.close()
-    asked: dict[str, list[Part]] = {source: [] for source in SOURCES}
-    settled: list[Part] = []
+    asked: dict[str, list[TensorPart]] = {source: [] for source in SOURCES}
+    settled: list[TensorPart] = []
     idle: set[str] = set()
     n_lost = 0
     while not (work.finished or work.unobtainable()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation
 from shardnet.model.kernels.linear import Linear, make_linear
-from shardnet.model.layers.experts import Routing, SoftmaxRouter, SparseMlp, best_experts
+from shardnet.model.layers.experts import ExpertChoice, SoftmaxRouter, SparseMlp, best_experts
 from shardnet.model.layers.modules import GatedMlp
 from shardnet.types import DType
 
@@ -110,9 +110,9 @@ def test_an_expert_computes_its_rows_once() -> None:
             asked.append(hidden.shape[0])
             return hidden
 
-    def router(hidden: Tensor) -> Routing:
+    def router(hidden: Tensor) -> ExpertChoice:
         experts = torch.tensor([[0, 2], [2, 5], [2, 0]])
-        return Routing(experts=experts, weights=torch.tensor([[0.5, 0.25]] * 3))
+        return ExpertChoice(experts=experts, weights=torch.tensor([[0.5, 0.25]] * 3))
 
     mlp = SparseMlp(router=router, experts=[Counting() for _ in range(N_EXPERTS)])
     rows = rows_of(3, torch.float32)

@@ -13,9 +13,9 @@ from support.rings.fake_ring import FakeRing, expected_tokens, fake_ring, reques
 
 from shardnet.errors import DeadlineError, ShardnetError
 from shardnet.runtime.engine.requests import (
-    GenerationEvent,
     GenerationFinished,
     GenerationRequest,
+    RequestEvent,
     RequestMoved,
     TokenGenerated,
 )
@@ -41,15 +41,15 @@ async def ring_of_three(*, max_slots: int = 8, room_blocks: int = 64) -> AsyncIt
         yield ring
 
 
-async def events_of(ring: FakeRing, request: GenerationRequest) -> list[GenerationEvent]:
+async def events_of(ring: FakeRing, request: GenerationRequest) -> list[RequestEvent]:
     return [event async for event in ring.engine.generate(request)]
 
 
-def states(events: Sequence[GenerationEvent]) -> list[LiveState]:
+def states(events: Sequence[RequestEvent]) -> list[LiveState]:
     return [event.state for event in events if isinstance(event, RequestMoved)]
 
 
-async def until_it_runs(events: AsyncIterator[GenerationEvent]) -> None:
+async def until_it_runs(events: AsyncIterator[RequestEvent]) -> None:
     async for event in events:
         if isinstance(event, TokenGenerated):
             return

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.node_record import Candidate
+from shardnet.cluster.discovery.node_record import NodeRecord
 from shardnet.cluster.discovery.service_browser import Goodbye
 from shardnet.types import NodeId
 
 LOOPBACK = ["127.0.0.1"]
 
-RECORD = Candidate(
+RECORD = NodeRecord(
     node=NodeId("a" * 32),
     name="anna",
     version="0.1.0",
@@ -29,7 +29,7 @@ RECORD = Candidate(
 )
 
 
-def new_record(name: str) -> Candidate:
+def new_record(name: str) -> NodeRecord:
     """A record of its own for a node on this machine."""
     return replace(RECORD, node=NodeId(secrets.token_hex(16)), name=name, hosts=("127.0.0.1",))
 
@@ -37,9 +37,9 @@ def new_record(name: str) -> Candidate:
 class Watcher:
     """One node's discovery and what it has seen."""
 
-    def __init__(self, record: Candidate, **options: Any) -> None:
+    def __init__(self, record: NodeRecord, **options: Any) -> None:
         self.record = record
-        self.events: list[Candidate | Goodbye] = []
+        self.events: list[NodeRecord | Goodbye] = []
         self.lines: list[str] = []
         self._news = asyncio.Event()
         options = {"fingerprint": "", "interfaces": LOOPBACK, **options}
@@ -53,7 +53,7 @@ class Watcher:
     async def run(self) -> None:
         await self._discovery.run(lambda: self.record, self._see)
 
-    async def sees(self, event: Candidate | Goodbye) -> None:
+    async def sees(self, event: NodeRecord | Goodbye) -> None:
         """Wait until it has seen `event`."""
         await self._until(lambda: event in self.events)
 
@@ -66,7 +66,7 @@ class Watcher:
             self._news.clear()
             await self._news.wait()
 
-    def _see(self, event: Candidate | Goodbye) -> None:
+    def _see(self, event: NodeRecord | Goodbye) -> None:
         self.events.append(event)
         self._news.set()
 

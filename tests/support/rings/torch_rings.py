@@ -15,9 +15,9 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.engine.requests import (
-    GenerationEvent,
     GenerationFinished,
     GenerationRequest,
+    RequestEvent,
     TokenGenerated,
 )
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
@@ -108,14 +108,14 @@ def run(
     chunk_rows: int = 16,
     room_blocks: int = 64,
     at_once: bool = True,
-) -> list[list[GenerationEvent]]:
+) -> list[list[RequestEvent]]:
     """Run requests over memory links, all at once or one by one; return the events of each."""
 
-    async def events_of(engine: Any, wanted: GenerationRequest) -> list[GenerationEvent]:
+    async def events_of(engine: Any, wanted: GenerationRequest) -> list[RequestEvent]:
         async with aclosing(engine.generate(wanted)) as events:
             return [event async for event in events]
 
-    async def main() -> list[list[GenerationEvent]]:
+    async def main() -> list[list[RequestEvent]]:
         scheduler = Scheduler(
             epoch=Epoch(1),
             n_stages=len(stages.computes),
@@ -138,7 +138,7 @@ def run(
     return asyncio.run(main())
 
 
-def tokens_of(events: Sequence[GenerationEvent]) -> list[int]:
+def tokens_of(events: Sequence[RequestEvent]) -> list[int]:
     """The new tokens among the events, the last of which must be the end."""
     assert isinstance(events[-1], GenerationFinished)
     return [event.token_id for event in events if isinstance(event, TokenGenerated)]
