@@ -192,7 +192,7 @@ def test_two_nodes_of_one_machine_share_what_they_fetch(
     assert machines[1].call("unload", "--nodes", bert.address).code == 0
     assert machines[1].call("cache", "rm", "--all").code == 0
     assert machines[1].call("cache", "ls", "--json").json == []
-    assert "begin the id of one model" in machines[1].call("cache", "rm", "abc").error
+    assert "abc begins no model's id in" in machines[1].call("cache", "rm", "abc").error
     assert machines[1].call("cache", "rm").code == 2
     assert machines[1].call(*ask(bert, cleo)).stdout == "bcd\n"
 
@@ -211,7 +211,7 @@ def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
     hello = Hello(purpose=Purpose.BULK, role=PeerRole.CLIENT, node="x", name="x", version="0")
 
     async def main() -> None:
-        with pytest.raises(UsageError, match="weights go from node to node"):
+        with pytest.raises(UsageError, match="a bulk link is for weights between nodes"):
             await tcp.connect("127.0.0.1", anna.ready["port"], hello)
 
     asyncio.run(main())
