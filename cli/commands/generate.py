@@ -120,7 +120,7 @@ def generate(
     options = sampling.generation()
     wanted = ring.wanted(access)
     if sampling.system and not chat:
-        raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
+        raise typer.BadParameter("it needs a chat template: add --chat", param_hint="--system")
     if as_json and as_lines:
         raise typer.BadParameter("choose one of --json and --jsonl")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
