@@ -64,9 +64,11 @@ class Quality:
 def bench(
     *,
     ring: OnlineRingOptions,
-    prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens per prompt.")] = 256,
+    prompt: Annotated[
+        int, typer.Option("--prompt", metavar="N", min=2, help="Tokens per prompt.")
+    ] = 256,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=2, help="Tokens to generate per sequence.")
+        int, typer.Option("--tokens", metavar="N", min=2, help="Tokens to generate per sequence.")
     ] = 64,
     parallel: Annotated[
         list[int] | None,
@@ -78,7 +80,8 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Times to measure; the best one counts.")
+        int,
+        typer.Option("--rounds", metavar="N", min=1, help="Times to measure; the best one counts."),
     ] = 2,
     perplexity: Annotated[
         str,
@@ -92,7 +95,10 @@ def bench(
     piece: Annotated[
         int,
         typer.Option(
-            "--piece", min=100, help="Characters per piece; each piece is scored on its own."
+            "--piece",
+            metavar="N",
+            min=100,
+            help="Characters per piece; each piece is scored on its own.",
         ),
     ] = 2000,
     access: Access,

@@ -63,15 +63,15 @@ def doctor(
 async def _run(
     model: str, named: list[str], access: Access, mdns: bool, timeout_s: float, as_json: bool
 ) -> None:
-    from shardnet.api.diagnostics import Checkup, gather
+    from shardnet.api.diagnostics import FactSources, gather_facts
     from shardnet.cluster.diagnosis.diagnosis import diagnose
     from shardnet.cluster.diagnosis.facts import Severity
 
     from ..finding.mdns import browse_all
 
     key, identity = _key(access)
-    facts = await gather(
-        Checkup(
+    facts = await gather_facts(
+        FactSources(
             key=key,
             identity=identity,
             here=LocalNodes(runtime_dir(os.environ)).list(),

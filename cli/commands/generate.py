@@ -54,7 +54,7 @@ def generate(
         typer.Option(
             "--prompts-file",
             metavar="F",
-            help="Many prompts: one a line, as text or JSON; - reads standard input.",
+            help="Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
     n: Annotated[
@@ -85,7 +85,11 @@ def generate(
     priority: Annotated[
         int,
         typer.Option(
-            "--priority", min=-100, max=100, help="Run before requests with a lower priority."
+            "--priority",
+            metavar="N",
+            min=-100,
+            max=100,
+            help="Run before requests with a lower priority.",
         ),
     ] = 0,
     deadline: Annotated[
@@ -103,20 +107,20 @@ def generate(
         bool,
         typer.Option(
             "--jsonl",
-            help="Print each event as it comes, a JSON object a line, as docs/api.md says.",
+            help="Print each event as it comes, one JSON object per line (docs/api.md).",
         ),
     ] = False,
 ) -> None:
     """Generate on the ring and stream the text.
 
-    The node of this machine is asked, or the nodes named with --nodes or started with --local;
-    without any, the model runs in this process.
+    Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
+    on the network; without any, the model runs in this process.
     """
     params = sampling.params(logprobs)
     options = sampling.generation()
     wanted = ring.wanted(access)
     if sampling.system and not chat:
-        raise typer.BadParameter("it stands in a chat template: add --chat", param_hint="--system")
+        raise typer.BadParameter("it needs a chat template: add --chat", param_hint="--system")
     if as_json and as_lines:
         raise typer.BadParameter("choose one of --json and --jsonl")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)

@@ -71,6 +71,7 @@ def node(
         str,
         typer.Option(
             "--host",
+            metavar="H",
             help="Address to listen on. Default: all with a cluster key, else loopback.",
             envvar="SHARDNET_HOST",
             show_default=False,
@@ -80,6 +81,7 @@ def node(
         int,
         typer.Option(
             "--port",
+            metavar="N",
             min=0,
             max=65535,
             help="Port to listen on; 0 takes a free one.",
@@ -90,6 +92,7 @@ def node(
         str,
         typer.Option(
             "--name",
+            metavar="NAME",
             help="Name that is shown to people. Default: the host's name.",
             envvar="SHARDNET_NAME",
             show_default=False,

@@ -55,7 +55,7 @@ def pull(
 
     Downloads config, tokenizer and weights, never code, and the weights in one format only:
     safetensors, else PyTorch's, else Meta's or Mistral's own. Of several GGUF files name one, by
-    its quantization (ORG/NAME:Q4_K_M) or its file name. They go to the cache that huggingface_hub
+    its quantisation (ORG/NAME:Q4_K_M) or its file name. They go to the cache that huggingface_hub
     keeps (HF_HOME), so other programs share them. Nodes then take --model ORG/NAME, and those that
     lack it fetch their layers from here.
 

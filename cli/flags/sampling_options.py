@@ -20,11 +20,14 @@ from .options import check_choice
 MaxTokens = Annotated[
     int,
     typer.Option(
-        "--max-tokens", min=0, help="Generate at most this many tokens; 0 only reads the prompt."
+        "--max-tokens",
+        metavar="N",
+        min=0,
+        help="Generate at most this many tokens; 0 only reads the prompt.",
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 always takes the most likely token.")
+    float, typer.Option("--temperature", metavar="X", help="0 always takes the most likely token.")
 ]
 
 
@@ -38,21 +41,33 @@ class SamplingOptions:
     ] = ""
     max_tokens: MaxTokens = 256
     min_tokens: Annotated[
-        int, typer.Option("--min-tokens", help="Sample no stop id before this many tokens.")
+        int,
+        typer.Option(
+            "--min-tokens", metavar="N", help="Sample no stop id before this many tokens."
+        ),
     ] = 0
     temperature: Temperature = 0.0
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Sample from the K most likely tokens; 0 is off.")
+        int,
+        typer.Option(
+            "--top-k", metavar="K", help="Sample from the K most likely tokens; 0 is off."
+        ),
     ] = 0
     top_p: Annotated[
         float,
         typer.Option(
-            "--top-p", help="Sample from the most likely tokens whose probabilities sum up to P."
+            "--top-p",
+            metavar="P",
+            help="Sample from the most likely tokens whose probabilities sum up to P.",
         ),
     ] = 1.0
     min_p: Annotated[
         float,
-        typer.Option("--min-p", help="Sample from tokens at least P times as likely as the first."),
+        typer.Option(
+            "--min-p",
+            metavar="P",
+            help="Sample from tokens at least P times as likely as the most likely one.",
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -88,15 +103,24 @@ class SamplingOptions:
         int | None,
         typer.Option(
             "--seed",
+            metavar="N",
             help="Seed of the draws; the same one gives the same text. Default: random, reported.",
         ),
     ] = None
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="STR", help="Stop before this text.")
+        list[str] | None,
+        typer.Option(
+            "--stop", metavar="STR", help="Stop before this text; may be given several times."
+        ),
     ] = None
     stop_token_id: Annotated[
         list[int] | None,
-        typer.Option("--stop-token-id", metavar="ID", min=0, help="Stop after this token."),
+        typer.Option(
+            "--stop-token-id",
+            metavar="ID",
+            min=0,
+            help="Stop after this token; may be given several times.",
+        ),
     ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue where the model would end.")

@@ -286,10 +286,12 @@ def _closing_line(result: GenerationResult) -> str:
         f"stage {stage.rank} {stage.compute_ms:.1f} ms + wire {stage.wire_ms:.1f} ms"
         for stage in timing.per_stage
     )
+    # one token takes no decode step, so there is no rate
+    rate = f", {timing.decode_tok_s:.1f} tokens/s" if timing.decode_tok_s else ""
     loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
     return (
         f"{counted(result.usage.n_generated, 'token')} ({result.finish_reason}): {loaded}"
-        f"first after {timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s{_drafted(timing)}"
+        f"first after {timing.ttft_s:.2f} s{rate}{_drafted(timing)}"
         + (f"; per step {stages}" if stages else "")
     )
 

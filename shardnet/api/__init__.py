@@ -1,6 +1,6 @@
-"""People and programs: the client of a ring. docs/api.md shows how it is used.
+"""The Python client of a ring; docs/api.md shows its use.
 
-Imports no torch: the work is done where the nodes are.
+Imports no torch: nodes compute.
 """
 
 from shardnet.api.client import Client

@@ -1,6 +1,6 @@
-"""The client for programs without an event loop: the same calls, each waiting for its end.
+"""The client for programs without an event loop: the same calls, blocking.
 
-Knows how to reach a loop in a thread of its own. Must not know what is asked.
+Knows how to reach a loop in its own thread. Must not know what the calls do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class BlockingClient:
-    """What `shardnet.api.Client` is, without async. Threads may share it.
+    """`shardnet.api.Client` without async. Threads may share it.
 
-    Hooks are called in the thread of the loop: they must be quick, and must not call the client.
+    Hooks run in the thread of the loop: they must not block, and must not call the client.
     """
 
     def __init__(self, client: Client, loop: _LoopThread) -> None:
@@ -40,22 +40,22 @@ class BlockingClient:
 
     @property
     def address(self) -> str:
-        """Where the node is."""
+        """Address of the node, host:port."""
         return self._client.address
 
     @property
     def choice(self) -> ModelChoice:
-        """The model, and on which nodes, that is meant where a call names none."""
+        """The model, with its nodes, for calls that name none."""
         return self._client.choice
 
     def status(self, *, with_peers: bool = False) -> StatusReply:
-        """Ask the node who it is and, with `with_peers`, whom it knows."""
+        """Return the node's own status and, `with_peers`, those of the nodes it knows."""
         return self._loop.call(self._client.status(with_peers=with_peers))
 
     def plan(
         self, model: str | ModelChoice | None = None, on_progress: OnLoading | None = None
     ) -> PlanReply:
-        """Ask for the plan that `model` would get; see `shardnet.api.Client.plan`."""
+        """Return the plan that `model` would get; see `shardnet.api.Client.plan`."""
         return self._loop.call(self._client.plan(model, on_progress))
 
     def unload(self) -> None:
@@ -76,7 +76,7 @@ class BlockingClient:
     ) -> Generator[GenerationEvent, None, None]:
         """Generate continuations and yield events; see `shardnet.api.Client.generate`.
 
-        Closing the iterator, or dropping it, ends what has not ended.
+        Closing the iterator, or dropping it, cancels the requests that have not ended.
         """
         events = self._client.generate(
             prompts,
@@ -132,7 +132,7 @@ def local_ring(
 
 @contextmanager
 def opened(opening: AbstractAsyncContextManager[Client]) -> Iterator[BlockingClient]:
-    """Open an asynchronous client in a loop of its own, and give its blocking twin."""
+    """Open an asynchronous client in a loop of its own; yield a blocking client of it."""
     loop = _LoopThread(opening)
     try:
         yield BlockingClient(loop.open(), loop)
@@ -155,7 +155,7 @@ class _LoopThread:
         has_loop.wait()
 
     def open(self) -> Client:
-        """Wait for the client. Raises what kept it from being opened."""
+        """Wait for the client. Raises the error that opening it raised."""
         either: list[Future[Any]] = [self._client, self._ended]
         wait(either, return_when=FIRST_COMPLETED)
         return self._client.result() if self._client.done() else self._failed()
@@ -163,7 +163,7 @@ class _LoopThread:
     def close(self) -> None:
         """Close the client and end the thread. Calls that still wait are cancelled."""
         if not self._ended.done():
-            with contextlib.suppress(RuntimeError):  # it ended at this moment
+            with contextlib.suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self._stop)
         self._executor.shutdown()
         if self._client.done():
@@ -178,12 +178,12 @@ class _LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # where it was Ctrl-C that ended the wait
+            future.cancel()  # if Ctrl-C ended the wait
 
     def iterate(
         self, events: AsyncGenerator[GenerationEvent, None]
     ) -> Generator[GenerationEvent, None, None]:
-        """Give an iterator its counterpart in this thread."""
+        """Iterate over `events` from this thread."""
         in_use = asyncio.Lock()
         try:
             while (event := self.call(_next(events, in_use))) is not None:
@@ -194,7 +194,7 @@ class _LoopThread:
     def _leave(self, events: AsyncGenerator[GenerationEvent, None], in_use: asyncio.Lock) -> None:
         if self._ended.done():
             return  # the loop has closed it
-        if threading.get_ident() == self._thread:  # dropped by a hook: to wait would be for ever
+        if threading.get_ident() == self._thread:  # dropped by a hook: waiting would deadlock
             asyncio.run_coroutine_threadsafe(_close(events, in_use), self._loop)
         else:
             self.call(_close(events, in_use))
@@ -204,7 +204,7 @@ class _LoopThread:
         raise AssertionError("the client's loop ended without a client and without a reason")
 
     async def _main(self, has_loop: threading.Event) -> None:
-        """Keep the client open until told to stop. One task opens and closes it."""
+        """Keep the client open until `_stop` is called. One task opens and closes it."""
         task, stopping = asyncio.current_task(), asyncio.Event()
         assert task is not None
         self._loop, self._stop = asyncio.get_running_loop(), task.cancel
@@ -224,6 +224,6 @@ async def _next(
 
 
 async def _close(events: AsyncGenerator[GenerationEvent, None], in_use: asyncio.Lock) -> None:
-    """Close the iterator, once a wait for its next event that was given up has ended."""
+    """Close the iterator once a cancelled wait for its next event has ended."""
     async with in_use:
         await events.aclose()

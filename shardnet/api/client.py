@@ -1,6 +1,6 @@
-"""The client of a node: asks for plans and text, and follows redirects to the head.
+"""The client of a node: requests plans and text, and follows redirects to the head.
 
-Knows the client messages. Imports no torch: the work is done where the node is.
+Knows the client messages. Imports no torch: nodes compute.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
 HANDSHAKE_S = 5.0
-"""How long a node may take to say its hello."""
+"""Deadline for the TLS and Hello handshake, in seconds."""
 
 Ask = PlanRequest | LastRunRequest | Unload
 Answer = TypeVar("Answer", PlanReply, LastRun, Done)
 
 GREEDY = SamplingParams()
-"""Takes the likeliest token every time."""
+"""Always takes the most likely token."""
 
 
 async def dial(
@@ -65,8 +65,8 @@ async def dial(
 ) -> Link:
     """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
 
-    Raises UsageError for an address that is none, LinkError when no node answers there,
-    AuthenticationError when that node does not hold the key that `identity` is made of.
+    Raises UsageError unless `address` is host:port, LinkError when no node answers there,
+    AuthenticationError when that node does not hold the key of `identity`.
     """
     host, port = split_address(address)
     hello = Hello(
@@ -83,8 +83,8 @@ async def dial(
 class Client:
     """A client of one node. Use `shardnet.api.connect`, or `open_client` over an open link.
 
-    `identity` authenticates the links that redirects ask for. `choice` is the model, and on which
-    nodes, for calls that name none. Any number of calls may run at the same time.
+    `identity` authenticates the links to redirect addresses. `choice` is the model, with its nodes,
+    for calls that name none. Calls may run concurrently.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Where the node is."""
+        """Address of the node, host:port."""
         return self._control.link.peer_address
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
-        """Return what the node is, holds and runs and, `with_peers`, the nodes it knows."""
+        """Return the node's own status and, `with_peers`, those of the nodes it knows."""
         message = Status(request=self._control.next_request(), with_peers=with_peers)
         return await self._control.ask(message, StatusReply)
 
@@ -135,12 +135,12 @@ class Client:
         *,
         again: bool = False,
     ) -> PlanReply:
-        """Return the plan that `model` would get; with `again` everything is measured anew.
+        """Return the plan that `model` would get; with `again` after measuring everything again.
 
         `on_progress` is called while nodes and links are measured, with counts of these, and while
-        the error of a narrower wire is measured, which reads the whole checkpoint on the head.
+        the error of the wire dtype is measured, which reads the whole checkpoint on the head.
 
-        Raises PlanError where no plan fits, CheckpointError where the model cannot be had,
+        Raises PlanError where no plan fits, CheckpointError where the model cannot be read or got,
         UsageError for a choice that cannot be sent.
         """
         message = PlanRequest(request=0, choice=self._chosen(model), again=again)
@@ -179,7 +179,7 @@ class Client:
 
         The error of one of several requests is in its FAILED event and ends no other; a single
         request raises it. Raises UsageError at once, before anything is sent, for values that no
-        node could take.
+        node would accept.
         """
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
@@ -216,7 +216,11 @@ class Client:
     async def _follow(
         self, message: Ask, expected: type[Answer], on_progress: OnLoading | None = None
     ) -> Answer:
-        """Ask the node, or the one it sends us to, and return the answer."""
+        """Send `message`, follow redirects, and return the answer.
+
+        Raises RemoteProtocolError for an answer of another type, PeerFailedError for too many
+        redirects, and the error that the node reports.
+        """
         check_request(message)
         control = self._control
         for _ in range(MAX_REDIRECTS + 1):
@@ -228,12 +232,14 @@ class Client:
             if isinstance(answer, expected):
                 return answer
             if not isinstance(answer, Redirect):
-                raise RemoteProtocolError(f"{control.peer_name} sent {type(answer).__name__}")
+                raise RemoteProtocolError(
+                    f"{control.peer_name} answered with an unexpected {type(answer).__name__}"
+                )
             control = await self._link_to(answer.address)
         raise too_many_redirects(self.address)
 
     async def _link_to(self, address: str) -> ControlLink:
-        """Return the link to another node; it stays as long as the client."""
+        """Return the link to another node; it stays open as long as the client."""
         async with self._dialling:
             control = self._elsewhere.get(address)
             if control is None or control.link.closed:
@@ -264,7 +270,7 @@ async def open_client(
     """Make a client over an open control link; the link is closed at the end.
 
     `node_name` names the node in errors, "" for its name and address. `identity` authenticates the
-    links that redirects ask for.
+    links to redirect addresses.
     """
     async with contextlib.AsyncExitStack() as links:
         control = await links.enter_async_context(_serving(link, node_name))
@@ -294,10 +300,10 @@ async def _serving(link: Link, node_name: str = "") -> AsyncIterator[ControlLink
 
 
 async def _read(control: ControlLink) -> None:
-    """Read until the link ends; whoever waits for an answer is told how."""
+    """Read until the link ends; calls that wait for an answer raise its error."""
     with contextlib.suppress(ShardnetError):
         await control.serve()
 
 
 async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"a client was asked {type(message).__name__}")
+    raise RemoteProtocolError(f"a client received the request {type(message).__name__}")

@@ -1,6 +1,6 @@
-"""Ways to a client: a node somewhere, a node in this process, nodes started for this run.
+"""Opens clients: of a node at an address, of one in this process, of nodes started for this run.
 
-Knows keys and processes. Importing it loads no torch; a node in this process does when it starts.
+Knows keys and processes. Imports no torch until a node in this process starts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ THIS_PROCESS = "this process"
 
 
 def key_path(key_file: str) -> Path:
-    """Return where the cluster key is: the place that is named, else the default one."""
+    """Return the path of the cluster key: `key_file`, or the default for ""."""
     return Path(key_file).expanduser() if key_file else default_key_path(os.environ)
 
 
 def load_identity(key_file: str = "", *, insecure: bool = False) -> Identity | None:
-    """Load the cluster key and make an identity of it, None without a key or if `insecure`.
+    """Load the cluster key and make an identity; None without a key or if `insecure`.
 
-    Raises ConfigurationError for a key file that is named and not there, or is unusable.
+    Raises ConfigurationError if `key_file` is given and does not exist, or the key is unusable.
     """
     if insecure:
         return None
@@ -69,9 +69,9 @@ async def connect(
 ) -> AsyncIterator[Client]:
     """Connect to the node at `address` (host:port), with this machine's cluster key if it has one.
 
-    `model` is what the client asks for unless a call names another. Raises UsageError for an
-    address that is none, LinkError when no node answers there, AuthenticationError when that node
-    holds another key, ConfigurationError when ours cannot be used.
+    `model` is the default of the client's calls. Raises UsageError unless `address` is host:port,
+    LinkError when no node answers there, AuthenticationError when that node holds another key,
+    ConfigurationError when our key cannot be used.
     """
     async with by_link.connect(address, load_identity(key_file, insecure=insecure)) as client:
         client.choice = _choice(model)
@@ -82,9 +82,9 @@ async def connect(
 async def in_process(
     *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AsyncIterator[Client]:
-    """Run a node inside this process, without a socket, and give its client.
+    """Run a node inside this process, without a socket, and yield its client.
 
-    `threads` compute; 0 is this machine's cores.
+    It computes with `threads` threads, 0 for one per core.
     """
     async with node_in_process(threads, None) as client:
         client.choice = _choice(model)
@@ -95,9 +95,9 @@ async def in_process(
 async def local_ring(
     n_nodes: int, *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
 ) -> AsyncIterator[Client]:
-    """Start `n_nodes` node processes on loopback, a stage each, and give a client of the first.
+    """Start `n_nodes` node processes on loopback, one stage each; yield a client of the first.
 
-    They end with the context. `threads` is what each computes with, 0 its share of the cores.
+    They end with the context. Each computes with `threads` threads, 0 for its share of the cores.
     Raises UsageError for more nodes than the model has layers, PeerFailedError when one does not
     start.
     """
@@ -111,9 +111,10 @@ async def local_ring(
 
 
 def check_local(n_nodes: int, choice: ModelChoice) -> None:
-    """Refuse more nodes than stages before any is started, where the model is on this machine.
+    """Raise UsageError if `n_nodes` does not match `choice.layers` or exceeds the model's layers.
 
-    Raises UsageError; CheckpointError for a checkpoint that cannot be read.
+    The layers are counted only if the model is on this machine. Raises CheckpointError for a
+    checkpoint that cannot be read.
     """
     if choice.layers and len(choice.layers) != n_nodes:
         raise UsageError(
@@ -126,14 +127,14 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
     n_layers = Checkpoint.open(folder).config.n_layers
     if n_nodes > n_layers:
         raise UsageError(
-            f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one: "
-            f"give --local {n_layers} or less"
+            f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one",
+            remedy=f"give --local {n_layers} or less",
         )
 
 
 @asynccontextmanager
 async def node_in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
-    """Run a node inside this process that reaches others with `identity`."""
+    """Run a node inside this process; `identity` authenticates its links to other nodes."""
     from shardnet.cluster.machine.folders import cache_dir
     from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
     from shardnet.cluster.node.node import running

@@ -1,6 +1,6 @@
-"""A checkup: collects the facts that `shardnet doctor` judges, from this machine and the nodes.
+"""Collects the facts that `shardnet doctor` judges, from this machine and the nodes.
 
-Knows which nodes to ask for what, each within a deadline. Must not judge, nor print. Imports no
+Knows which nodes to ask for what, each within a deadline. Must not judge or print. Imports no
 torch.
 """
 
@@ -39,11 +39,11 @@ Browse = Callable[[], Awaitable[list["NodeRecord"]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkup:
-    """What to check. `identity` is made of the key that `key` describes, None without one.
+class FactSources:
+    """Where facts come from. `identity` is made of the key that `key` describes, None without one.
 
-    `here` are the nodes of this machine, `named` addresses (host:port) to try, `browse` looks for
-    others by mDNS where no node runs here (None: do not). `model` is a path, "" for none.
+    `here` are the nodes of this machine, `named` addresses (host:port) to try; `browse` looks for
+    others by mDNS if no node runs here (None: do not). `model` is a path, "" for none.
     `timeout_s` bounds the wait for reports, in seconds.
     """
 
@@ -56,27 +56,27 @@ class Checkup:
     timeout_s: float
 
 
-async def gather(checkup: Checkup) -> Facts:
-    """Collect the facts. Raises nothing: a node that does not answer is a fact of its own.
+async def gather_facts(sources: FactSources) -> Facts:
+    """Collect the facts. Raises no ShardnetError: a node that does not answer is itself a fact.
 
     Ends within `timeout_s` plus the deadlines for connecting (ANSWER_S) and browsing.
     """
     here, named, found, asked_model = await asyncio.gather(
-        _probe_addresses([node.address for node in checkup.here], checkup.identity),
-        _probe_addresses(checkup.named, checkup.identity),
-        _found(checkup),
-        _look_at(checkup.model),
+        _probe_addresses([node.address for node in sources.here], sources.identity),
+        _probe_addresses(sources.named, sources.identity),
+        _found(sources),
+        _look_at(sources.model),
     )
     answers = [answer for _, answer in (*here, *named) if answer is not None]
     if not answers and found:
-        answers = await _first_found(found, checkup)
+        answers = await _first_found(found, sources)
     replies: list[ReportReply] = []
     failure = ""
     if answers:
-        replies, failure = await _ask(answers[0].address, checkup)
+        replies, failure = await _ask(answers[0].address, sources)
     infos = [reply.info for reply in replies if reply.info is not None]
     return Facts(
-        key=checkup.key,
+        key=sources.key,
         software=__version__,
         protocol=PROTOCOL_VERSION,
         asked=f"{answers[0].name} ({answers[0].address})" if answers else "",
@@ -98,9 +98,9 @@ async def _probe_addresses(
     )
 
 
-async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
-    """Browse for nodes by mDNS where no node runs here; None where that was not done."""
-    if checkup.here or checkup.browse is None:
+async def _found(sources: FactSources) -> tuple[RecordSeen, ...] | None:
+    """Browse for nodes by mDNS; None without `browse` or if a node runs here."""
+    if sources.here or sources.browse is None:
         return None
     return tuple(
         RecordSeen(
@@ -111,38 +111,38 @@ async def _found(checkup: Checkup) -> tuple[RecordSeen, ...] | None:
             cluster=candidate.fingerprint,
             address=candidate.addresses[0],
         )
-        for candidate in await checkup.browse()
+        for candidate in await sources.browse()
     )
 
 
-async def _first_found(found: Sequence[RecordSeen], checkup: Checkup) -> list[ProbeAnswer]:
-    """Connect to the nodes of this cluster that mDNS shows; return those that answer."""
-    members = [r.address for r in found if r.cluster == checkup.key.fingerprint]
-    answers = await _probe_addresses(members, checkup.identity)
+async def _first_found(found: Sequence[RecordSeen], sources: FactSources) -> list[ProbeAnswer]:
+    """Connect to the nodes of this cluster that mDNS found; return those that answer."""
+    members = [r.address for r in found if r.cluster == sources.key.fingerprint]
+    answers = await _probe_addresses(members, sources.identity)
     return [answer for _, answer in answers if answer is not None]
 
 
-async def _ask(address: str, checkup: Checkup) -> tuple[list[ReportReply], str]:
-    """Return the reports of a node and its peers that came in time, and the failure, if any."""
+async def _ask(address: str, sources: FactSources) -> tuple[list[ReportReply], str]:
+    """Return the reports of a node and its peers, and the failure that cut them short, or ""."""
     replies: list[ReportReply] = []
     try:
         async with (
-            asyncio.timeout(checkup.timeout_s),
-            connect(address, checkup.identity) as client,
-            aclosing(client.report(probe=True, with_peers=True, model=checkup.model)) as answers,
+            asyncio.timeout(sources.timeout_s),
+            connect(address, sources.identity) as client,
+            aclosing(client.report(probe=True, with_peers=True, model=sources.model)) as answers,
         ):
             async for reply in answers:
                 replies.append(reply)
     except ShardnetError as error:
         return replies, str(error)
     except TimeoutError:
-        return replies, f"it took longer than {checkup.timeout_s:g} s"
+        return replies, f"it took longer than {sources.timeout_s:g} s"
     return replies, ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocalModel:
-    """What this machine has at the path of the model that was named."""
+    """The checkpoint at --model on this machine, or why it cannot be read."""
 
     model: str
     facts: ModelFacts | None = None
@@ -163,7 +163,7 @@ async def _look_at(model: str) -> _LocalModel | None:
 
 
 def _model_asked(looked: _LocalModel | None, infos: Sequence[NodeInfo]) -> ModelAsked | None:
-    """Give the model's size in the dtype that these nodes would choose with --dtype auto."""
+    """Return the model's shape in the dtype that these nodes would choose with --dtype auto."""
     if looked is None:
         return None
     if looked.facts is None:

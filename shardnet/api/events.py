@@ -1,6 +1,6 @@
-"""What programs are told of their requests: events, the state of each, and its result.
+"""Events, states and results of requests, as programs receive them.
 
-Knows values only. Nothing here is a message of the wire: programs keep these, the protocol grows.
+Values only, no wire messages: programs rely on these while the protocol grows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # most programs ask for no rows
 
 
 class RequestState(enum.Enum):
-    """How a request stands. The last three are its end; each request gets exactly one of them."""
+    """The state of a request. Each request ends once, in one of the last three."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -30,12 +30,12 @@ class RequestState(enum.Enum):
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the request has ended."""
         return self in (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 
 
 class LikelyToken(NamedTuple):
-    """One of the likeliest tokens of a place, with its text."""
+    """One of the most likely tokens at a position, with its text."""
 
     token_id: int
     token: str
@@ -44,7 +44,7 @@ class LikelyToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token's logprob and those of the likeliest in its place.
+    """A token's log-probability, and those of the most likely tokens at its position (`top`).
 
     Log-softmax of the raw float32 logits, before penalties and temperature.
     """
@@ -58,7 +58,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowData:
-    """Consecutive rows of a request, the first that of the token at `position`."""
+    """Consecutive rows of a request, one per token; the first is the row of `position`."""
 
     ELEMENT_BYTES: ClassVar[int]
 
@@ -73,12 +73,12 @@ class RowData:
 
     @property
     def n_rows(self) -> int:
-        """How many rows these are."""
+        """Number of rows."""
         return len(self.data) // self.row_bytes
 
     @property
     def end(self) -> int:
-        """The position behind the last one."""
+        """Position after the last row (half-open)."""
         return self.position + self.n_rows
 
 
@@ -100,7 +100,7 @@ class Rows(RowData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing(RowData):
-    """The experts that rows visited in each layer, `top_k` of them, the best first.
+    """The `top_k` experts that each token was routed to in each layer, the best first.
 
     `data` is int16, little-endian, -1 in layers without experts; `width` is layers times `top_k`.
     """
@@ -118,9 +118,9 @@ class Routing(RowData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """Where the time of a mean decode step went, for one stage.
+    """Time of a mean decode step in one stage, in milliseconds.
 
-    The wire's MeanStageTime as a dataclass, like all results of this package.
+    `wire_ms` is its share of the hops. The wire's MeanStageTime as a dataclass.
     """
 
     rank: int
@@ -131,10 +131,9 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTiming:
-    """How long a request took, by the head's clock. `load_s` is part of `total_s`.
+    """Timing of a request by the head's clock, in seconds; `load_s` is part of `total_s`.
 
-    `n_accepted` of `n_drafted` tokens that were guessed ahead were right. The wire's Timing as a
-    dataclass, like all results of this package.
+    `n_accepted` of the `n_drafted` draft tokens were accepted. The wire's Timing as a dataclass.
     """
 
     load_s: float
@@ -148,7 +147,7 @@ class GenerationTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request. The first `n_reused` of the prompt were computed for another one."""
+    """Token counts. The first `n_reused` of the prompt were in the KV cache already."""
 
     n_prompt: int
     n_generated: int
@@ -157,12 +156,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What came of a request that finished.
+    """The result of a finished request.
 
-    `index` is the prompt's number in the list, `sample` which of its samples this is. With `seed`
-    and `sample_index` it can be had again. `token_ids` are all new tokens, a stop id included;
-    `text` has neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits`, `hidden` and
-    `routing` are None unless they were asked for; a prompt's first token has no logprob.
+    `index` is the prompt's number in the list, `sample` the number of its sample. `seed` and
+    `sample_index` reproduce it. `token_ids` are all new tokens, a stop id included; `text` contains
+    neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits`, `hidden` and `routing`
+    are None unless they were requested; a prompt's first token has no log-probability.
     """
 
     model: str
@@ -186,13 +185,13 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationEvent:
-    """News of one request.
+    """A change of one request.
 
-    `request_id` is unique in its client. While it is QUEUED, `ahead` requests go before it. Tokens
-    come in events that are RUNNING or RESUMED; `text` is what became certain with them and may be
-    empty. `prompt_logprobs`, `logits`, `hidden` and `routing` are the next ones; the prompt's first
-    token has no logprob. The FINISHED event has the text that was held back and the `result`, the
-    FAILED one the `error`.
+    `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. Tokens
+    come in events that are RUNNING or RESUMED; `text` is what they complete and may be empty.
+    `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
+    prompt's first token has no log-probability. The FINISHED event has the rest of the text and the
+    `result`, the FAILED one the `error`.
     """
 
     request_id: int
@@ -213,7 +212,7 @@ class GenerationEvent:
 
 @dataclass(slots=True, kw_only=True)
 class ActiveRequest:
-    """A request that has not ended, as far as it has come: what `should_stop` judges by."""
+    """A request that has not ended, with its output so far: the argument of `should_stop`."""
 
     request_id: int
     index: int

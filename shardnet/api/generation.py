@@ -1,7 +1,7 @@
-"""Runs the requests of one call: some at a time, on whichever links they are sent to, as events.
+"""Runs the requests of one call, at most WINDOW at a time, and turns their answers into events.
 
 Knows the messages that answer Generate. Must not know how links are made, nor start tasks: answers
-to all requests come into one queue, so whoever stops iterating leaves nothing running.
+to all requests go into one queue, so a caller that stops iterating leaves nothing running.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 MAX_REDIRECTS = 3
 
 WINDOW = 128
-"""Requests of one call that a node has at one time: more than run at once, far fewer than wait."""
+"""Most requests of one call that a node holds at a time: more than run at once."""
 
-OF_THE_PROMPT = (UsageError, CapacityError, DeadlineError, NumericalError)
-"""Errors that say something of one request, even where no request has been served yet."""
+REQUEST_ERRORS = (UsageError, CapacityError, DeadlineError, NumericalError)
+"""Errors of one request: they do not mean that the other requests of the call fail too."""
 
 ShouldStop = Callable[[Sequence[ActiveRequest]], Iterable[int]]
-"""Takes the requests that have not ended and returns the ids of those to end."""
+"""Takes the requests that have not ended and returns the ids of those to cancel."""
 
 OnPlan = Callable[[PlanReply], None]
 OnLoading = Callable[[NodeProgress], None]
@@ -63,7 +63,7 @@ _Answer = ControlMessage | ShardnetError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """Callbacks of a program beside the events. Called on the event loop, so they must be quick."""
+    """Callbacks of the caller. They run on the event loop and must not block."""
 
     should_stop: ShouldStop | None = None
     on_plan: OnPlan | None = None
@@ -72,7 +72,7 @@ class Hooks:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
-    """A request that has not ended: where it was sent, and what has come of it."""
+    """A request that has not ended: the link it was sent on, and its output so far."""
 
     request: Request
     view: ActiveRequest
@@ -91,19 +91,19 @@ class _Running:
         self.view.token_ids = self.token_ids
 
     def send(self, control: ControlLink, on_answer: Callable[[_Answer], None]) -> None:
-        """Send it on this link. Raises LinkError when that has ended."""
+        """Send the request on this link. Raises LinkError when that has ended."""
         number = control.next_request()
         control.begin(replace(self.request.message, request=number), on_answer)
         self.control, self.number = control, number
 
-    def leave(self, *, give_up: bool) -> None:
-        """Take no more answers; with `give_up` the node is told to end it."""
+    def detach(self, *, give_up: bool) -> None:
+        """Stop receiving answers; with `give_up` also cancel the request on the node."""
         if self.control is not None:
             self.control.end(self.number, give_up=give_up)
             self.control = None
 
     def take(self, answer: _Answer, peer: str) -> GenerationEvent:
-        """Take news of it from the node that is called `peer`."""
+        """Turn an answer of the node named `peer` into an event, and store its output."""
         match answer:
             case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept):
                 self.view.state = RequestState(state.value)
@@ -111,9 +111,9 @@ class _Running:
                     self.n_reused = n_kept
                 return changed(self._event(), ahead=ahead)
             case wire.TextPiece():
-                return self._piece(answer)
+                return self._take_text(answer)
             case wire.RowsPiece():
-                return self._more_rows(answer)
+                return self._take_rows(answer)
             case wire.Finished():
                 return self._finished(answer)
             case Failed():
@@ -122,7 +122,9 @@ class _Running:
                 return self.failed(answer)
             case _:
                 what = type(answer).__name__
-                return self.failed(RemoteProtocolError(f"{peer} answered Generate with {what}"))
+                return self.failed(
+                    RemoteProtocolError(f"{peer} answered Generate with an unexpected {what}")
+                )
 
     def failed(self, error: ShardnetError) -> GenerationEvent:
         """Make the event of a request that failed."""
@@ -130,7 +132,7 @@ class _Running:
         return changed(self._event(), error=error)
 
     def cancelled(self) -> GenerationEvent:
-        """Make the event of a request that is given up."""
+        """Make the event of a request that the hook cancelled."""
         self.view.state = RequestState.CANCELLED
         return self._event()
 
@@ -140,7 +142,7 @@ class _Running:
             request_id=view.request_id, index=view.index, sample=view.sample, state=view.state
         )
 
-    def _piece(self, piece: wire.TextPiece) -> GenerationEvent:
+    def _take_text(self, piece: wire.TextPiece) -> GenerationEvent:
         logprobs = None
         if piece.logprobs is not None:
             logprobs = tuple(map(_logprob, piece.logprobs))
@@ -160,32 +162,32 @@ class _Running:
             prompt_logprobs=scored,
         )
 
-    def _more_rows(self, piece: wire.RowsPiece) -> GenerationEvent:
-        """Take rows, and keep all of a kind in one place for the result."""
+    def _take_rows(self, piece: wire.RowsPiece) -> GenerationEvent:
+        """Append logits or hidden states to those of the result; return them as an event."""
         if piece.kind == "routing":
-            return self._more_routing(piece)
+            return self._take_routing(piece)
         rows = Rows(position=piece.position, width=piece.width, data=piece.data)
         held = self.rows.setdefault(piece.kind, changed(rows, data=bytearray()))
-        if not _extends(held, rows):
-            return self._out_of_turn(piece)
+        if not _append(held, rows):
+            return self._out_of_order(piece)
         if piece.kind == "logits":
             return changed(self._event(), logits=rows)
         return changed(self._event(), hidden=rows)
 
-    def _more_routing(self, piece: wire.RowsPiece) -> GenerationEvent:
-        """The same with experts."""
+    def _take_routing(self, piece: wire.RowsPiece) -> GenerationEvent:
+        """Append routing to that of the result; return it as an event."""
         rows = Routing(
             position=piece.position, width=piece.width, top_k=piece.top_k, data=piece.data
         )
         self.routing = self.routing or changed(rows, data=bytearray())
         is_shape = 0 < rows.top_k == self.routing.top_k and rows.width % rows.top_k == 0
-        if not is_shape or not _extends(self.routing, rows):
-            return self._out_of_turn(piece)
+        if not is_shape or not _append(self.routing, rows):
+            return self._out_of_order(piece)
         return changed(self._event(), routing=rows)
 
-    def _out_of_turn(self, piece: wire.RowsPiece) -> GenerationEvent:
+    def _out_of_order(self, piece: wire.RowsPiece) -> GenerationEvent:
         return self.failed(
-            RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of turn")
+            RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of order")
         )
 
     def _finished(self, finished: wire.Finished) -> GenerationEvent:
@@ -217,8 +219,8 @@ class _Running:
         return changed(self._event(), text=finished.text, result=result)
 
 
-def _extends(held: RowData, rows: RowData) -> bool:
-    """Add `rows` to those that are held; return False where they do not follow."""
+def _append(held: RowData, rows: RowData) -> bool:
+    """Append `rows` to `held`; return False unless they continue them."""
     is_whole = rows.width > 0 and len(rows.data) % rows.row_bytes == 0
     if not is_whole or rows.width != held.width or rows.position != held.end:
         return False
@@ -228,10 +230,10 @@ def _extends(held: RowData, rows: RowData) -> bool:
 
 
 class Generations:
-    """The requests of one call. `first` is the link to ask on, `link_to` opens others.
+    """The requests of one call. They are sent on `first`; `link_to` connects to redirect addresses.
 
-    The first request goes alone until a ring has accepted it. If no ring can be made, the others
-    fail with the same error, without planning and loading again for each.
+    The first request is sent alone until a ring has accepted it. If no ring can be opened, the
+    others fail with the same error, without planning and loading again for each.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class Generations:
         self._is_served = False
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
-        """Run all requests and yield their events. Closing the iterator ends those that run."""
+        """Run all requests and yield their events. Closing the iterator cancels those that run."""
         try:
             while self._waiting or self._running:
                 await self._send_more()
@@ -263,19 +265,19 @@ class Generations:
                 if event is None:
                     continue
                 yield event
-                for other in (*self._failed_alike(event), *self._ended_by_hook()):
+                for other in (*self._fail_waiting(event), *self._cancel_by_hook()):
                     yield other
         finally:
             for running in self._running.values():
-                running.leave(give_up=True)
+                running.detach(give_up=True)
 
     async def _send_more(self) -> None:
-        """Send requests that wait, as far as the window is open."""
+        """Send waiting requests until the window is full."""
         window = WINDOW if self._is_served else 1
         while self._waiting and len(self._running) < window:
             running = self._next()
             self._running[running.view.request_id] = running
-            with contextlib.suppress(LinkError):  # it fails the requests, each by its own event
+            with contextlib.suppress(LinkError):  # each request gets it as its own event
                 self._send(running, self._first)
                 await self._first.link.drain(shared=True)
 
@@ -296,10 +298,10 @@ class Generations:
             on_answer(error)
 
     async def _take(self, running: _Running, answer: _Answer) -> GenerationEvent | None:
-        """Take an answer; None where it is no news of the request itself."""
+        """Handle an answer; None if it is no event of the request itself."""
         match answer:
             case PlanReply():
-                self._tell_plan(answer)
+                self._report_plan(answer)
                 return None
             case NodeProgress():
                 if self._hooks.on_loading is not None:
@@ -314,8 +316,8 @@ class Generations:
         return event
 
     async def _follow(self, running: _Running, address: str) -> GenerationEvent | None:
-        """Ask where the node sends us. An event if that fails."""
-        running.leave(give_up=False)
+        """Send the request to the node at `address`; return an event if that fails."""
+        running.detach(give_up=False)
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
             return running.failed(too_many_redirects(address))
@@ -326,21 +328,21 @@ class Generations:
         self._send(running, control)
         return None
 
-    def _failed_alike(self, event: GenerationEvent) -> Iterator[GenerationEvent]:
-        """Fail the waiting requests once one has shown that no ring can be made."""
+    def _fail_waiting(self, event: GenerationEvent) -> Iterator[GenerationEvent]:
+        """Fail the waiting requests if this event shows that no ring can be opened."""
         error = event.error
-        self._is_served = self._is_served or error is None or isinstance(error, OF_THE_PROMPT)
+        self._is_served = self._is_served or error is None or isinstance(error, REQUEST_ERRORS)
         while self._waiting and error is not None and not self._is_served:
             yield self._next().failed(error)
 
-    def _tell_plan(self, plan: PlanReply) -> None:
-        """Hand on a plan unless it is the one that was told last."""
-        told, self._plan = self._plan, replace(plan, request=0)
-        if self._hooks.on_plan is not None and self._plan != told:
+    def _report_plan(self, plan: PlanReply) -> None:
+        """Call `on_plan` unless this plan is the last reported one."""
+        reported, self._plan = self._plan, replace(plan, request=0)
+        if self._hooks.on_plan is not None and self._plan != reported:
             self._hooks.on_plan(plan)
 
-    def _ended_by_hook(self) -> Iterator[GenerationEvent]:
-        """End what the hook wants ended. Ids that it makes up, or that have ended, do nothing."""
+    def _cancel_by_hook(self) -> Iterator[GenerationEvent]:
+        """Cancel the requests that `should_stop` returns; unknown and ended ids are ignored."""
         if self._hooks.should_stop is None:
             return
         active = [running.view for running in self._running.values()]
@@ -351,7 +353,7 @@ class Generations:
                 yield running.cancelled()
 
     def _end(self, running: _Running, *, give_up: bool) -> None:
-        running.leave(give_up=give_up)
+        running.detach(give_up=give_up)
         del self._running[running.view.request_id]
 
 
@@ -387,4 +389,4 @@ def _timing(timing: wire.Timing) -> GenerationTiming:
 
 def too_many_redirects(address: str) -> PeerFailedError:
     """Make the error of a request that was redirected more than MAX_REDIRECTS times."""
-    return PeerFailedError(f"{address} and others keep sending us on", remedy="try again")
+    return PeerFailedError(f"{address} and others keep redirecting the request", remedy="try again")

@@ -1,7 +1,7 @@
-"""Node processes on loopback for one run, as `--local N` has them.
+"""Node processes on loopback for one run: `--local N`.
 
-Knows how to start them, read their ready lines and take them down whatever happens. Must not know
-what is run on them.
+Knows how to start them, read their ready lines and stop them in every case. Must not know what runs
+on them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import PeerFailedError
 
 START_S = 60.0
-"""How long a node process may take to print its ready line."""
+"""Deadline for a node process to print its ready line."""
 
 STOP_S = 5.0
-"""How long a node process may take to leave by itself."""
+"""Deadline for a node process to exit by itself."""
 
 
 @asynccontextmanager
 async def start_nodes(
     n_nodes: int, threads: int, arguments: Sequence[str]
 ) -> AsyncIterator[list[str]]:
-    """Start node processes, `arguments` added, and give their addresses, in rank order.
+    """Start `n_nodes` node processes with `arguments`; yield their addresses in rank order.
 
-    `threads` 0 is each one's share of the cores. They end with the context and, whatever happens
-    to this process, when their standard input closes. Raises PeerFailedError when one does not
-    start, with the last thing it said.
+    `threads` 0 gives each its share of the cores. They end with the context and, even if this
+    process is killed, when their standard input closes. Raises PeerFailedError when one does not
+    start, with the last line of its standard error.
     """
     threads = threads or share_of_cores(available_cores(), n_nodes)
     nodes: list[_NodeProcess] = []
@@ -47,7 +47,7 @@ async def start_nodes(
 
 
 class _NodeProcess:
-    """One `shardnet node` of ours."""
+    """One `shardnet node` process."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
@@ -58,7 +58,7 @@ class _NodeProcess:
 
     @classmethod
     async def start(cls, name: str, threads: int, arguments: Sequence[str]) -> _NodeProcess:
-        """Start it. Ctrl-C does not reach it: it goes when its standard input closes."""
+        """Start the process in a session of its own: it exits when stdin closes, not on Ctrl-C."""
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--host", "127.0.0.1"),
@@ -74,12 +74,12 @@ class _NodeProcess:
         )
         try:
             return cls(name, await asyncio.shield(starting))
-        except asyncio.CancelledError:  # a process that is half started would be nobody's
+        except asyncio.CancelledError:  # nobody else would stop a half-started process
             await cls(name, await starting).stop()
             raise
 
     async def address(self) -> str:
-        """Wait for the ready line and return where the node listens."""
+        """Wait for the ready line; return host:port. Raises PeerFailedError."""
         assert self._process.stdout is not None
         line = b""
         with contextlib.suppress(TimeoutError):
@@ -87,16 +87,16 @@ class _NodeProcess:
                 line = await self._process.stdout.readline()
         if not line:
             await self.stop()
-            said = self._last_lines[0] if self._last_lines else "it said nothing"
-            raise PeerFailedError(f"node {self._name} did not start: {said}")
+            reason = self._last_lines[0] if self._last_lines else "it printed no error"
+            raise PeerFailedError(f"node {self._name} did not start: {reason}")
         self._is_ready = True
         ready = json.loads(line)
         return f"{ready['host']}:{ready['port']}"
 
     async def stop(self) -> None:
-        """Close its standard input, wait for it to leave, and end it if it does not.
+        """Close its standard input, wait STOP_S for it to exit, then kill it.
 
-        One that is not ready yet has nothing to leave and would only notice after its imports.
+        A process that is not ready is killed at once: it would notice only after its imports.
         """
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -118,4 +118,4 @@ class _NodeProcess:
 _NOT_INHERITED = frozenset(
     f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "MEMORY", "INSECURE")
 )
-"""Settings of this machine's own node; those of a run are its flags."""
+"""Settings of this machine's own node, which the nodes of a run must not inherit."""

@@ -1,4 +1,4 @@
-"""What programs ask for: prompts, how to continue them, and the messages that carry them.
+"""Requests of programs: prompts, their options, and the messages that carry them.
 
 Knows the options of a request and their order of precedence. Must not know links or events.
 """
@@ -24,17 +24,17 @@ from shardnet.wire.messages.sequences import Outputs, Sampling
 
 
 class GenerationOptions(TypedDict, total=False):
-    """How a request is carried out, beside its sampling. What is left out is as in Generate.
+    """Options of a request beside its sampling. Those left out have the defaults of Generate.
 
-    `max_tokens` (256): make at most so many. `stop`: end before one of these texts.
-    `stop_token_ids`: end after one of these tokens. `ignore_eos` (False): continue past the
-    model's end-of-text tokens. `bos` ("auto"): put the bos token in front, as the tokenizer says,
+    `max_tokens` (256): generate at most so many. `stop`: stop before one of these texts.
+    `stop_token_ids`: stop after one of these tokens. `ignore_eos` (False): continue past the
+    model's end-of-text tokens. `bos` ("auto"): prepend the BOS token, as the tokenizer says,
     always or never. `keep_special_tokens` (False): show them in the text. `priority` (0): from -100
-    to 100, the larger goes first. `deadline_s` (None): fail with DeadlineError when it has not
-    ended so many seconds after the ring had it; loading a model does not count. `speculate`
+    to 100, the larger runs first. `deadline_s` (None): fail with DeadlineError unless ended so many
+    seconds after the ring received the request; loading a model does not count. `speculate`
     ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
-    on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay.
-    `deterministic` (False): what else runs changes no bit (design decision 4). `outputs` (none):
+    on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
+    `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
     prompt logprobs, logits, hidden states and routing.
     """
 
@@ -53,7 +53,7 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class Message(TypedDict):
-    """What somebody said in a conversation. `role` is system, user or assistant."""
+    """A message of a conversation. `role` is system, user or assistant."""
 
     role: str
     content: str
@@ -103,8 +103,8 @@ def make_requests(
     """Make the messages for `n` samples of each prompt.
 
     Sample number `s` of prompt number `i` gets the sample index of its sampling plus `i * n + s`:
-    equal prompts with one seed differ, and each can be had again alone. Raises UsageError, which
-    names the prompt, for what cannot be asked.
+    equal prompts with one seed differ, and each can be reproduced alone. Raises UsageError, which
+    names the prompt and the field, for values outside their range.
     """
     if n < 1:
         raise UsageError(f"n must be 1 or more, not {n}")
@@ -124,10 +124,10 @@ def make_requests(
 
 
 def name_model(model: str) -> str:
-    """Make a relative path absolute here; the nodes open it there.
+    """Make a relative path absolute; nodes open the same path on their machines.
 
-    What is no folder here but can be the name of a model on the Hub stays as it is. Raises
-    UsageError for a URL, which may hold a password and is not repeated.
+    A name that is not a folder here but may be a model on the Hub stays as it is. Raises UsageError
+    for a URL, which may hold a password and is not repeated.
     """
     if "://" in model:
         raise UsageError(
@@ -141,14 +141,16 @@ def name_model(model: str) -> str:
 
 
 def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> None:
-    """Raise UsageError, which names the field, for values that the protocol has no room for."""
+    """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:
         read_control(control_frame(message))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise UsageError(f"this cannot be asked: {find_unwritable(message) or error}") from error
+        raise UsageError(
+            f"this request cannot be sent: {find_unwritable(message) or error}"
+        ) from error
     except RemoteProtocolError as error:
         why = find_refused(message, type(message)) or str(error)
-        raise UsageError(f"this cannot be asked: {why}") from error
+        raise UsageError(f"this request cannot be sent: {why}") from error
 
 
 def _is_ids(prompts: object) -> TypeGuard[Sequence[int]]:
@@ -179,7 +181,7 @@ def _prompt(prompt: object) -> Prompt:
 
 def _no_prompt(value: object) -> UsageError:
     return UsageError(
-        f"{value!r} is no prompt", remedy="give text, token ids or messages, or a list of such"
+        f"{value!r} is not a prompt", remedy="give text, token ids or messages, or a list of these"
     )
 
 
@@ -193,7 +195,7 @@ def _params(prompt: Prompt, sampling: SamplingParams, number: int, sample: int) 
 def _message(
     prompt: Prompt, params: SamplingParams, choice: ModelChoice, options: GenerationOptions
 ) -> Generate:
-    """Write one message. The values are checked as the node would check them."""
+    """Make one message. Raises UsageError or SamplingError as the node would."""
     params.check()
     fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
     if "outputs" in options:
@@ -207,7 +209,9 @@ def _message(
             **fields,
         )
     except TypeError as error:
-        raise UsageError(f"this cannot be asked: {_unknown_option(fields) or error}") from error
+        raise UsageError(
+            f"this request cannot be sent: {_unknown_option(fields) or error}"
+        ) from error
     check_request(message)
     return message
 
@@ -231,6 +235,6 @@ def _prompt_field(content: str | Sequence[int] | Sequence[Message]) -> dict[str,
     except msgspec.ValidationError as error:
         why = find_refused(content, list[ChatMessage]) or str(error)
         raise UsageError(
-            f"the messages cannot be asked: {why}",
+            f"the messages cannot be sent: {why}",
             remedy="give each a role and a content, both text",
         ) from error

@@ -1,7 +1,6 @@
-"""What is wrong with a value that a message or a line cannot hold: field, value, what would do.
+"""Error texts for values that do not fit their msgspec type: field, value, what is accepted.
 
-Walks a value beside the description of its msgspec type. Must not know which values are asked for,
-nor by whom.
+Walks a value beside the description of its type. Must not know any particular message.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import msgspec
 from msgspec import inspect as mi
 
 _SHOWN: Final = 60
-"""Characters of a value that a message shows."""
+"""Most characters of a value that an error shows."""
 _INTS: Final = range(-(2**63), 2**64)
-"""The whole numbers that msgpack can write."""
+"""The integers that msgpack can encode."""
 _KINDS: Final[Mapping[type[mi.Type], str]] = MappingProxyType(
     {
         mi.IntType: "a whole number",
@@ -36,16 +35,16 @@ _KINDS: Final[Mapping[type[mi.Type], str]] = MappingProxyType(
 
 
 def find_refused(value: object, kind: Any) -> str:
-    """Say why `value`, a struct or what JSON gave, is not of the msgspec type `kind`.
+    """Say why `value`, a struct or decoded JSON, is not of the msgspec type `kind`.
 
-    Names the first field at fault, its value and what would do: "max_tokens is 'x': give a whole
+    Names the first wrong field, its value and what is accepted: "max_tokens is 'x': give a whole
     number". Returns "" where nothing is found.
     """
     return next(_refused(value, mi.type_info(kind), ""), "")
 
 
 def find_unwritable(root: msgspec.Struct) -> str:
-    """Say which value of `root` has no form in a message: a huge number, text with half a letter.
+    """Say which value of `root` msgpack cannot encode: a huge integer, text with a lone surrogate.
 
     Returns "" where there is none.
     """
@@ -57,12 +56,12 @@ def find_unwritable(root: msgspec.Struct) -> str:
                 value.encode()
             except UnicodeEncodeError as error:
                 why = f"{error.reason} at character {error.start + 1}"
-                return f"{path} is no text that UTF-8 has a form for ({why}): give text without it"
+                return f"{path} cannot be encoded as UTF-8 ({why}): give text without it"
     return ""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Say which name was perhaps meant, as the end of a sentence; "" where none is near."""
+    """Return `; did you mean 'NAME'?` for the most similar known name; "" where none is."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
@@ -73,8 +72,8 @@ def _refused(value: object, info: mi.Type, path: str) -> Iterator[str]:
     fitting = next((part for part in kinds if _is_of(value, part)), None)
     if fitting is None:
         name = path or "the value"
-        told = name if isinstance(value, msgspec.Struct) else f"{name} is {_shown(value)}"
-        yield f"{told}: give {_wanted(kinds, value)}"
+        shown = name if isinstance(value, msgspec.Struct) else f"{name} is {_shown(value)}"
+        yield f"{shown}: give {_accepted(kinds, value)}"
         return
     if isinstance(fitting, mi.StructType):
         yield from _refused_fields(value, fitting, path)
@@ -102,7 +101,7 @@ def _refused_fields(value: object, info: mi.StructType, path: str) -> Iterator[s
         if name in names:
             yield from _refused(entry, names[name].type, _inside(path, name))
         elif info.forbid_unknown_fields:
-            yield f"{_inside(path, name)} is not known here{nearest(name, [*names])}"
+            yield f"{_inside(path, name)} is not a known key{nearest(name, [*names])}"
     for name, field in names.items():
         if field.required and name not in value:
             yield f"{_inside(path, name)} is missing"
@@ -115,7 +114,7 @@ def _refused_entries(value: object, info: mi.DictType, path: str) -> Iterator[st
     for key, entry in value.items():
         read = int(key) if isinstance(key_type, mi.IntType) and _is_integer(key) else key
         for _ in _refused(read, key_type, ""):
-            yield f"a key of {path} is {_shown(key)}: give {_wanted([key_type], key)}"
+            yield f"a key of {path} is {_shown(key)}: give {_accepted([key_type], key)}"
         for why in _refused(entry, info.value_type, ""):
             yield f"a value of {path}: {why.partition(': ')[2]}"
 
@@ -125,7 +124,7 @@ def _is_integer(key: object) -> bool:
 
 
 def _is_of(value: object, info: mi.Type) -> bool:
-    """Whether `value` itself is of this type and within its bounds, whatever is inside it."""
+    """Say whether `value` itself, apart from its contents, is of this type and within bounds."""
     match info:
         case mi.NoneType():
             return value is None
@@ -155,7 +154,7 @@ def _is_of(value: object, info: mi.Type) -> bool:
         case mi.StructType():
             return isinstance(value, Mapping | info.cls)
         case _:
-            return True  # a kind that no message has: what reads it decides
+            return True  # a kind that no message has: msgspec checks it
 
 
 def _is_long_enough(value: Any, info: Any) -> bool:
@@ -164,7 +163,7 @@ def _is_long_enough(value: Any, info: Any) -> bool:
 
 
 def _alternatives(info: mi.Type) -> list[mi.Type]:
-    """List the types of which a value may be one."""
+    """List the types of a union, or the one type."""
     bare = _bare(info)
     return [_bare(part) for part in bare.types] if isinstance(bare, mi.UnionType) else [bare]
 
@@ -173,8 +172,8 @@ def _bare(info: mi.Type) -> mi.Type:
     return _bare(info.type) if isinstance(info, mi.Metadata) else info
 
 
-def _wanted(kinds: Sequence[mi.Type], value: object) -> str:
-    """Say what would do in place of `value`; null and what is left out go without saying."""
+def _accepted(kinds: Sequence[mi.Type], value: object) -> str:
+    """Describe the accepted values; null and values left out are not mentioned."""
     names: list[str] = []
     words: list[str] = []
     for info in kinds:
@@ -188,7 +187,7 @@ def _wanted(kinds: Sequence[mi.Type], value: object) -> str:
 
 
 def _broken_limit(info: mi.Type, value: Any) -> str:
-    """Name the bound of a type that a value of its kind breaks, "" where it breaks none."""
+    """Describe the bound of a type that `value` breaks; "" where it breaks none."""
     if isinstance(info, mi.IntType | mi.FloatType) and isinstance(value, int | float):
         limits = (
             ("of at least", info.ge, operator.ge),

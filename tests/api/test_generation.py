@@ -269,7 +269,7 @@ def test_being_sent_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
             monkeypatch.setattr(client_module, "dial", dial)
             async with client_of(node) as client:
-                with pytest.raises(PeerFailedError, match="sending us on"):
+                with pytest.raises(PeerFailedError, match="keep redirecting the request"):
                     await all_of(client.generate("elsewhere"))
 
     asyncio.run(main())

@@ -146,7 +146,7 @@ def test_rows_out_of_turn_fail_the_request(pieces: list[RowsPiece]) -> None:
     end = told(OutputNode(*pieces))[-1]
     assert end.state is RequestState.FAILED
     assert isinstance(end.error, RemoteProtocolError)
-    assert "came out of turn" in str(end.error)
+    assert "came out of order" in str(end.error)
 
 
 def test_outputs_that_cannot_be_are_refused_at_once() -> None:

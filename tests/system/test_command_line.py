@@ -187,7 +187,7 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(machine: Machine, usage: li
 def test_values_that_no_message_holds_are_wrong_usage(machine: Machine, usage: list[str]) -> None:
     result = machine.call("generate", *usage)
     assert result.code == 2
-    assert "this cannot be asked" in result.stderr
+    assert "this request cannot be sent" in result.stderr
 
 
 def test_a_process_exits_with_2_too(machine: Machine) -> None:

@@ -49,7 +49,7 @@ def test_nodes_are_started_with_their_share_of_the_cores(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--local", "20"], "has 4 layers and every node needs one: give --local 4 or less"),
+        (["--local", "20"], "has 4 layers and every node needs one; give --local 4 or less"),
         (["--local", "3", "--layers", "0-2,2-4"], "2 ranges and --local starts 3 nodes"),
     ],
 )

@@ -73,7 +73,7 @@ def test_an_object_has_options_of_its_own() -> None:
         ('["a"]', "'a': give a whole number"),
         (
             '{"prompt": "a", "max_tokes": 3}',
-            "max_tokes is not known here; did you mean 'max_tokens'",
+            "max_tokes is not a known key; did you mean 'max_tokens'",
         ),
         ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5: give a whole number"),
         ('{"messages": [{"role": 3}]}', "a value of messages[0]: give text"),
