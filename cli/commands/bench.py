@@ -190,7 +190,7 @@ class _Bench:
         best = max(speeds, key=lambda speed: speed.decode_tok_s)
         if not self._job.as_json:
             write_out(
-                f"sequences {n_sequences:3}: first token after {best.ttft_s * 1e3:.0f} ms "
+                f"{n_sequences:3} sequences: first token after {best.ttft_s * 1e3:.0f} ms "
                 f"({best.prefill_tok_s:.0f} prompt tokens/s), "
                 f"{best.decode_tok_s:.1f} tokens/s"
             )
