@@ -22,7 +22,7 @@ from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
-from ..output.exit_codes import run_command, say, write_out
+from ..output.exit_codes import counted, run_command, say, write_out
 from ..output.generation_output import print_json
 from ..output.progress import LoadBars
 
@@ -190,7 +190,8 @@ class _Bench:
         best = max(speeds, key=lambda speed: speed.decode_tok_s)
         if not self._job.as_json:
             write_out(
-                f"{n_sequences:3} sequences: first token after {best.ttft_s * 1e3:.0f} ms "
+                f"{counted(n_sequences, 'sequence'):>13}: "
+                f"first token after {best.ttft_s * 1e3:.0f} ms "
                 f"({best.prefill_tok_s:.0f} prompt tokens/s), "
                 f"{best.decode_tok_s:.1f} tokens/s"
             )

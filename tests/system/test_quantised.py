@@ -67,7 +67,7 @@ def test_bench_measures_a_ring(trio: Crew, parrots: Parrots) -> None:
     assert len(told["stages"]) == 2
     shown = trio.machine.run("bench", *where, *few)
     assert [line.split()[:2] for line in shown.stdout.splitlines()] == [
-        *(["1", "sequences:"], ["4", "sequences:"])
+        *(["1", "sequence:"], ["4", "sequences:"])
     ]
 
 
