@@ -99,7 +99,7 @@ class _Running:
     def leave(self, *, give_up: bool) -> None:
         """Take no more answers; with `give_up` the node is told to end it."""
         if self.control is not None:
-            self.control.end(self.number, give_up=give_up)
+            self.control.end(self.number, cancel=give_up)
             self.control = None
 
     def take(self, answer: _Answer, peer: str) -> GenerationEvent:

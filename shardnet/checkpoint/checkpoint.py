@@ -77,7 +77,9 @@ class Checkpoint:
         """
         path = Path(path)
         if not names_checkpoint(path):
-            raise CheckpointError(f"{path}: no such checkpoint folder", remedy="check the path of --model")
+            raise CheckpointError(
+                f"{path}: no such checkpoint folder", remedy="check the path of --model"
+            )
         return cls(path, _read_contents(path))
 
     @cached_property

@@ -183,11 +183,11 @@ class Replica:
         """Write some bytes of a part, `at` bytes behind its start. Raises what writing raises."""
         self._files.write(part.file, part.offset + at, data)
 
-    def hold(self, part: TensorPart, sha256: str) -> None:
+    def record(self, part: TensorPart, sha256: str) -> None:
         """Record that a part was written whole and has this digest."""
         self._unsynced_bytes += part.size_bytes
         with self._disk_errors():
-            self._journal.hold(part.tensor, part.number, sha256)
+            self._journal.record(part.tensor, part.number, sha256)
             if self._unsynced_bytes >= SYNC_BYTES:
                 self._files.sync(part.file)
                 self._unsynced_bytes = 0
@@ -201,7 +201,7 @@ class Replica:
         with self._disk_errors():
             self._journal.drop(part.tensor, part.number)
 
-    def doubtful(self, tensors: Iterable[str]) -> list[TensorPart]:
+    def unverified(self, tensors: Iterable[str]) -> list[TensorPart]:
         """List the held parts in files of these tensors that were not left sealed.
 
         That is after a crash, and when somebody else has written to a file.

@@ -63,7 +63,7 @@ class Journal:
         with (folder / JOURNAL_FILE).open("xb", buffering=0) as file:
             file.write(json.dumps({"samples": dict(samples)}).encode())
 
-    def hold(self, tensor: str, part: int, sha256: str) -> None:
+    def record(self, tensor: str, part: int, sha256: str) -> None:
         """Note that a part is held. Raises OSError when that cannot be written."""
         self._append({"tensor": tensor, "part": part, "sha256": sha256})
 

@@ -76,7 +76,11 @@ def test_a_gguf_is_chosen_with_all_its_parts(choice: str, files: tuple[str, ...]
 @pytest.mark.parametrize(
     ("names", "choice", "words"),
     [
-        (GGUFS, "", "lab/tiny has GGUF files only; there are BF16, .*; choose one as lab/tiny:BF16"),
+        (
+            GGUFS,
+            "",
+            "lab/tiny has GGUF files only; there are BF16, .*; choose one as lab/tiny:BF16",
+        ),
         (GGUFS, "Q4_K", "no GGUF of the name Q4_K; there are BF16, Q4_K_M, Q4_K_XL, q8_0"),
         (GGUFS, "F16", "no GGUF of the name F16"),
         (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "more than one GGUF .* a-Q4_0.gguf, b-Q4_0.gguf"),

@@ -120,7 +120,9 @@ def read_stored(
     try:
         with path.open("rb", buffering=0) as file:
             if file.seek(0, 2) != file_bytes:
-                raise CheckpointError(f"{path}: its size has changed since it was opened", remedy=AGAIN)
+                raise CheckpointError(
+                    f"{path}: its size has changed since it was opened", remedy=AGAIN
+                )
             begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             inside = tensor.offset - begin
             # A private mapping, since torch warns of buffers that cannot be written.
