@@ -25,14 +25,14 @@ from shardnet.wire.messages.diagnostics import AddressView, NodeReport, RecordSe
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 RECENT_S = 120.0
-"""A refused handshake that is older is told, and taken for over."""
+"""A refused handshake older than this is reported as over."""
 CLOCKS_DIFFER_S = 1.0
 
 HERE = "this machine"
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Return everything there is to say, problems first, what is fine last."""
+    """Return all findings, problems first, what is fine last."""
     findings = [
         *_key(facts),
         *_asking(facts),
@@ -115,7 +115,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
 
 
 def _browsing(facts: Facts) -> Iterator[Finding]:
-    """Say whom mDNS shows to this process, where no node was there to be asked."""
+    """Report the nodes found by mDNS if there was no node to ask."""
     if facts.found is None:
         return
     if not facts.found:
@@ -148,7 +148,7 @@ def _record(facts: Facts, record: RecordSeen) -> Finding:
 
 
 def _named(facts: Facts) -> Iterator[Finding]:
-    """What came of the addresses that the command was given."""
+    """Report the results for the addresses given on the command line."""
     for view in facts.named:
         yield _reached(HERE, view)
 
@@ -197,7 +197,7 @@ def _self_words(info: NodeInfo, report: NodeReport) -> str:
 
 
 def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
-    """Say at which of its addresses a node is announced, and why not at the others."""
+    """Report at which of its addresses a node is announced, and why not at the others."""
     told = [f"{a.host} ({a.interface})" for a in report.interfaces if a.is_told]
     if report.cluster and not told:
         return Finding(
@@ -243,7 +243,7 @@ def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
 
 
 def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
-    """Tell of strangers. A connection that was only opened and closed is none.
+    """Report refused handshakes. A connection that was only opened and closed does not count.
 
     A refused handshake with a remedy is that of a node: nothing can be done about others.
     """

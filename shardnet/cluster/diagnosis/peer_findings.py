@@ -22,9 +22,9 @@ from shardnet.wire.messages.diagnostics import (
 from shardnet.wire.messages.membership import ReportReply
 
 SETTLED_S = 6.0
-"""So long after both nodes were started each should have seen the other one's record."""
+"""Seconds after the start of two nodes by which each should have seen the other's record."""
 UNHEARD_S = 70.0
-"""In so long a time every node has announced itself by multicast twice."""
+"""Seconds in which every node announces itself by multicast twice."""
 SLOW_S = 0.020
 """A round trip above this is no wired network, and costs a ring dearly."""
 
@@ -47,10 +47,10 @@ WAYS_OUT: Mapping[Seen, str] = MappingProxyType(
         "not tried": "",
     }
 )
-"""What to do about each way an address does not answer."""
+"""The remedy for each way in which an address does not answer."""
 
 TOPICS: Mapping[Seen, Topic] = MappingProxyType({"other key": "key", "other version": "version"})
-"""What an address that does not answer is about, where it is not the port."""
+"""The topic of an address that does not answer, if it is not the port."""
 
 _WORDS: Mapping[Seen, str] = MappingProxyType(
     {
@@ -75,11 +75,11 @@ _WORST: tuple[Seen, ...] = (
     "unreachable",
     "failed",
 )
-"""What says most of why a node is not reached, first."""
+"""Results of probes, the one that best explains why a node is not reached first."""
 
 
 def way_out(view: AddressView) -> str:
-    """Return what to do about an address that does not answer, "" where nothing is known.
+    """Return the remedy for an address that does not answer, "" if none is known.
 
     About a key its error knows best, as it knows which side lacks it.
     """
@@ -111,7 +111,7 @@ def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
 
 
 def seconds_apart(ahead_s: float) -> str:
-    """Write how far a clock is from another one."""
+    """Format the difference of two clocks."""
     return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
@@ -141,7 +141,7 @@ def _refusal(where: str, viewer: str, report: NodeReport, view: PeerView) -> Fin
 
 
 def _link(where: str, view: PeerView) -> Finding:
-    """Say that there is a link, and how good it is."""
+    """Report a link and its quality."""
     words = f"linked at {view.address}" if view.address else "linked, by the other one's doing"
     if view.rtt_s is not None:
         words += f", round trip {view.rtt_s * 1e3:.2g} ms"
@@ -160,7 +160,7 @@ def _link(where: str, view: PeerView) -> Finding:
 
 
 def _ports(where: str, view: PeerView) -> Iterator[Finding]:
-    """A link lives, whoever has opened it; the others of a ring are opened both ways."""
+    """Report a link that lives, in either direction; a ring needs both directions."""
     tried = [address for address in view.addresses if address.seen != "not tried"]
     if tried and not any(address.seen == "answers" for address in tried):
         worst = _worst(tried)
@@ -308,7 +308,7 @@ def _mtus(facts: Facts) -> Iterator[Finding]:
 def _ends(
     ours: NodeReport, theirs: NodeReport, address: str
 ) -> tuple[InterfaceAddress, InterfaceAddress] | None:
-    """Return the addresses at both ends of the way to `address`, None where they are not known."""
+    """Return the addresses at both ends of the way to `address`, None if unknown."""
     host = host_of(address)
     far = next((a for a in theirs.interfaces if a.host == host), None)
     if far is None:
@@ -318,7 +318,7 @@ def _ends(
 
 
 def _is_in_network(host: str, of: InterfaceAddress) -> bool:
-    """Return whether a host lies in the network of an address; what is no address lies nowhere."""
+    """Return whether a host is in the network of an address; host names are in none."""
     try:
         network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
         return ip_address(host.partition("%")[0]) in network
