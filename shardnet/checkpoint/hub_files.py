@@ -111,7 +111,9 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
     parts = tuple(str(path.with_name(part)) for part in part_names(path.name))
     lacking = [part for part in parts if part not in names]
     if lacking:
-        raise CheckpointError(f"{model} lacks the part {lacking[0]}", remedy="tell its authors")
+        raise CheckpointError(
+            f"{model} lacks the part {lacking[0]}", remedy="report it to its authors"
+        )
     return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
 
 

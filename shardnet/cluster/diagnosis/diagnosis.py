@@ -16,8 +16,8 @@ from shardnet.cluster.diagnosis.peer_findings import (
     TOPICS,
     key_finding,
     pair_findings,
+    remedy_for,
     seconds_apart,
-    way_out,
 )
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
@@ -84,7 +84,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             HERE,
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
-            way_out(view),
+            remedy_for(view),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(
@@ -99,7 +99,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             "node",
             facts.asked,
             f"it gave no report: {facts.failure or 'it was too slow'}",
-            "look at that node's output, or restart it",
+            "read that node's output, or restart it",
         )
     elif facts.failure:
         yield problem("node", facts.asked, f"not every report came: {facts.failure}")
@@ -158,7 +158,7 @@ def _reached(where: str, view: AddressView) -> Finding:
         rtt = "" if view.rtt_s is None else f", round trip {view.rtt_s * 1e3:.2g} ms"
         return Finding(topic="port", where=where, what=f"{view.address} answers{rtt}")
     topic = TOPICS.get(view.seen, "port")
-    return problem(topic, where, view.why or f"{view.address}: {view.seen}", way_out(view))
+    return problem(topic, where, view.why or f"{view.address}: {view.seen}", remedy_for(view))
 
 
 # --- one node -----------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
                 "multicast",
                 where,
                 f"mDNS does not work there: {multicast.failure or 'it has just begun'}",
-                "look at its network, or name other nodes with --peer and give --no-mdns",
+                "check its network, or name other nodes with --peer and give --no-mdns",
             )
         case "on":
             yield Finding(
@@ -260,7 +260,7 @@ def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
         topic="version" if refused.code == VersionMismatchError.code else "key",
         where=where,
         what=what,
-        remedy=remedy or "look for what connects from there, if it is none of yours",
+        remedy=remedy or "find the program that connects from there, if it is none of yours",
     )
 
 

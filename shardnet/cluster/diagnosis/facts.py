@@ -61,7 +61,7 @@ class Finding:
 
 
 def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
-    """Make a finding with the severity PROBLEM."""
+    """Make a finding with the severity PROBLEM; the arguments are those of Finding."""
     return Finding(severity=Severity.PROBLEM, topic=topic, where=where, what=what, remedy=remedy)
 
 
@@ -142,7 +142,7 @@ class Facts:
         return versions
 
     def label(self, node: str, name: str = "") -> str:
-        """Return a node's name, with the begin of its id if others have the same name."""
+        """Return a node's name, with the start of its id if others have the same name."""
         name = self.live.get(node, name)
         same = Counter(self.live.values())[name]
         return name if same + (node not in self.live) < 2 else f"{name} ({node[:6]})"

@@ -28,14 +28,14 @@ UNHEARD_S = 70.0
 SLOW_S = 0.020
 """A round trip above this is no wired network, and costs a ring dearly."""
 
-WAYS_OUT: Mapping[Seen, str] = MappingProxyType(
+REMEDIES: Mapping[Seen, str] = MappingProxyType(
     {
         "answers": "",
         "refused": (
             "start `shardnet node` there, and see that it listens on that address (--host) and port"
         ),
         "dropped": "open its TCP port in the firewall of that machine and of the network between",
-        "hangs": "look at that node's output, or restart it: it may be frozen",
+        "hangs": "read that node's output, or restart it: it may be frozen",
         "unreachable": "check address, cable and routes between the two machines",
         "other key": (
             "run `shardnet key show` on one of the two machines and `shardnet key join` with that "
@@ -78,14 +78,14 @@ _WORST: tuple[Seen, ...] = (
 """Results of probes, the one that best explains why a node is not reached first."""
 
 
-def way_out(view: AddressView) -> str:
+def remedy_for(view: AddressView) -> str:
     """Return the remedy for an address that does not answer, "" if none is known.
 
-    About a key its error knows best, as it knows which side lacks it.
+    For a wrong key it comes with the error, which knows the side that lacks it.
     """
     if view.seen == "other key" and view.remedy:
         return view.remedy
-    return WAYS_OUT[view.seen] or view.remedy or ""
+    return REMEDIES[view.seen] or view.remedy or ""
 
 
 def pair_findings(facts: Facts) -> Iterator[Finding]:
@@ -98,7 +98,11 @@ def pair_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
-    """Report whose key is wrong, by the fingerprints of both clusters."""
+    """Report which node has a wrong key.
+
+    `where` names the nodes, `viewer` the one that was asked; `theirs` and `ours` are the
+    fingerprints of the keys of the other node and of the viewer, "" without one.
+    """
     if not theirs:
         what, remedy = "it has no cluster key", "run `shardnet key join` there and restart its node"
     elif not ours:
@@ -106,7 +110,7 @@ def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
         remedy = f"run `shardnet key join` on {viewer} and start its node again"
     else:
         what = f"it holds the key of cluster {theirs}, and {viewer} that of {ours}"
-        remedy = f"if it belongs here: {WAYS_OUT['other key']}"
+        remedy = f"if it belongs here: {REMEDIES['other key']}"
     return problem("key", where, what, remedy)
 
 
@@ -160,7 +164,7 @@ def _link(where: str, view: PeerView) -> Finding:
 
 
 def _ports(where: str, view: PeerView) -> Iterator[Finding]:
-    """Report a link that lives, in either direction; a ring needs both directions."""
+    """Report a linked node that answers at no address from this side; a ring dials both ways."""
     tried = [address for address in view.addresses if address.seen != "not tried"]
     if tried and not any(address.seen == "answers" for address in tried):
         worst = _worst(tried)
@@ -168,7 +172,7 @@ def _ports(where: str, view: PeerView) -> Iterator[Finding]:
             "port",
             where,
             f"linked, but not to be reached from this side: {_each(tried)}",
-            way_out(worst),
+            remedy_for(worst),
         )
 
 
@@ -217,12 +221,12 @@ def _no_link(where: str, view: PeerView) -> Finding:
             severity=Severity.INFO,
             topic="link",
             where=where,
-            what=f"only what it told is left of it{others}",
+            what=f"only its last report is left{others}",
         )
     worst = _worst(tried)
     topic = TOPICS.get(worst.seen, "port")
     link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
-    return problem(topic, where, f"{link}: {_each(tried)}", way_out(worst))
+    return problem(topic, where, f"{link}: {_each(tried)}", remedy_for(worst))
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:

@@ -107,9 +107,7 @@ class RecordReader:
         self._warnings = warnings
 
     async def read(self, zeroconf: Zeroconf, name: str) -> NodeRecord | None:
-        """Request the record `name` and validate it; None if it is missing, unusable or the own
-        one.
-        """
+        """Request the record `name` and validate it; None if missing, unusable or the own one."""
         try:
             service = AsyncServiceInfo(SERVICE_TYPE, name)
             if not await service.async_request(zeroconf, RESOLVE_S * 1000):

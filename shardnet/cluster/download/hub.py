@@ -90,7 +90,7 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         note_revision(name, commit, root)
         folder = pulled_folder(replace(name, revision=commit), root)
     if folder is None:
-        raise HubError(f"{name}: what came is gone from {root} again", remedy=RESUME)
+        raise HubError(f"{name}: the downloaded files are gone from {root} again", remedy=RESUME)
     return PulledModel(
         name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
     )
@@ -124,7 +124,7 @@ def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
         if file not in found or not file.endswith(TENSOR_SUFFIXES):
             raise HubError(
                 f"{name}: {files.index} names {file}, which is no tensor file that the Hub has",
-                remedy="tell its authors",
+                remedy="report it to its authors",
             )
     return commit, [found[file] for file in (*files.whole, *tensors)]
 
@@ -170,7 +170,10 @@ class _Counter:
 
 
 def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
-    """Return the content of a small file of a model, downloaded unless cached below `root`."""
+    """Return the content of a small file of a model, downloaded unless cached below `root`.
+
+    Raises HubError if its size or digest differs, and as huggingface_hub (see `named_errors`).
+    """
     return _fetch(name, commit, file, root, _Counter(lambda *_: None, "", 0, 0)).read_bytes()
 
 

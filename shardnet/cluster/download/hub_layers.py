@@ -223,7 +223,7 @@ class _HubRanges:
     def header(self, file: HubFile) -> bytes:
         """Fetch the header of a safetensors file, its length prefix included."""
         damaged = HubError(
-            f"{self._name}: {file.name} is no safetensors file", remedy="tell its authors"
+            f"{self._name}: {file.name} is no safetensors file", remedy="report it to its authors"
         )
         if file.size_bytes < _LENGTH_BYTES:
             raise damaged
@@ -247,7 +247,10 @@ class _HubRanges:
             yield from pool.map(fetch, wanted)
 
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [begin, end) of a file, reconnecting where a connection breaks."""
+        """Yield the bytes [begin, end) of a file, reconnecting if a connection breaks.
+
+        Raises HubError, or httpx2.TransportError, after TRIES attempts in a row without a byte.
+        """
         left = TRIES
         while begin < end:
             had, failure = begin, None

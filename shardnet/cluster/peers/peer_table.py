@@ -27,7 +27,7 @@ HESITATE_S: Final = 0.5
 RETRY_S: Final = (0.5, 1.0, 2.0, 4.0)
 """Delays after the first failures in a row; the last one applies to all further ones."""
 PATIENCE_S: Final = 600.0
-"""How long a node is tried after its last report was retracted, and any at the short delays."""
+"""How long an unreported node is still dialled, and an unreached one at short delays."""
 SLOW_RETRY_S: Final = 30.0
 
 
@@ -135,9 +135,7 @@ class PeerTable:
         source: str,
         now: float,
     ) -> bool:
-        """Record that a reported node must not be linked to, and `why`. Returns whether that is
-        new.
-        """
+        """Record why a reported node must not be linked to; return whether that is new."""
         known = self._entry(node, name, now)
         if known is None:
             return False
@@ -148,7 +146,10 @@ class PeerTable:
         return is_new
 
     def retract(self, node: NodeId, *, source: str, now: float) -> None:
-        """Record that `source` does not report a node any more. The last addresses stay a while."""
+        """Record that `source` does not report a node any more, from the time `now` (s).
+
+        The addresses of the last source stay for PATIENCE_S.
+        """
         known = self._known.get(node)
         if known is None or source not in known.reports:
             return
@@ -167,7 +168,10 @@ class PeerTable:
     # --- links and attempts
 
     def linked(self, node: NodeId, name: str, now: float, *, dialled_at: str) -> None:
-        """Record that a control link is up; `dialled_at` is "" if the peer has opened it."""
+        """Record that a control link is up since `now` (s).
+
+        `dialled_at` is the address at which this node dialled, "" if the peer has opened it.
+        """
         known = self._entry(node, name, now)
         if known is None:
             return
@@ -197,7 +201,10 @@ class PeerTable:
     def answered(
         self, node: NodeId, address: str, rtt_s: float | None, failures: Mapping[str, str]
     ) -> None:
-        """Record that the node answered at `address`, and why its others are not used."""
+        """Record the address in use, its round trip in seconds, and why others are not used.
+
+        `failures` has the reason by address.
+        """
         known = self._known.get(node)
         if known is not None:
             known.address, known.rtt_s = address, rtt_s
@@ -212,7 +219,10 @@ class PeerTable:
             known.next_try = now
 
     def failed(self, node: NodeId, failures: Mapping[str, str], now: float) -> None:
-        """Record a failed attempt, with the reason per address; set the time of the next."""
+        """Record an attempt that failed at the time `now` (s), and schedule the next.
+
+        `failures` has the reason by address.
+        """
         known = self._known.get(node)
         if known is None:
             return

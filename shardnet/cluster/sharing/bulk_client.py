@@ -81,9 +81,7 @@ class BulkClient:
                 at += len(piece)
 
     async def digests(self, parts: Sequence[TensorPart]) -> list[str | None]:
-        """Request the SHA-256 of at most MAX_DIGESTS parts, in hex; None for parts not stored
-        there.
-        """
+        """Request the SHA-256 (hex) of at most MAX_DIGESTS parts; None for parts it lacks."""
         message = FetchDigests(
             request=next(self._numbers),
             model_id=self._model_id,

@@ -68,9 +68,7 @@ class FetchPlan:
         return None
 
     def begin(self, part: TensorPart, source: str) -> bool:
-        """Mark that a source begins to send a part. False if that part is not requested from it
-        now.
-        """
+        """Mark that a source begins to send a part; False if it is not requested there now."""
         if self._asked.get(part) != source:
             return False
         self._begun.add(part)

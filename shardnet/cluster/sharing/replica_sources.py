@@ -43,8 +43,7 @@ def check_same_model(sources: Sequence[ReplicaSource]) -> None:
 
 
 def agreed(sources: Sequence[ReplicaSource]) -> list[ReplicaSource]:
-    """Return the nodes that have the model: those with a checkpoint folder, else those with
-    replicas.
+    """Return the nodes with a checkpoint folder of the model, else those with replicas.
 
     Raises PlanError if their models differ.
     """
@@ -55,9 +54,9 @@ def agreed(sources: Sequence[ReplicaSource]) -> list[ReplicaSource]:
         if source.model_id != having[0].model_id:
             raise PlanError(
                 f"{having[0].name} and {source.name} have parts of different models "
-                f"({having[0].model_id[:12]}, {source.model_id[:12]}) and nobody has a whole "
+                f"({having[0].model_id[:12]}, {source.model_id[:12]}) and no node has a whole "
                 "checkpoint",
-                remedy="start a node that does",
+                remedy="start a node that has one",
             )
     return having
 
