@@ -99,7 +99,7 @@ class _Running:
     def detach(self, *, give_up: bool) -> None:
         """Stop receiving answers; with `give_up` also cancel the request on the node."""
         if self.control is not None:
-            self.control.end(self.number, give_up=give_up)
+            self.control.end(self.number, cancel=give_up)
             self.control = None
 
     def take(self, answer: _Answer, peer: str) -> GenerationEvent:

@@ -1,7 +1,7 @@
 """A checkpoint on disk: its config, its tensors' headers, and the tensors, read one by one.
 
-Knows what holds for every format, whole or a replica that lacks tensors; the formats are read in
-modules of their own. Must not know layers or kernels. Opening reads headers only and imports no
+Knows what all formats have in common, and replicas, which lack tensors; each format has a module of
+its own. Must not know layers or kernels. Opening reads headers only and imports no
 torch; `read` does.
 """
 
@@ -29,8 +29,8 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     ByteRange,
     FileHead,
     StoredTensor,
-    ask_for,
     hash_ranges,
+    prefetch_stored,
     read_stored,
 )
 from shardnet.checkpoint.tensors.weight_sample import merged, sample_range, sampled_tensors
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """An open checkpoint: what its headers say. Reads are memory-mapped and counted.
+    """An open checkpoint: its config and headers. Reads are memory-mapped and counted.
 
-    `path` is what was opened and `folder` where its files lie. `config` is the model's, `tensors`
-    are its parameters by the names of the family's table, each made of some of the `stored` ones.
-    `journal` says which of those a replica holds, None where all are here.
+    `path` was opened, `folder` has its files. `config` is the model's, `tensors` are its parameters
+    by the names of the family's table, each made of some of the `stored` ones. `journal` lists
+    those that a replica has, None if the checkpoint is whole.
     """
 
     def __init__(self, path: Path, contents: Contents) -> None:
@@ -55,7 +55,7 @@ class Checkpoint:
         self.folder = contents.folder
         self.config: ModelConfig = parse_config(contents.config, contents.where)
         self.config_text = json.dumps(contents.config)
-        """What config.json says, or would say if the format had one."""
+        """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
         self._files = contents.files
         self._whole = contents.whole
@@ -87,7 +87,7 @@ class Checkpoint:
         """SHA-256 in hex: config, tokenizer, every tensor file's header and size, sampled weights.
 
         Docs/protocol.md section 16 has the bytes. At most 4 MiB of tensors are read, however large
-        the checkpoint is. Raises CheckpointError, which names the file, when one cannot be read.
+        the checkpoint is. Raises CheckpointError, which names the file, if one cannot be read.
         """
         digest = hashlib.sha256()
         for name in self._whole:
@@ -109,10 +109,10 @@ class Checkpoint:
 
     @cached_property
     def sample_digests(self) -> Mapping[str, str]:
-        """SHA-256 of every tensor file's sampled bytes, in hex; a replica's as it was begun.
+        """SHA-256 of every tensor file's sampled bytes, in hex; of a replica, as when it was begun.
 
-        So that a part of a replica that is damaged, which its digest tells, makes no other model of
-        it. Raises CheckpointError when a file cannot be read.
+        Thus a damaged part of a replica, which its digest reveals, does not change the model's id.
+        Raises CheckpointError if a file cannot be read.
         """
         noted = self.journal.samples if self.journal is not None else {}
         return {name: noted.get(name) or self._sample_of(name) for name in self._files}
@@ -128,8 +128,8 @@ class Checkpoint:
     def skeleton(self) -> tuple[FileHead, ...]:
         """List the files that make the checkpoint, each with the byte ranges that its id covers.
 
-        Those are all bytes that are not tensors, and the samples of the tensors: whoever has them
-        computes the same id. Raises CheckpointError when a file cannot be looked at.
+        Those are all bytes outside tensors, and the samples of the tensors: they suffice to compute
+        the id. Raises CheckpointError if a file cannot be read.
         """
         paths = [self.folder / name for name in self._whole]
         try:
@@ -153,7 +153,7 @@ class Checkpoint:
         )
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Of these stored tensors, name those that a replica does not hold."""
+        """Return those of the stored tensors `names` that a replica lacks."""
         return [name for name in names if not self._is_here(self.stored[name])]
 
     def _is_here(self, info: StoredTensor) -> bool:
@@ -162,14 +162,14 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> Mapping[str, int]:
-        """Stored bytes that `read` made tensors of so far, by file."""
+        """Stored bytes that `read` has used so far, by file."""
         return MappingProxyType(self._bytes_read)
 
-    def announce(self, name: str, n_bytes: int) -> None:
-        """Have the disk read soon what `read` will make this parameter of, `n_bytes` at most."""
+    def prefetch(self, name: str, n_bytes: int) -> None:
+        """Prefetch at most `n_bytes` of the stored tensors that parameter `name` is made of."""
         for source in self.tensors[name].sources:
             if n_bytes > 0:
-                ask_for(self.folder, source, n_bytes)
+                prefetch_stored(self.folder, source, n_bytes)
                 n_bytes -= source.size_bytes
 
     def read(
@@ -178,13 +178,13 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         came: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Make one parameter, on the CPU, of what is stored.
+        """Read one parameter into a CPU tensor of the shape in the family's table.
 
-        Where it is stored as it is this is a view of the file, in the file's dtype: do not write to
-        it. The pages stay mapped until the tensor is dropped. Values that are computed come in
-        `dtype`, float32 where none is given. `came` gets how many stored bytes more have been read
-        from the disk, again and again; what it raises ends the reading. Raises CheckpointError when
-        the tensor is missing or its file is damaged.
+        If it is stored without any conversion, this is a view of the file, in the file's dtype: do
+        not write to it. The pages stay mapped until the tensor is freed. Computed values are in
+        `dtype`, by default float32. `came` is called with each number of stored bytes read from the
+        disk; if it raises, reading ends. Raises CheckpointError if the tensor is missing or its
+        file is damaged.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -207,12 +207,12 @@ class Checkpoint:
 
 
 def names_checkpoint(path: Path) -> bool:
-    """Whether a folder that is not empty, or a GGUF file, is at `path`, for `Checkpoint.open`.
+    """Return whether `path` is a folder that is not empty, or a GGUF file, for `Checkpoint.open`.
 
-    A folder with nothing in it, hidden files aside, is no checkpoint: it may be a mount point
-    whose disk is elsewhere, or the place that a checkpoint is meant to come to.
+    A folder with nothing but hidden files is no checkpoint: it may be a mount point without its
+    disk, or the destination of a checkpoint.
     """
-    # os.path, unlike Path, also answers where a part of the path may not be looked at.
+    # os.path, unlike Path, raises nothing if a part of the path may not be read.
     if os.path.isdir(path):
         return not _is_empty(path)
     return path.suffix == ".gguf" and os.path.isfile(path)
@@ -223,11 +223,11 @@ def _is_empty(folder: Path) -> bool:
         with os.scandir(folder) as entries:
             return all(entry.name.startswith(".") for entry in entries)
     except OSError:
-        return False  # opening it says why it cannot be looked at
+        return False  # opening it reports why it cannot be read
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the first file of the GGUF that the checkpoint at `path` is, None for other formats.
+    """Return the first file of the GGUF checkpoint at `path`, None for other formats.
 
     Raises CheckpointError as `gguf_files`.
     """
@@ -247,7 +247,7 @@ def _read_contents(path: Path) -> Contents:
 
 
 def _feed(digest: hashlib._Hash, name: str, content: bytes) -> None:
-    """Add a named part; lengths go first, so that no two lists of parts look alike."""
+    """Add a named part; lengths go first, so that different lists give different bytes."""
     for part in (name.encode(), content):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

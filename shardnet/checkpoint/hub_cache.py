@@ -1,6 +1,6 @@
-"""Models of the Hugging Face Hub on this machine: their names, and the folders of what was pulled.
+"""Models of the Hugging Face Hub on this machine: their names, and the folders they are cached in.
 
-Knows how huggingface_hub lays its cache out, so that what other programs have pulled is found too.
+Knows the layout of huggingface_hub's cache, so that models pulled by other programs are found too.
 Must not reach the network: cluster/download/hub.py does.
 """
 
@@ -28,7 +28,7 @@ _CHOICE = re.compile(r"(?!.*\.\.)(?:[A-Za-z0-9_][\w.+-]{0,127}/){0,4}[A-Za-z0-9_
 class HubName:
     """A model of the Hub: `repo` is ORG/NAME, or NAME alone for the oldest ones.
 
-    `choice` says which of its GGUFs (see choose_files), "" that it is none.
+    `choice` selects one of its GGUFs (see choose_files), "" for other formats.
     """
 
     repo: str
@@ -37,7 +37,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Read ORG/NAME[:CHOICE][@REVISION]; None for what cannot be such a name.
+        """Parse ORG/NAME[:CHOICE][@REVISION]; None if `text` cannot be such a name.
 
         A choice needs the ORG, so that C:MODELS is no name.
         """
@@ -57,7 +57,7 @@ class HubName:
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where huggingface_hub keeps models: its own rule, which is the same on all systems."""
+    """Return the cache folder of huggingface_hub, by its own rule, the same on all systems."""
     if environment.get("HF_HUB_CACHE"):
         return Path(environment["HF_HUB_CACHE"]).expanduser()
     home = environment.get("HF_HOME")
@@ -75,7 +75,7 @@ def repo_folder(name: HubName, root: Path) -> Path:
 def pulled_folder(name: HubName, root: Path | None = None) -> Path | None:
     """Return the folder with the model's files, or the chosen GGUF's first file.
 
-    None where it is not here, or not all of it.
+    None if it is not cached completely.
     """
     repo = repo_folder(name, root or cache_root())
     try:
@@ -89,9 +89,9 @@ def pulled_folder(name: HubName, root: Path | None = None) -> Path | None:
 
 
 def note_revision(name: HubName, commit: str, root: Path) -> None:
-    """Record which commit a revision is at: from then on its folder is found by name.
+    """Record the commit of a revision, so that its folder is found by name.
 
-    Other users may share the cache, so they may read it. Raises OSError.
+    Other users may share the cache, so they may read the file. Raises OSError.
     """
     if name.revision == commit:
         return
@@ -101,9 +101,9 @@ def note_revision(name: HubName, commit: str, root: Path) -> None:
 
 
 def indexed_files(files: CheckpointFiles, folder: Path) -> tuple[str, ...]:
-    """Name the tensor files of a checkpoint whose index, if it has one, lies in `folder`.
+    """List the tensor files of a checkpoint whose index, if any, is in `folder`.
 
-    Raises CheckpointError for an index that is damaged.
+    Raises CheckpointError if the index is damaged.
     """
     if not files.index:
         return files.tensors
@@ -111,7 +111,10 @@ def indexed_files(files: CheckpointFiles, folder: Path) -> tuple[str, ...]:
 
 
 def _whole(folder: Path, name: HubName) -> Path | None:
-    """Return what to open if all tensor files are here. Raises OSError and CheckpointError."""
+    """Return the path to open, None unless all tensor files are in `folder`.
+
+    Raises OSError and CheckpointError.
+    """
     here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     files = choose_files(here, name.choice, str(name))
     if not here.issuperset(indexed_files(files, folder)):

@@ -28,7 +28,7 @@ _NOT_MODELS: Final = ("mmproj", "imatrix")
 class CheckpointFiles:
     """The files of one checkpoint. `path` is what a program opens: "" for the folder.
 
-    `tensors` are known where there is no `index`, which names them.
+    `tensors` are empty if there is an `index`, which names them.
     """
 
     whole: tuple[str, ...]
@@ -38,11 +38,12 @@ class CheckpointFiles:
 
 
 def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointFiles:
-    """Choose the files of `model` among those there are: one format, the first that is there.
+    """Choose the files of one checkpoint from the `names` in a repository: one format of weights.
 
-    The order is that in which a folder is read: safetensors, torch's, Meta's and Mistral's own. A
+    The order of preference is that for a folder: safetensors, torch's, Meta's and Mistral's own. A
     GGUF is taken by `choice` only: its quantization (the end of its name) or its whole name, in
-    upper or lower case. Raises CheckpointError, which says what there is.
+    upper or lower case. `model` names the repository in messages. Raises CheckpointError, which
+    lists the files to choose from.
     """
     safe = [name for name in names if _PLAIN_NAME.fullmatch(name) and ".." not in name]
     if choice:
@@ -110,7 +111,9 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
     parts = tuple(str(path.with_name(part)) for part in part_names(path.name))
     lacking = [part for part in parts if part not in names]
     if lacking:
-        raise CheckpointError(f"{model} lacks the part {lacking[0]}", remedy="tell its authors")
+        raise CheckpointError(
+            f"{model} lacks the part {lacking[0]}", remedy="report it to its authors"
+        )
     return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
 
 

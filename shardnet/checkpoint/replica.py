@@ -1,7 +1,7 @@
 """Read parts of tensors from any checkpoint, and write them into a replica.
 
-Knows where a part's bytes are, how a replica is laid out, and how it is known to be sound. Must not
-know from where parts come.
+Knows the bytes of a part, the layout of a replica, and how its integrity is verified. Must not know
+where parts come from.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shardnet.types import WEIGHT_PART_BYTES, LayerRange
 MAX_FILE_BYTES: Final = 1 << 44
 """Cap on a file's size before it is laid out."""
 MAX_HEAD_BYTES: Final = MAX_HEADER_BYTES + 8 + MAX_SAMPLES * SAMPLE_BYTES
-"""Cap on what of one file makes the model's id."""
+"""Cap on the bytes of one file that the model's id covers."""
 MAX_HEADS_BYTES: Final = 1 << 30
-"""Cap on what of all files makes the model's id, before any of it is fetched."""
+"""Cap on the bytes of all files that the model's id covers, before any is fetched."""
 SYNC_BYTES: Final = 64 << 20
-"""Written to a replica before it is brought to the disk, so that the end of a fetch is short."""
+"""Bytes written to a replica between flushes to the disk, so that the last flush is short."""
 _HASH_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Some bytes of a tensor: part `number` of it, at `offset` of `file`."""
+    """Part `number` of a stored tensor: `size_bytes` at `offset` of `file`."""
 
     tensor: str
     number: int
@@ -69,7 +69,7 @@ def parts_of(info: StoredTensor) -> list[TensorPart]:
 
 
 def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> TensorPart:
-    """Find one part. Raises CheckpointError when the model has no such tensor or part."""
+    """Locate part `number` of a tensor. Raises CheckpointError if the model has none."""
     info = checkpoint.stored.get(tensor)
     if info is None or number >= n_parts(info.size_bytes):
         raise CheckpointError(f"{checkpoint.path}: there is no part {number} of tensor {tensor}")
@@ -77,7 +77,7 @@ def part_of(checkpoint: Checkpoint, tensor: str, number: int) -> TensorPart:
 
 
 def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
-    """Name the stored tensors that the stage with `layers` is made of."""
+    """List the stored tensors that a stage with `layers` needs."""
     wanted = stage_tensors(checkpoint.config, layers).all
     made = (checkpoint.tensors[name] for name in wanted if name in checkpoint.tensors)
     sources = {source.name for tensor in made for source in tensor.sources}
@@ -93,7 +93,7 @@ class TensorFiles:
         self._open: dict[str, BinaryIO] = {}
 
     def read(self, file: str, offset: int, n_bytes: int) -> bytes:
-        """Read exactly so many bytes. Raises CheckpointError when they are not there."""
+        """Read exactly `n_bytes` at `offset`. Raises CheckpointError if there are fewer."""
         try:
             handle = self._handle(file)
             handle.seek(offset)
@@ -109,7 +109,7 @@ class TensorFiles:
         return data
 
     def write(self, file: str, offset: int, data: memoryview) -> None:
-        """Write bytes. Raises CapacityError when the disk is full, else CheckpointError."""
+        """Write bytes at `offset`. Raises CapacityError on a full disk, else CheckpointError."""
         try:
             handle = self._handle(file)
             handle.seek(offset)
@@ -133,14 +133,14 @@ class TensorFiles:
         return stamp_of(handle.fileno())
 
     def stamp(self, file: str) -> FileStamp:
-        """Return a file's stamp. Raises CheckpointError when it cannot be opened."""
+        """Return a file's stamp. Raises CheckpointError if it cannot be opened."""
         try:
             return stamp_of(self._handle(file).fileno())
         except OSError as error:
             raise CheckpointError(f"{self._folder / file}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all files."""
         for handle in self._open.values():
             handle.close()
         self._open.clear()
@@ -152,16 +152,16 @@ class TensorFiles:
 
 
 def stamp_of(file: int) -> FileStamp:
-    """Return size and time of change of an open file."""
+    """Return the size (bytes) and modification time (ns) of an open file."""
     status = os.fstat(file)
     return status.st_size, status.st_mtime_ns
 
 
 class Replica:
-    """A replica open for writing: stores parts and knows which it holds. One thread at a time."""
+    """A replica open for writing: stores parts, and records which it has. One thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the replica in `folder`. Raises CheckpointError when it is damaged."""
+        """Open the replica in `folder`. Raises CheckpointError if it is damaged."""
         self.folder = folder
         self.checkpoint = Checkpoint.open(folder)
         journal = self.checkpoint.journal
@@ -176,35 +176,35 @@ class Replica:
         return [part for name in tensors for part in parts_of(self.checkpoint.stored[name])]
 
     def digest(self, part: TensorPart) -> str | None:
-        """Return the SHA-256 of a part that is held, None for one that is not."""
+        """Return the SHA-256 of a part in hex, None if the replica lacks it."""
         return self._journal.digests.get(part.tensor, {}).get(part.number)
 
     def write(self, part: TensorPart, at: int, data: memoryview) -> None:
-        """Write some bytes of a part, `at` bytes behind its start. Raises what writing raises."""
+        """Write bytes of a part, `at` bytes after its start. Raises as TensorFiles.write."""
         self._files.write(part.file, part.offset + at, data)
 
-    def hold(self, part: TensorPart, sha256: str) -> None:
-        """Record that a part was written whole and has this digest."""
+    def record(self, part: TensorPart, sha256: str) -> None:
+        """Record that a part was written completely, and its SHA-256 in hex."""
         self._unsynced_bytes += part.size_bytes
         with self._disk_errors():
-            self._journal.hold(part.tensor, part.number, sha256)
+            self._journal.record(part.tensor, part.number, sha256)
             if self._unsynced_bytes >= SYNC_BYTES:
                 self._files.sync(part.file)
                 self._unsynced_bytes = 0
 
     def lacking_bytes(self, tensors: Iterable[str]) -> int:
-        """Count the bytes of these tensors that are not held."""
+        """Return the bytes of these tensors that the replica lacks."""
         return sum(part.size_bytes for part in self.parts(tensors) if self.digest(part) is None)
 
     def drop(self, part: TensorPart) -> None:
-        """Record that a part is not to be used any more."""
+        """Record that a part must not be used any more."""
         with self._disk_errors():
             self._journal.drop(part.tensor, part.number)
 
-    def doubtful(self, tensors: Iterable[str]) -> list[TensorPart]:
-        """List the held parts in files of these tensors that were not left sealed.
+    def unverified(self, tensors: Iterable[str]) -> list[TensorPart]:
+        """List the recorded parts in the files of these tensors that were not left sealed.
 
-        That is after a crash, and when somebody else has written to a file.
+        A file is not sealed after a crash, or if another process has written to it.
         """
         files = {self.checkpoint.stored[name].file for name in tensors}
         open_files = {f for f in files if self._journal.seals.get(f) != self._files.stamp(f)}
@@ -219,7 +219,7 @@ class Replica:
         ]
 
     def check(self, part: TensorPart) -> bool:
-        """Compare a held part with its digest; one that is wrong is held no longer."""
+        """Return whether a recorded part matches its digest; drop it if not."""
         is_right = self._files.digest(part) == self.digest(part)
         if not is_right:
             self.drop(part)
@@ -279,9 +279,10 @@ def _are_apart(ranges: Sequence[ByteRange], size_bytes: int) -> bool:
 
 
 def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:
-    """Make the files of a replica in the empty `folder`, without their bytes; open them.
+    """Create the files of a replica, sparse, in the empty `folder`; open them.
 
-    `heads` have passed `check_heads`. Raises CapacityError or CheckpointError.
+    `heads` must have passed `check_heads`. Raises CapacityError if the disk is full, else
+    CheckpointError.
     """
     try:
         for head in heads:
@@ -293,9 +294,9 @@ def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:
 
 
 def begin_replica(folder: Path, model_id: str, peer: str) -> None:
-    """Make a replica, without a tensor yet, of files that were laid out and whose heads are there.
+    """Begin a replica without tensors in a `folder` of files laid out with their heads.
 
-    Raises CheckpointError, which names the `peer`, when they are of another model than `model_id`.
+    Raises CheckpointError, which names the `peer`, if they are of another model than `model_id`.
     """
     checkpoint = Checkpoint.open(folder)
     came = checkpoint.model_id
@@ -308,7 +309,7 @@ def begin_replica(folder: Path, model_id: str, peer: str) -> None:
 
 
 def disk_error(error: OSError, folder: Path) -> CapacityError | CheckpointError:
-    """Map an OSError of writing to `folder`, in the cache, to a named error."""
+    """Map an OSError of writing to `folder`, in the cache, to an error with a remedy."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CapacityError(
             f"{folder}: {error.strerror}",

@@ -1,7 +1,7 @@
-"""The journal of a replica: which parts of which tensors a folder holds, with their digests.
+"""The journal of a replica: which parts of which tensors a folder has, with their digests.
 
-A replica is a folder that looks like a checkpoint and holds some of its tensors; its tensor files
-are sparse. Knows the journal's file, JSON lines that several processes may append to. Must not know
+A replica is a folder with the layout of a checkpoint and some of its tensors; its tensor files are
+sparse. Knows the journal's file, JSON lines that several processes may append to. Must not know
 tensor files.
 """
 
@@ -18,7 +18,7 @@ from shardnet.types import WEIGHT_PART_BYTES
 JOURNAL_FILE: Final = "replica.jsonl"
 
 FileStamp = tuple[int, int]
-"""A file's size and time of change (ns)."""
+"""A file's size (bytes) and modification time (ns)."""
 
 
 def n_parts(size_bytes: int) -> int:
@@ -27,12 +27,12 @@ def n_parts(size_bytes: int) -> int:
 
 
 class Journal:
-    """What a replica's journal says.
+    """The content of a replica's journal.
 
-    `digests`: SHA-256 in hex of every part held, by tensor and number. `seals`: the stamp each
-    tensor file had when everything in it was known to be on disk. `n_dropped`: parts that were
-    held once and turned out wrong or superseded. `samples`: SHA-256 in hex of each tensor file's
-    samples when the replica was begun, which its id is made of whatever tensors it holds.
+    `digests`: SHA-256 in hex of every part stored, by tensor and number. `seals`: the stamp of each
+    tensor file after its last flush to the disk. `n_dropped`: parts dropped since they were damaged
+    or superseded. `samples`: SHA-256 in hex of each tensor file's samples when the replica was
+    begun; its id is computed from them, whatever tensors it has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,9 +46,9 @@ class Journal:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Read the journal of a replica, None where `folder` is no replica.
+        """Read the journal of a replica, None if `folder` is not one.
 
-        Raises CheckpointError when there is one that cannot be read.
+        Raises CheckpointError if it cannot be read.
         """
         try:
             return cls(folder / JOURNAL_FILE)
@@ -59,24 +59,24 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, samples: Mapping[str, str]) -> None:
-        """Make the journal of a new replica in `folder`. Raises OSError where one is there."""
+        """Create the journal of a new replica in `folder`. Raises OSError if there is one."""
         with (folder / JOURNAL_FILE).open("xb", buffering=0) as file:
             file.write(json.dumps({"samples": dict(samples)}).encode())
 
-    def hold(self, tensor: str, part: int, sha256: str) -> None:
-        """Note that a part is held. Raises OSError when that cannot be written."""
+    def record(self, tensor: str, part: int, sha256: str) -> None:
+        """Record that a part is stored, with its SHA-256 in hex. Raises OSError."""
         self._append({"tensor": tensor, "part": part, "sha256": sha256})
 
     def drop(self, tensor: str, part: int) -> None:
-        """Note that a part is not held any more. Raises OSError when that cannot be written."""
+        """Record that a part is not stored any more. Raises OSError."""
         self._append({"tensor": tensor, "part": part, "sha256": None})
 
     def seal(self, stamps: dict[str, FileStamp]) -> None:
-        """Record the stamps of tensor files that are on disk whole."""
+        """Record the stamps of tensor files that were flushed to the disk. Raises OSError."""
         self._append({"seal": stamps})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        # The line break goes first: what a process that was killed left unfinished ends here.
+        # The line break goes first: it ends the unfinished line of a killed process.
         line = b"\n" + json.dumps(entry).encode()
         with self._path.open("ab", buffering=0) as file:
             file.write(line)

@@ -95,7 +95,7 @@ class TensorReader:
         for name, is_asked_for in self._coming.items():
             if not is_asked_for:
                 self._coming[name] = True
-                self._checkpoint.announce(name, room)
+                self._checkpoint.prefetch(name, room)
             room -= self._checkpoint.tensors[name].size_bytes
             if room <= 0:
                 break

@@ -74,7 +74,7 @@ def fill(folder: Path, source: Path, tensors: Iterable[str], *, seal: bool = Tru
     for part in replica.parts(tensors):
         data = files.read(part.file, part.offset, part.size_bytes)
         replica.write(part, 0, memoryview(data))
-        replica.hold(part, hashlib.sha256(data).hexdigest())
+        replica.record(part, hashlib.sha256(data).hexdigest())
     if seal:
         replica.seal({replica.checkpoint.stored[name].file for name in tensors})
     replica.close()
@@ -153,8 +153,8 @@ class TestJournal:
         folder = skeleton_of(single, tmp_path / "replica")
         one, other = Replica(folder), Replica(folder)
         first, second = one.parts(["lm_head.weight"])[:2]
-        one.hold(first, "a" * 64)
-        other.hold(second, "b" * 64)
+        one.record(first, "a" * 64)
+        other.record(second, "b" * 64)
         one.close()
         other.close()
         both = Replica(folder)
@@ -192,12 +192,12 @@ class TestSoundness:
     def recheck(self, folder: Path, tensors: Iterable[str]) -> tuple[int, list[TensorPart]]:
         """How many parts were looked at, and which were wrong."""
         replica = Replica(folder)
-        doubtful = replica.doubtful(tensors)
-        wrong = [part for part in doubtful if not replica.check(part)]
-        if doubtful:
-            replica.seal({part.file for part in doubtful})
+        unverified = replica.unverified(tensors)
+        wrong = [part for part in unverified if not replica.check(part)]
+        if unverified:
+            replica.seal({part.file for part in unverified})
         replica.close()
-        return len(doubtful), wrong
+        return len(unverified), wrong
 
     def test_what_was_left_sealed_is_trusted(self, folder: Path) -> None:
         assert self.recheck(folder, ["lm_head.weight"]) == (0, [])

@@ -160,10 +160,10 @@ def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path
     running.stderr.wait_for("fetching")
     anna.kill()
     error = running.wait().error
-    assert "no node gives tensor" in error
+    assert "no node sends tensor" in error
     assert anna.address in error
 
-    assert "no node gives tensor" in machines[2].call(*ask(cleo)).error
+    assert "no node sends tensor" in machines[2].call(*ask(cleo)).error
     after = len(cleo.log)
     _, _, port = anna.address.rpartition(":")
     start(machines[0], "anna", "--port", port, *alone)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Parts = Mapping[str, Sequence[StoredTensor]]
-"""The parts of each tensor, by its own name, in order."""
+"""The parts of each tensor, by its name in the files, in order."""
 
 PARAMS_FILE: Final = "params.json"
 SINGLE_FILE: Final = "consolidated.safetensors"
@@ -49,7 +49,7 @@ _PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
 _SKIPPED = re.compile(r"rope\.freqs|.*\.qscale_act")
 """Scales of activations among them, which are not quantised here."""
 OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
-"""What belongs to such a checkpoint beside its tensors."""
+"""Files that belong to such a checkpoint besides its tensors."""
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _OUTER: Final = {
@@ -71,7 +71,7 @@ _IN_LAYER: Final = {
 
 
 def has_consolidated_files(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint of this layout."""
+    """Return whether `folder` has a checkpoint of this layout."""
     files = (SINGLE_FILE, INDEX_FILE, "consolidated.00.pth", "consolidated.00.safetensors")
     return (folder / PARAMS_FILE).is_file() and any((folder / name).is_file() for name in files)
 
@@ -112,7 +112,7 @@ def open_consolidated(folder: Path) -> Contents:
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
-    """Read the headers of all tensor files; also name the index, where there is one."""
+    """Read the headers of all tensor files; return them and the name of the index, if any."""
     if (folder / SINGLE_FILE).is_file():
         return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
     if (folder / INDEX_FILE).is_file():
@@ -132,7 +132,7 @@ def part_files(names: Iterable[str]) -> list[str]:
 
 
 def _read_part(path: Path, n_parts: int) -> TensorFile:
-    """Read one part's header. Of several, each puts its name before those of its tensors."""
+    """Read one part's header. Of several parts, tensor names are prefixed with the part's."""
     is_torch = path.suffix == ".pth"
     file = read_torch_file(path) if is_torch else read_safetensors_file(path)
     if n_parts == 1:
@@ -142,7 +142,7 @@ def _read_part(path: Path, n_parts: int) -> TensorFile:
 
 
 def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
-    """Make every parameter of its parts; a stored tensor that is left over keeps its name."""
+    """Map the parts of every tensor to its parameter; an unknown tensor has its own name."""
     left = {name: infos for name, infos in parts.items() if not _SKIPPED.fullmatch(name)}
     made: dict[str, ModelTensor] = {}
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
@@ -210,7 +210,7 @@ def _scaled(
 
 
 def _cut_axis(part: Shape, whole: Shape, n_parts: int) -> int | None:
-    """Return the axis along which a tensor was cut, None where every part has it whole."""
+    """Return the axis along which a tensor is split, None if every part has all of it."""
     for axis in range(len(part)):
         grown = tuple(n * n_parts if at == axis else n for at, n in enumerate(part))
         if n_parts > 1 and grown == whole:

@@ -1,7 +1,7 @@
-"""From params.json, Meta's and Mistral's own config, to what config.json of the model would say.
+"""Convert params.json, Meta's and Mistral's own config, to the keys and values of config.json.
 
-Knows the keys that say nothing, and how a family is found; the family reads its own keys. A key
-that nobody takes is refused by name. Must not know files or tensors.
+Knows the keys to ignore, and how a family is found; the family reads its own keys. An unknown key
+is refused by name. Must not know files or tensors.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def open_gguf(path: Path) -> Contents:
 
 
 def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
-    """Check that the tensors lie within the file. Rotary factors count as part of its head."""
+    """Check that all tensors are within the file. Rotary factors count as part of its head."""
     infos = [_stored(path, tensor) for tensor in header.tensors]
     end = end_of(path, infos, header.head_bytes)
     if end > header.size_bytes:
@@ -163,7 +163,7 @@ def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
-    """Name the dtype that most bytes are stored in; bfloat16 for packed types."""
+    """Return the dtype of most stored bytes; bfloat16 for packed types."""
     sizes: dict[str, int] = {}
     for info in stored.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.size_bytes
@@ -173,7 +173,7 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
 def _arrange(
     config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ModelTensor]:
-    """Make every parameter of its stored tensor; one that is left over keeps its name."""
+    """Map every stored tensor to its parameter; an unknown one has its own name."""
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
@@ -205,14 +205,14 @@ def _arrange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expert:
-    """An expert's parameter: its number, and the tensors of all experts that its rows are in."""
+    """An expert's parameter: its number, and the stacked tensors with its rows."""
 
     number: int
     stacks: tuple[str, ...]
 
 
 def _find_expert(family: Family, name: str) -> _Expert | None:
-    """Say which rows of which tensors make a parameter, None for one of no expert."""
+    """Return which rows of which tensors make an expert's parameter, None for other parameters."""
     match, names = _EXPERT.fullmatch(name), family.experts
     if match is None or names is None:
         return None
@@ -225,7 +225,7 @@ def _find_expert(family: Family, name: str) -> _Expert | None:
 def _expert_tensor(
     config: ModelConfig, name: str, expert: _Expert, stored: Mapping[str, StoredTensor]
 ) -> ModelTensor | None:
-    """Make an expert's parameter of its rows of the stacks; None where one does not fit."""
+    """Make an expert's parameter from its rows of the stacks; None if one does not fit."""
     assert config.experts is not None
     sources = []
     for stack in expert.stacks:
@@ -266,7 +266,7 @@ def _joiner(sources: Sequence[StoredTensor]) -> Make:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """What the converter did to a parameter. `n_heads`: rows are in interleaved rotary order."""
+    """Changes of the converter to a parameter. `n_heads`: rows are in interleaved rotary order."""
 
     n_heads: int | None = None
     added: float = 0.0

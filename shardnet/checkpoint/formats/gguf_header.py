@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""The header of a GGUF file: its metadata, and the locations of its tensors.
 
 Knows the byte layout (github.com/ggml-org/ggml, docs/gguf.md), version 2 and 3, little-endian.
 Counts and lengths are checked against caps and against the file before memory is taken. Must not
@@ -27,7 +27,7 @@ MAX_SIZE: Final = 1 << 44
 
 Scalar = int | float | bool | str
 MetadataValue = Scalar | list[Scalar]
-"""What a key says. Text that is not UTF-8 keeps its bytes as lone surrogates (surrogateescape)."""
+"""The value of a key. Bytes of text that are not UTF-8 become lone surrogates (surrogateescape)."""
 
 _SCALARS: Final = {
     0: "B",
@@ -62,7 +62,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What stands before the tensors' bytes, which begin at `head_bytes`."""
+    """The content of a file before the tensors' bytes, which begin at `head_bytes`."""
 
     metadata: Mapping[str, MetadataValue]
     tensors: tuple[GgufTensor, ...]
@@ -71,12 +71,12 @@ class GgufHeader:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Name the files of the GGUF checkpoint at `path`, in order; none where that is not a GGUF.
+    """List the files of the GGUF checkpoint at `path`, in order; none if it is not a GGUF.
 
-    `path` is a `.gguf` file or a folder that holds exactly one, or the parts of exactly one
-    (`-00001-of-0000N`). The first has the metadata. Any part stands for all of them.
+    `path` is a `.gguf` file, any part of one (`-00001-of-0000N`), or a folder with exactly one. The
+    first file has the metadata.
 
-    Raises CheckpointError when a part is missing or the folder has several GGUFs.
+    Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
@@ -99,7 +99,7 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def part_names(name: str) -> list[str]:
-    """Name all files of the GGUF model that the file `name` belongs to, in order."""
+    """List the names of all files of the GGUF model with the file `name`, in order."""
     match = _SHARD.fullmatch(name)
     if match is None or int(match[3]) < 1:
         return [name]
@@ -107,7 +107,7 @@ def part_names(name: str) -> list[str]:
 
 
 def first_part_name(name: str) -> str:
-    """Name the first file of the GGUF model that the file `name` belongs to: it stands for all."""
+    """Return the name of the first file of the GGUF model with the file `name`."""
     match = _SHARD.fullmatch(name)
     return f"{match[1]}-00001-of-{match[3]}.gguf" if match else name
 
@@ -144,16 +144,16 @@ class _Cursor:
         self.size_bytes = size_bytes
         self.at = 0
         self.what = "its first bytes"
-        """What is being read, for messages."""
+        """The item being read, for messages."""
         self.n_elements = 0
 
     def damaged(self, why: str) -> CheckpointError:
-        """Make the error that names the file and what is being read."""
+        """Make an error that names the file and the item being read."""
         return CheckpointError(f"{self._path}: {self.what}: {why}", remedy="fetch the file again")
 
     @property
     def left(self) -> int:
-        """Bytes that may still be read."""
+        """Bytes left to read."""
         return min(self.size_bytes, MAX_HEADER_BYTES) - self.at
 
     def take(self, n_bytes: int) -> bytes:
@@ -176,7 +176,7 @@ class _Cursor:
         return value
 
     def count(self, at_least: int, cap: int) -> int:
-        """Read how many entries follow: `cap` at most, each of `at_least` bytes or more."""
+        """Read a count of entries: at most `cap`, each of at least `at_least` bytes."""
         value = self.number("Q")
         if value > cap or value * at_least > self.left:
             raise self.damaged(f"claims {value} entries, but only {self.left} bytes remain")
@@ -267,7 +267,7 @@ def _length(cursor: _Cursor, element_bytes: int) -> int:
 
 
 def _tensor(cursor: _Cursor, number: int) -> GgufTensor:
-    """Read one entry; its offset counts from where the tensors' bytes begin."""
+    """Read one entry; its offset counts from the start of the tensors' bytes."""
     cursor.what = f"the entry of tensor {number}"
     name = cursor.text()
     cursor.what = f"tensor {name!r}"

@@ -1,7 +1,7 @@
-"""From the metadata of a GGUF to what config.json of the same model would say.
+"""Convert the metadata of a GGUF to the keys and values of config.json.
 
 Knows the keys that all architectures have, and how a family is found; the family reads its own
-keys. A key that nobody takes is refused by name. Must not know files.
+keys. An unknown key is refused by name. Must not know files.
 """
 
 from __future__ import annotations

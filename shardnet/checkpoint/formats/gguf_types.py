@@ -1,4 +1,4 @@
-"""The types of GGUF's tensors: how many bytes they take, and their values.
+"""The types of GGUF's tensors: their sizes, and unpacking of their values.
 
 Knows the types through the `gguf` package, which is imported when a GGUF is opened. Must not know
 files. Imports torch only to unpack.
@@ -18,11 +18,11 @@ PACKED: Final = ("MXFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0")
 """Types whose values are packed into blocks of a row."""
 
 BLOCK_ELEMENTS: Final = 1 << 22
-"""Values that are unpacked at a time, so that loading takes little memory beside the result."""
+"""Values unpacked at a time, to bound the memory of loading besides the result."""
 
 
 def type_name(number: int) -> str:
-    """Name a type by its number in the file; `type 99` for one that the package does not know."""
+    """Return the name of a type by its number in the file; `type 99` for an unknown one."""
     from gguf.constants import GGMLQuantizationType
 
     try:
@@ -32,7 +32,7 @@ def type_name(number: int) -> str:
 
 
 def packed_bytes(name: str, shape: tuple[int, ...]) -> int | None:
-    """Say how many bytes a tensor takes, None where its rows are no whole number of blocks.
+    """Return the bytes of a tensor, None if its rows are not a whole number of blocks.
 
     `name` is one of PLAIN or PACKED.
     """

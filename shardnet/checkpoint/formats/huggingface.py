@@ -30,11 +30,11 @@ HF_INDEX_FILES: Final = INDEX_FILES[:2]
 """In the order of SINGLE_FILES."""
 _READERS: Final[tuple[ReadFile, ...]] = (read_safetensors_file, read_torch_file)
 HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
-"""What belongs to such a checkpoint beside its tensors."""
+"""Files that belong to such a checkpoint besides its tensors."""
 
 
 def has_huggingface_tensors(folder: Path) -> bool:
-    """Whether there are tensor files of the names that transformers gives them."""
+    """Return whether there are tensor files with the names used by transformers."""
     return any((folder / name).is_file() for name in (*SINGLE_FILES, *HF_INDEX_FILES))
 
 
@@ -72,7 +72,7 @@ def open_huggingface(folder: Path) -> Contents:
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
-    """Read the headers of all tensor files; also name the index, where there is one."""
+    """Read the headers of all tensor files; return them and the name of the index, if any."""
     for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
         if (folder / single).exists():
             return [], {single: read(folder / single)}

@@ -1,6 +1,6 @@
-"""Tensor files named by an index: one JSON file says which tensor is in which.
+"""Tensor files named by an index, a JSON file that maps each tensor to its file.
 
-Must not know how a tensor file is laid out, nor what the names mean.
+Must not know the layout of a tensor file, nor the meaning of names.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ReadFile = Callable[[Path], TensorFile]
 
 
 def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
-    """Read the headers of all files that `index` names, with `read`; keep the tensors it places in
-    each. Returns them by file name.
+    """Read the headers of all files that `index` names, with `read`; return them by file name.
 
-    Raises CheckpointError, which names the file, for a tensor that is not in its file.
+    Each has only the tensors that the index places in it. Raises CheckpointError, which names the
+    file, if a tensor is not in its file.
     """
     placed: dict[str, dict[str, StoredTensor]] = {}
     files: dict[str, TensorFile] = {}
@@ -35,7 +35,7 @@ def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read from the file `index` which file holds each tensor.
+    """Read the file of each tensor from the file `index`.
 
     Raises CheckpointError, which names the index, where it is malformed or names a file outside its
     own folder.

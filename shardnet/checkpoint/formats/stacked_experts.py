@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
 _TakeOut = Callable[["Tensor"], "Tensor"]
-"""From what is stored of one expert to its parameter."""
+"""Maps the stored slice of one expert to its parameter."""
 
 
 def split_experts(
     config: ModelConfig, tensors: Mapping[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
-    """Replace each tensor of all experts by one per expert; the others stay as they are.
+    """Replace each stacked tensor by one per expert; leave the others unchanged.
 
     A tensor of another number of experts or axes than the config asks for stays too: its name then
     has no place in the model, which the loader refuses.
@@ -59,7 +59,7 @@ def split_experts(
 def _fits(
     config: ModelConfig, stacking: Stacking | None, match: re.Match[str], tensor: ModelTensor
 ) -> bool:
-    """Whether a tensor has the axes that its family's stacks have, and all experts."""
+    """Return whether a tensor has the axes of its family's stacks, and all experts."""
     n_axes = 2 if match[3] else 3
     if config.experts is None or len(tensor.shape) != n_axes or 0 in tensor.shape:
         return False
@@ -87,7 +87,7 @@ def _unstack_concatenated(
 
 
 def _unstack_alternating(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]:
-    """Split [X, K, N] or, biases, [X, N] into experts; gate's and up's outputs take turns."""
+    """Split [X, K, N] or, biases, [X, N] into experts; outputs of gate and up alternate."""
     is_both = match[2] == "gate_up_proj"
     kind = "bias" if match[3] else "weight"
 
@@ -120,7 +120,7 @@ def _one_expert(
 
 
 def _of_expert(source: StoredTensor, number: int) -> StoredTensor:
-    """Name the bytes of one expert; of a tensor that is not stored row by row all bytes."""
+    """Return the bytes of one expert; of a tensor that is not contiguous all bytes."""
     return source if source.strides is not None else source.rows(number, number + 1)
 
 

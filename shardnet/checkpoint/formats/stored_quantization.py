@@ -1,4 +1,4 @@
-"""What `quantization_config` of config.json says, and which stored tensors make one weight then.
+"""Read `quantization_config` of config.json, and combine the stored tensors of each weight.
 
 Knows the names and shapes of FP8, GPTQ, AWQ and MXFP4 tensors. Must not know the arithmetic
 (dequantize.py), nor families. Imports no torch.
@@ -36,12 +36,12 @@ _IGNORED: Final = {
     "awq": "modules_to_not_convert do_fuse fuse_max_seq_len modules_to_fuse exllama_config backend",
     "mxfp4": "modules_to_not_convert dequantize",
 }
-"""Keys that say how a checkpoint was made, or what other programs do with it."""
+"""Keys about the making of a checkpoint, or for other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """How weights are stored.
+    """The form in which weights are stored.
 
     `group_size` inputs share a scale, all where it is 0. `zero_offset` is added to GPTQ's zeros.
     `block` are the rows and columns that share a scale of FP8.
@@ -102,7 +102,7 @@ def _awq(fields: Fields) -> StoredQuantization:
 
 
 def _group_size(fields: Fields) -> int:
-    """Read how many inputs share a scale; 0 for all of them."""
+    """Read the number of inputs that share a scale; 0 for all of them."""
     size = fields.take("group_size", int, 128)
     if size != -1 and size < 1:
         raise fields.damaged(f"quantization_config.group_size is {size}, expected -1 or 1 on")
@@ -134,8 +134,10 @@ def combine(how: StoredQuantization, stored: Stored, where: str) -> dict[str, Mo
 def plain(
     how: StoredQuantization, stored: Stored, made: Mapping[str, ModelTensor]
 ) -> list[StoredTensor]:
-    """List the stored tensors that are part of no quantised weight, without the scales of
-    activations, which are not quantised here."""
+    """List the stored tensors outside quantised weights, without scales of activations.
+
+    Activations are not quantised here.
+    """
     used = {source.name for tensor in made.values() for source in tensor.sources}
     skipped = (".input_scale", ".activation_scale") if how.method == "fp8" else ()
     return [
@@ -156,7 +158,7 @@ class _Weight:
     where: str
 
     def part(self, suffix: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> StoredTensor:
-        """Return a part, which has to have one of these types and this shape."""
+        """Return a part; raise CheckpointError unless it has one of these dtypes and this shape."""
         info = self.parts.get(suffix)
         if info is None:
             raise CheckpointError(
@@ -171,7 +173,7 @@ class _Weight:
         return info
 
     def first(self, suffix: str, n_axes: int) -> StoredTensor:
-        """Return the part that the others' shapes follow from."""
+        """Return the part that determines the shapes of the others."""
         info = self.parts[suffix]
         if len(info.shape) != n_axes or 0 in info.shape:
             raise CheckpointError(

@@ -99,7 +99,7 @@ def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
 
 
 class _CappedReader(io.BufferedReader):
-    """A file that refuses to read more at one time than a directory may have."""
+    """A file that caps each read at the largest allowed directory of an archive."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read `size` bytes, or the rest. Raises BadZipFile above the cap."""
@@ -144,7 +144,7 @@ def _locate(file: _CappedReader, info: zipfile.ZipInfo, size_bytes: int) -> Memb
 
 
 def _find_pickle(path: Path, members: Mapping[str, Member]) -> tuple[str, Member]:
-    """Return the folder of the archive that holds everything, and the pickle in it."""
+    """Return the top folder of the archive, and the pickle in it."""
     for name, member in members.items():
         if name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl")):
             return name.removesuffix("data.pkl"), member
@@ -189,7 +189,7 @@ def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _between(path: Path, storages: Iterable[Member], size_bytes: int) -> tuple[ByteRange, ...]:
-    """List the byte ranges of a file that are in no storage."""
+    """List the byte ranges of a file outside all storages."""
     ranges: list[ByteRange] = []
     at = 0
     for member in sorted(storages, key=lambda member: (member.offset, member.size_bytes)):

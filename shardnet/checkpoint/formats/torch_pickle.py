@@ -1,4 +1,4 @@
-"""Interpret the pickle of a torch file without running it: which tensor is which bytes.
+"""Interpret the pickle of a torch file without running it, to locate its tensors.
 
 A pickle is a program for a small machine. This one follows the few steps that torch.save writes for
 a dict of tensors (torch/serialization.py, torch/_utils.py) and records what they would make; any
@@ -15,7 +15,7 @@ from typing import Any, Final
 from shardnet.errors import CheckpointError
 
 MAX_PICKLE_BYTES: Final = 8 << 20
-"""Cap on the pickle, so that following it ends within seconds; a model's has some 100 KB."""
+"""Cap on the pickle, to interpret it within seconds; a model's has some 100 KB."""
 
 _STORAGES: Final[Mapping[str, str]] = {
     "torch.FloatStorage": "F32",
@@ -38,7 +38,7 @@ _DICT, _TENSOR, _PARAMETER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Elements that stand together under `key` in the archive."""
+    """The contiguous elements of the archive member `key`."""
 
     key: str
     dtype: str
@@ -57,13 +57,13 @@ class PickledTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """Something that the pickle would import."""
+    """A name that the pickle would import."""
 
     name: str
 
 
 class _Mark:
-    """Where a tuple, or a group of items, begins on the stack."""
+    """The start of a tuple, or a group of items, on the stack."""
 
 
 def pickled_tensors(data: bytes, where: str) -> dict[str, PickledTensor]:
@@ -97,7 +97,7 @@ def pickled_tensors(data: bytes, where: str) -> dict[str, PickledTensor]:
 
 
 class _Machine:
-    """The stack and the memory of the pickle's machine."""
+    """The stack and the memo of the pickle machine."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -105,7 +105,7 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
-        """Follow every step; return what is left in the end."""
+        """Interpret all opcodes; return the final value."""
         for step, argument, _ in pickletools.genops(data):
             if step.name == "STOP":
                 return self._stack.pop()
@@ -148,7 +148,7 @@ class _Machine:
         self._stack.append(self._name(module, name))
 
     def _group(self) -> list[Any]:
-        """Take what stands above the last mark, and the mark."""
+        """Pop the items above the last mark, and the mark."""
         group: list[Any] = []
         while not isinstance(top := self._stack.pop(), _Mark):
             group.append(top)
@@ -172,7 +172,7 @@ class _Machine:
         self._memory[len(self._memory)] = self._stack[-1]
 
     def _build(self) -> None:
-        """Leave out the attributes of a dict: torch's modules give it their versions."""
+        """Ignore the attributes of a dict: torch stores the versions of modules there."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise self._refused("sets attributes")
@@ -185,7 +185,7 @@ class _Machine:
                 raise ValueError(f"{other!r} is no storage")
 
     def _reduce(self) -> None:
-        """Record what a call would make."""
+        """Record the result that a call would have."""
         arguments, function = self._stack.pop(), self._stack.pop()
         match function, arguments:
             case _Name(name), () if name == _DICT:

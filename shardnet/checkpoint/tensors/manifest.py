@@ -33,30 +33,30 @@ ID_FILES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What, beside the tensors, decides what a model says: part of its id where present."""
+"""Files besides the tensors that decide a model's output: part of its id if present."""
 
 INDEX_FILES: Final = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
     "consolidated.safetensors.index.json",
 )
-"""Which file has which tensor, of checkpoints in several files."""
+"""Indexes, which name the file of each tensor in checkpoints of several files."""
 
 TENSOR_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pth")
-"""How the names of tensor files end."""
+"""Suffixes of tensor files."""
 
 Arrange = Callable[[ModelConfig], Mapping[str, ModelTensor]]
-"""From the model's config to its parameters by name; a stored tensor without a place in it keeps
-its own name."""
+"""Maps the model's config to its parameters by name; a stored tensor that the family does not know
+has its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A checkpoint, its headers read.
+    """The headers of a checkpoint.
 
-    `config` is in the words of config.json, and `where` names its file, for messages. `files` are
-    those with tensors, all in `folder`, and `whole` the names of those that belong to the model as
-    they are, tokenizer and config.
+    `config` has the keys of config.json, and `where` names its file, for messages. `files` are
+    those with tensors, all in `folder`; `whole` names those that belong to the model as a whole,
+    tokenizer and config.
     """
 
     folder: Path

@@ -1,7 +1,7 @@
-"""Model tensors: what a family's table asks for, each made of one or several stored tensors.
+"""Model tensors: the parameters of a family's table, each made of one or several stored tensors.
 
-Knows the pure steps from stored values to a parameter that all formats share. Must not know files,
-nor where a format keeps what. Imports torch only when a tensor is made.
+Knows the pure conversions from stored values to a parameter that all formats share. Must not know
+files, nor the layout of a format. Imports torch only when a tensor is made.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Make = Callable[[Sequence["Tensor"], "torch.dtype"], "Tensor"]
-"""From the stored tensors, which it must not change, to the parameter.
+"""Maps the stored tensors, which it must not change, to the parameter.
 
-Values that have to be computed come rounded to the given dtype; others may keep their own.
+Computed values are in the given dtype; others may have their own.
 """
 
 
@@ -27,7 +27,7 @@ Values that have to be computed come rounded to the given dtype; others may keep
 class ModelTensor:
     """A parameter under the name and with the shape of the family's table.
 
-    `dtype` is safetensors' name of what its values are stored in, None where they are computed.
+    `dtype` is safetensors' name of the dtype it is stored in, None if its values are computed.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ModelTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Stored bytes that making it reads."""
+        """Bytes of all its stored tensors."""
         return sum(source.size_bytes for source in self.sources)
 
     @property
@@ -50,12 +50,12 @@ class ModelTensor:
 
 
 def as_stored(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The one stored tensor is the parameter."""
+    """Return the one stored tensor as the parameter."""
     return stored[0]
 
 
 def rotary_halves(rows: Tensor, n_heads: int) -> Tensor:
-    """Bring the rows of queries or keys from interleaved rotary order into Hugging Face's.
+    """Reorder the rows of queries or keys from interleaved rotary order to Hugging Face's.
 
     Meta's checkpoints, Mistral's, and llama-type GGUF have the two rows that rotate together side
     by side in each head; Hugging Face has the first ones of all pairs, then the second ones.
@@ -67,7 +67,7 @@ def rotary_halves(rows: Tensor, n_heads: int) -> Tensor:
 
 
 def unchanged(name: str, source: StoredTensor) -> ModelTensor:
-    """Name the parameter that is stored as it is."""
+    """Describe a parameter that is stored without any conversion."""
     return ModelTensor(
         name=name, shape=source.shape, dtype=source.dtype, sources=(source,), make=as_stored
     )

@@ -1,7 +1,7 @@
-"""Tensors as they are stored: which bytes of which file, and how they come into memory.
+"""Stored tensors: which bytes of which file, and how to map them into memory.
 
-A *stored tensor* is what travels between nodes and what a replica holds. What the model needs is
-made of stored tensors (checkpoint/tensors/model_tensor.py). Knows files and bytes. Must not know
+A *stored tensor* is the unit that nodes transfer and replicas store. Model tensors are made of them
+(checkpoint/tensors/model_tensor.py). Knows files and bytes. Must not know
 the formats of files, nor what a tensor means. Imports torch only to read one.
 """
 
@@ -42,11 +42,11 @@ ByteRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor as its file describes it; `name` is the only one of its checkpoint.
+    """One tensor as its file describes it; `name` is unique in its checkpoint.
 
     `dtype` is safetensors' name (F32, BF16, …), or the name of a type whose elements are packed
     into blocks, as GGUF's Q4_K. `offset` is where its bytes begin in the file. `strides` are the
-    elements from one to the next along each axis, None where they stand row by row.
+    elements from one to the next along each axis, None if they are contiguous.
     """
 
     name: str
@@ -58,7 +58,7 @@ class StoredTensor:
     strides: tuple[int, ...] | None = None
 
     def rows(self, begin: int, end: int) -> StoredTensor:
-        """Name the bytes of the rows [begin, end) of the first axis, which are stored together."""
+        """Return the rows [begin, end) of the first axis, which must be contiguous."""
         assert self.strides is None
         row_bytes = self.size_bytes // self.shape[0]
         return replace(
@@ -71,7 +71,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """A file with tensors. `heads` are its bytes that are no tensors, `sha256` is of those."""
+    """A file with tensors. `heads` are the byte ranges outside tensors, `sha256` their digest."""
 
     name: str
     size_bytes: int
@@ -84,7 +84,7 @@ class TensorFile:
 class FileHead:
     """A file of a checkpoint, and the byte ranges that its id covers: in order, without overlap.
 
-    Of a file with tensors those are all bytes that are not tensors, and samples of the tensors.
+    Of a file with tensors those are all bytes outside tensors, and samples of the tensors.
     """
 
     name: str
@@ -93,7 +93,7 @@ class FileHead:
 
     @property
     def head_bytes(self) -> int:
-        """How many bytes the ranges have."""
+        """Total bytes of the ranges."""
         return sum(n_bytes for _, n_bytes in self.ranges)
 
 
@@ -106,10 +106,10 @@ def read_stored(
     """Map a stored tensor into memory: a CPU view of the file. Do not write to it.
 
     It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. The
-    pages stay mapped until the view is dropped. `file_bytes` is the size that the file had when it
-    was opened. With `came` all of it is read now, and `came` gets how many bytes more are there,
-    again and again; what it raises ends the reading. Raises CheckpointError when the file is gone
-    or has changed its size.
+    pages stay mapped until the view is freed. `file_bytes` is the size that the file had when it
+    was opened. With `came` all of it is read now, and `came` is called with the bytes of each piece
+    read; if it raises, reading ends. Raises CheckpointError if the file is gone or has changed its
+    size.
     """
     import torch
 
@@ -148,10 +148,10 @@ def read_stored(
     return elements.view(tensor.shape)
 
 
-def ask_for(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
-    """Have the system read the first `n_bytes` of a stored tensor soon, where it can be asked to.
+def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
+    """Prefetch the first `n_bytes` of a stored tensor, if the system supports that.
 
-    Raises nothing. That is few bytes, since a disk that is asked for many lets us wait.
+    Raises nothing. Request few bytes: a system with many requests for a disk blocks.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -161,9 +161,9 @@ def ask_for(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
 
 
 def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
-    """Say where the last tensor of a file ends, whose first may begin at `start`.
+    """Return the end of the last tensor of a file, whose first may begin at `start`, in bytes.
 
-    Raises CheckpointError when one lies over another, or over what is no tensor.
+    Raises CheckpointError if tensors overlap each other, or the bytes before `start`.
     """
     end = start
     for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):

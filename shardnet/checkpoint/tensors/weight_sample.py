@@ -1,8 +1,8 @@
 """The sample of a checkpoint's weights that is part of its id: which bytes, and how they are added.
 
 Two fine-tunes of one shape have the same headers and differ in nearly every weight, so a few bytes
-of each tensor tell them apart. Bounded: at most MAX_SAMPLES reads of SAMPLE_BYTES each, however
-large the model is. docs/protocol.md section 16 says the same for other implementations. Must not
+of each tensor distinguish them. Bounded: at most MAX_SAMPLES reads of SAMPLE_BYTES each, however
+large the model is. docs/protocol.md section 16 specifies it for other implementations. Must not
 know formats.
 """
 

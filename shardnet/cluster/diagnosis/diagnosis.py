@@ -16,8 +16,8 @@ from shardnet.cluster.diagnosis.peer_findings import (
     TOPICS,
     key_finding,
     pair_findings,
+    remedy_for,
     seconds_apart,
-    way_out,
 )
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
@@ -25,14 +25,14 @@ from shardnet.wire.messages.diagnostics import AddressView, NodeReport, RecordSe
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 RECENT_S = 120.0
-"""A refused handshake that is older is told, and taken for over."""
+"""A refused handshake older than this is reported as over."""
 CLOCKS_DIFFER_S = 1.0
 
 HERE = "this machine"
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Return everything there is to say, problems first, what is fine last."""
+    """Return all findings, problems first, what is fine last."""
     findings = [
         *_key(facts),
         *_asking(facts),
@@ -84,7 +84,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             HERE,
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
-            way_out(view),
+            remedy_for(view),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(
@@ -99,7 +99,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             "node",
             facts.asked,
             f"it gave no report: {facts.failure or 'it was too slow'}",
-            "look at that node's output, or restart it",
+            "read that node's output, or restart it",
         )
     elif facts.failure:
         yield problem("node", facts.asked, f"not every report came: {facts.failure}")
@@ -115,7 +115,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
 
 
 def _browsing(facts: Facts) -> Iterator[Finding]:
-    """Say whom mDNS shows to this process, where no node was there to be asked."""
+    """Report the nodes found by mDNS if there was no node to ask."""
     if facts.found is None:
         return
     if not facts.found:
@@ -148,7 +148,7 @@ def _record(facts: Facts, record: RecordSeen) -> Finding:
 
 
 def _named(facts: Facts) -> Iterator[Finding]:
-    """What came of the addresses that the command was given."""
+    """Report the results for the addresses given on the command line."""
     for view in facts.named:
         yield _reached(HERE, view)
 
@@ -158,7 +158,7 @@ def _reached(where: str, view: AddressView) -> Finding:
         rtt = "" if view.rtt_s is None else f", round trip {view.rtt_s * 1e3:.2g} ms"
         return Finding(topic="port", where=where, what=f"{view.address} answers{rtt}")
     topic = TOPICS.get(view.seen, "port")
-    return problem(topic, where, view.why or f"{view.address}: {view.seen}", way_out(view))
+    return problem(topic, where, view.why or f"{view.address}: {view.seen}", remedy_for(view))
 
 
 # --- one node -----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _self_words(info: NodeInfo, report: NodeReport) -> str:
 
 
 def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
-    """Say at which of its addresses a node is announced, and why not at the others."""
+    """Report at which of its addresses a node is announced, and why not at the others."""
     told = [f"{a.host} ({a.interface})" for a in report.interfaces if a.is_told]
     if report.cluster and not told:
         return Finding(
@@ -232,7 +232,7 @@ def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
                 "multicast",
                 where,
                 f"mDNS does not work there: {multicast.failure or 'it has just begun'}",
-                "look at its network, or name other nodes with --peer and give --no-mdns",
+                "check its network, or name other nodes with --peer and give --no-mdns",
             )
         case "on":
             yield Finding(
@@ -243,7 +243,7 @@ def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
 
 
 def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
-    """Tell of strangers. A connection that was only opened and closed is none.
+    """Report refused handshakes. A connection that was only opened and closed does not count.
 
     A refused handshake with a remedy is that of a node: nothing can be done about others.
     """
@@ -260,7 +260,7 @@ def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
         topic="version" if refused.code == VersionMismatchError.code else "key",
         where=where,
         what=what,
-        remedy=remedy or "look for what connects from there, if it is none of yours",
+        remedy=remedy or "find the program that connects from there, if it is none of yours",
     )
 
 

@@ -1,6 +1,6 @@
-"""What a diagnosis is made of and what it says: facts in, findings out.
+"""The input and output of a diagnosis: facts and findings.
 
-Pure. Knows who is who among the reports. Must not judge.
+Pure. Knows which report is of which node. Must not judge.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Topic = Literal[
 
 
 class Severity(enum.Enum):
-    """How bad it is. The value is the word that people and programs read."""
+    """The severity of a finding. The value is the word shown to people and programs."""
 
     OK = "ok"
     INFO = "info"
@@ -41,7 +41,7 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing to say: `where` names a node, a pair of them or this machine."""
+    """One result of a diagnosis: `where` names a node, a pair of nodes or this machine."""
 
     severity: Severity = Severity.OK
     topic: Topic
@@ -51,9 +51,9 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """All of it but the severity, in one line that does nothing to a terminal.
+        """The finding without its severity, in one printable line.
 
-        Names and reasons come from others.
+        Names and reasons come from other nodes: control characters are replaced.
         """
         end = f"; {self.remedy}" if self.remedy else ""
         words = " ".join(f"{self.where}: {self.what}{end}".split())
@@ -61,7 +61,7 @@ class Finding:
 
 
 def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
-    """Make a finding of something that is wrong."""
+    """Make a finding with the severity PROBLEM; the arguments are those of Finding."""
     return Finding(severity=Severity.PROBLEM, topic=topic, where=where, what=what, remedy=remedy)
 
 
@@ -69,8 +69,8 @@ def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
 class KeyFacts:
     """The key file of this machine: its cluster's `fingerprint`, "" without a key.
 
-    `failure` says why the file cannot be used, `remedy` what to do about that,
-    `is_set_aside` that --insecure was given.
+    `failure` says why the file cannot be used, `remedy` how to fix that; `is_set_aside`: --insecure
+    was given.
     """
 
     path: str
@@ -82,8 +82,9 @@ class KeyFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAsked:
-    """The model to judge the nodes by. `failure` says why nothing is known of it here,
-    `remedy` what to do about that.
+    """The model to check the nodes for.
+
+    `failure` says why it is unknown here, `remedy` how to fix that.
     """
 
     model: str
@@ -96,12 +97,12 @@ class ModelAsked:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that was gathered. `software` and `protocol` are the versions of this process.
+    """The input of a diagnosis. `software` and `protocol` are the versions of this process.
 
-    `asked` names the node whose report and whose peers' reports are the `replies`, "" without one,
-    and `failure` says what else became of asking it. `deaf` are nodes of this machine that do not
-    answer. `named` is what came of the addresses that the command was given, `found` whom mDNS
-    shows to this process; None where it was not looked.
+    `asked` names the node whose report and whose peers' reports are the `replies`, "" without one;
+    `failure` says why that failed. `deaf` are nodes of this machine that do not answer. `named` has
+    the results for the addresses given on the command line, `found` the mDNS records seen by this
+    process; None if it did not browse.
     """
 
     key: KeyFacts
@@ -117,12 +118,12 @@ class Facts:
 
     @property
     def infos(self) -> list[NodeInfo]:
-        """What the nodes that were asked say of themselves."""
+        """The status of the nodes that answered."""
         return [reply.info for reply in self.replies if reply.info is not None]
 
     @cached_property
     def live(self) -> dict[str, str]:
-        """Names of all nodes that run, by id: those asked, and those that one of them links to."""
+        """Names of all running nodes, by id: those that answered, and those they are linked to."""
         live = {reply.node: reply.name for reply in self.replies}
         for reply in self.replies:
             for view in reply.report.peers if reply.report else ():
@@ -132,7 +133,7 @@ class Facts:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """The software of all nodes that run, by id; "" where nobody knows."""
+        """The shardnet version of all running nodes, by id; "" if unknown."""
         versions = {info.node: info.version for info in self.infos}
         for reply in self.replies:
             for view in reply.report.peers if reply.report else ():
@@ -141,14 +142,14 @@ class Facts:
         return versions
 
     def label(self, node: str, name: str = "") -> str:
-        """Call a node as people do, with the begin of its id where others have the same name."""
+        """Return a node's name, with the start of its id if others have the same name."""
         name = self.live.get(node, name)
         same = Counter(self.live.values())[name]
         return name if same + (node not in self.live) < 2 else f"{name} ({node[:6]})"
 
 
 def age(seconds: float) -> str:
-    """Write a time span for people."""
+    """Format a time span for people."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

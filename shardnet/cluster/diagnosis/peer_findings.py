@@ -22,20 +22,20 @@ from shardnet.wire.messages.diagnostics import (
 from shardnet.wire.messages.membership import ReportReply
 
 SETTLED_S = 6.0
-"""So long after both nodes were started each should have seen the other one's record."""
+"""Seconds after the start of two nodes by which each should have seen the other's record."""
 UNHEARD_S = 70.0
-"""In so long a time every node has announced itself by multicast twice."""
+"""Seconds in which every node announces itself by multicast twice."""
 SLOW_S = 0.020
 """A round trip above this is no wired network, and costs a ring dearly."""
 
-WAYS_OUT: Mapping[Seen, str] = MappingProxyType(
+REMEDIES: Mapping[Seen, str] = MappingProxyType(
     {
         "answers": "",
         "refused": (
             "start `shardnet node` there, and see that it listens on that address (--host) and port"
         ),
         "dropped": "open its TCP port in the firewall of that machine and of the network between",
-        "hangs": "look at that node's output, or restart it: it may be frozen",
+        "hangs": "read that node's output, or restart it: it may be frozen",
         "unreachable": "check address, cable and routes between the two machines",
         "other key": (
             "run `shardnet key show` on one of the two machines and `shardnet key join` with that "
@@ -47,10 +47,10 @@ WAYS_OUT: Mapping[Seen, str] = MappingProxyType(
         "not tried": "",
     }
 )
-"""What to do about each way an address does not answer."""
+"""The remedy for each way in which an address does not answer."""
 
 TOPICS: Mapping[Seen, Topic] = MappingProxyType({"other key": "key", "other version": "version"})
-"""What an address that does not answer is about, where it is not the port."""
+"""The topic of an address that does not answer, if it is not the port."""
 
 _WORDS: Mapping[Seen, str] = MappingProxyType(
     {
@@ -75,17 +75,17 @@ _WORST: tuple[Seen, ...] = (
     "unreachable",
     "failed",
 )
-"""What says most of why a node is not reached, first."""
+"""Results of probes, the one that best explains why a node is not reached first."""
 
 
-def way_out(view: AddressView) -> str:
-    """Return what to do about an address that does not answer, "" where nothing is known.
+def remedy_for(view: AddressView) -> str:
+    """Return the remedy for an address that does not answer, "" if none is known.
 
-    About a key its error knows best, as it knows which side lacks it.
+    For a wrong key it comes with the error, which knows the side that lacks it.
     """
     if view.seen == "other key" and view.remedy:
         return view.remedy
-    return WAYS_OUT[view.seen] or view.remedy or ""
+    return REMEDIES[view.seen] or view.remedy or ""
 
 
 def pair_findings(facts: Facts) -> Iterator[Finding]:
@@ -98,7 +98,11 @@ def pair_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
-    """Report whose key is wrong, by the fingerprints of both clusters."""
+    """Report which node has a wrong key.
+
+    `where` names the nodes, `viewer` the one that was asked; `theirs` and `ours` are the
+    fingerprints of the keys of the other node and of the viewer, "" without one.
+    """
     if not theirs:
         what, remedy = "it has no cluster key", "run `shardnet key join` there and restart its node"
     elif not ours:
@@ -106,12 +110,12 @@ def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
         remedy = f"run `shardnet key join` on {viewer} and start its node again"
     else:
         what = f"it holds the key of cluster {theirs}, and {viewer} that of {ours}"
-        remedy = f"if it belongs here: {WAYS_OUT['other key']}"
+        remedy = f"if it belongs here: {REMEDIES['other key']}"
     return problem("key", where, what, remedy)
 
 
 def seconds_apart(ahead_s: float) -> str:
-    """Write how far a clock is from another one."""
+    """Format the difference of two clocks."""
     return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
@@ -141,7 +145,7 @@ def _refusal(where: str, viewer: str, report: NodeReport, view: PeerView) -> Fin
 
 
 def _link(where: str, view: PeerView) -> Finding:
-    """Say that there is a link, and how good it is."""
+    """Report a link and its quality."""
     words = f"linked at {view.address}" if view.address else "linked, by the other one's doing"
     if view.rtt_s is not None:
         words += f", round trip {view.rtt_s * 1e3:.2g} ms"
@@ -160,7 +164,7 @@ def _link(where: str, view: PeerView) -> Finding:
 
 
 def _ports(where: str, view: PeerView) -> Iterator[Finding]:
-    """A link lives, whoever has opened it; the others of a ring are opened both ways."""
+    """Report a linked node that answers at no address from this side; a ring dials both ways."""
     tried = [address for address in view.addresses if address.seen != "not tried"]
     if tried and not any(address.seen == "answers" for address in tried):
         worst = _worst(tried)
@@ -168,7 +172,7 @@ def _ports(where: str, view: PeerView) -> Iterator[Finding]:
             "port",
             where,
             f"linked, but not to be reached from this side: {_each(tried)}",
-            way_out(worst),
+            remedy_for(worst),
         )
 
 
@@ -217,12 +221,12 @@ def _no_link(where: str, view: PeerView) -> Finding:
             severity=Severity.INFO,
             topic="link",
             where=where,
-            what=f"only what it told is left of it{others}",
+            what=f"only its last report is left{others}",
         )
     worst = _worst(tried)
     topic = TOPICS.get(worst.seen, "port")
     link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
-    return problem(topic, where, f"{link}: {_each(tried)}", way_out(worst))
+    return problem(topic, where, f"{link}: {_each(tried)}", remedy_for(worst))
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:
@@ -308,7 +312,7 @@ def _mtus(facts: Facts) -> Iterator[Finding]:
 def _ends(
     ours: NodeReport, theirs: NodeReport, address: str
 ) -> tuple[InterfaceAddress, InterfaceAddress] | None:
-    """Return the addresses at both ends of the way to `address`, None where they are not known."""
+    """Return the addresses at both ends of the way to `address`, None if unknown."""
     host = host_of(address)
     far = next((a for a in theirs.interfaces if a.host == host), None)
     if far is None:
@@ -318,7 +322,7 @@ def _ends(
 
 
 def _is_in_network(host: str, of: InterfaceAddress) -> bool:
-    """Return whether a host lies in the network of an address; what is no address lies nowhere."""
+    """Return whether a host is in the network of an address; host names are in none."""
     try:
         network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
         return ip_address(host.partition("%")[0]) in network

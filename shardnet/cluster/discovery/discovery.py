@@ -1,8 +1,7 @@
-"""Discovery by mDNS: tells the network of this node and proposes others as candidates.
+"""Discovery by mDNS: announce this node on the network and browse for others.
 
-Knows when to announce and when to look. Nothing is believed of a record but that a node may answer
-there: who is alive, who is of this cluster and who has gone is found out on control links
-(peers.py). Must not dial.
+Knows when to announce and when to browse. A record only means that a node may answer there:
+liveness and cluster membership are determined on control links (peers.py). Must not dial.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from zeroconf.asyncio import AsyncZeroconf
 from shardnet.cluster.discovery.mdns_listener import MdnsListener
 from shardnet.cluster.discovery.node_record import SERVICE_TYPE, NodeRecord, to_service
 from shardnet.cluster.discovery.service_browser import (
-    Complaints,
     Goodbye,
     OnEvent,
     RecordReader,
+    RecordWarnings,
     browsing,
     open_mdns,
 )
@@ -29,15 +28,15 @@ from shardnet.cluster.machine.addresses import multicast_hosts, rank, read_inter
 from shardnet.types import NodeId
 
 REANNOUNCE_S: Final = 30.0
-"""How often the record is sent again: a partition that has healed does not show by itself."""
+"""Interval of announcements: a network partition that has healed is not noticed otherwise."""
 
 
 class Discovery:
     """Announces one node and browses for others.
 
-    `interfaces` are addresses of the interfaces to use; without any they are those of the node's
-    own hosts, looked up again before each announcement, so that a cable that is plugged in later
-    counts. `log` takes lines for people.
+    `interfaces` are addresses of the interfaces to use; without any, those of the node's own hosts,
+    read again before each announcement, so that a cable plugged in later counts. `fingerprint` is
+    that of the cluster key. `log` takes lines for people.
     """
 
     def __init__(
@@ -53,19 +52,20 @@ class Discovery:
         self._log = log
         self._reannounce_s = reannounce_s
         self.hosts: tuple[str, ...] = ()
-        """Addresses of the interfaces on which it speaks now."""
+        """Addresses of the interfaces in use now."""
         self.failure = ""
-        """Why it speaks nowhere."""
+        """Why no interface is in use, "" otherwise."""
         self.records: dict[NodeId, NodeRecord] = {}
-        """Of other nodes, as they are now."""
+        """The current records of other nodes."""
         self.listener = MdnsListener(SERVICE_TYPE)
 
     async def run(self, own: Callable[[], NodeRecord], on_event: OnEvent) -> None:
-        """Announce what `own` gives and report others, until cancelled; then say goodbye.
+        """Announce the record of `own` and report others to `on_event`, until cancelled.
 
-        Where multicast is not possible this is said once, and tried again at every announcement.
+        Withdraws the record at the end. If multicast is not possible, logs that once and retries
+        at every announcement.
         """
-        complaints = Complaints(self._log)
+        warnings = RecordWarnings(self._log)
 
         def note(event: NodeRecord | Goodbye) -> None:
             if isinstance(event, NodeRecord):
@@ -82,7 +82,7 @@ class Discovery:
                     self.listener.listening(interfaces, rank(read_interfaces())),
                 ):
                     self.hosts, self.failure = interfaces, ""
-                    await self._keep(zeroconf, interfaces, own, note, complaints)
+                    await self._keep(zeroconf, interfaces, own, note, warnings)
             except* (OSError, ZeroconfError) as group:
                 self._fail(_first(group))
                 await asyncio.sleep(self._reannounce_s)
@@ -93,11 +93,11 @@ class Discovery:
         interfaces: tuple[str, ...],
         own: Callable[[], NodeRecord],
         on_event: OnEvent,
-        complaints: Complaints,
+        warnings: RecordWarnings,
     ) -> None:
-        """Announce and browse while the interfaces are these."""
+        """Announce and browse until the interfaces change."""
         record = own()
-        reader = RecordReader(own=record.node, own_host_id=record.host_id, complaints=complaints)
+        reader = RecordReader(own=record.node, own_host_id=record.host_id, warnings=warnings)
         async with browsing(zeroconf, reader, on_event):
             # Node ids are unique: asking around whether the name is taken would cost a second.
             announcing = await zeroconf.async_register_service(
@@ -127,8 +127,10 @@ class Discovery:
 async def browse(
     interfaces: Sequence[str], *, own_host_id: str, longest_s: float, quiet_s: float
 ) -> list[NodeRecord]:
-    """Look for nodes without announcing one: for `longest_s`, or until some are found and no other
-    has shown itself for `quiet_s`. Where mDNS does not work there are none.
+    """Browse for nodes without announcing one; return their records, sorted by name.
+
+    Ends after `longest_s` seconds, or when some are found and there was no event for `quiet_s`
+    seconds. Returns none if mDNS does not work here.
     """
     found: dict[NodeId, NodeRecord] = {}
     news = asyncio.Event()
@@ -140,7 +142,9 @@ async def browse(
             found.pop(event.node, None)
         news.set()
 
-    reader = RecordReader(own=NodeId(""), own_host_id=own_host_id, complaints=Complaints(_nowhere))
+    reader = RecordReader(
+        own=NodeId(""), own_host_id=own_host_id, warnings=RecordWarnings(_nowhere)
+    )
     try:
         with contextlib.suppress(TimeoutError):
             async with (
@@ -151,11 +155,11 @@ async def browse(
                 await _quiet(news, quiet_s)
     except* (OSError, ZeroconfError):
         found.clear()
-    return sorted(found.values(), key=lambda candidate: (candidate.name, candidate.node))
+    return sorted(found.values(), key=lambda record: (record.name, record.node))
 
 
 async def _quiet(news: asyncio.Event, quiet_s: float) -> None:
-    """Wait for news, and then until none has come for `quiet_s`."""
+    """Wait for an event, and then until none has come for `quiet_s`."""
     await news.wait()
     with contextlib.suppress(TimeoutError):
         while True:

@@ -1,8 +1,8 @@
-"""An listener for multicast: which nodes are heard on which interface, and when for the last time.
+"""Listen to mDNS multicast: which nodes are heard on which interface, and when last.
 
-Knows sockets that belong to a multicast group on one interface, and how an mDNS answer names the
-node it speaks of. It finds nobody (discovery.py does): it tells why nobody is found. What it hears
-is public and unproved. Where the system has no such sockets it is deaf, and says so.
+Knows sockets in a multicast group on one interface, and how an mDNS answer names its node. It is
+for diagnosis; discovery.py finds nodes. Its input is public and unauthenticated. Without such
+sockets on this system it listens on no interface, which `interfaces` shows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MDNS_PORT: Final = 5353
 GROUP_V4: Final = "224.0.0.251"
 GROUP_V6: Final = "ff02::fb"
 _LINUX_IP_MULTICAST_ALL: Final = 49
-"""Off, a socket hears only the groups that it has joined itself, on the interface it has named."""
+"""If off, a socket receives only the groups it has joined itself, on the interface it named."""
 
 MAX_HEARD: Final = 256
-"""Pairs of a node and an interface that are remembered."""
+"""Largest number of pairs of a node and an interface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +44,28 @@ class Heard:
 
 
 class MdnsListener:
-    """Listens to answers about records of `service_type`. Deaf until `listening`."""
+    """Listens to answers about records of `service_type`, inside `listening`."""
 
     def __init__(self, service_type: str) -> None:
         self._suffix = f".{service_type}"
         self._heard: dict[tuple[NodeId, str], float] = {}
         self.interfaces: tuple[str, ...] = ()
-        """Where it listens now."""
+        """Names of the interfaces it listens on now."""
         self.since = time.monotonic()
-        """Since when, by time.monotonic."""
+        """When it began to listen, by time.monotonic."""
 
     def heard(self) -> list[Heard]:
-        """Return who was heard where, in the order of the first time."""
+        """Return the nodes heard per interface, in the order of the first time."""
         return [Heard(node=node, interface=i, at=at) for (node, i), at in self._heard.items()]
 
     @asynccontextmanager
     async def listening(
         self, hosts: Sequence[str], local: Sequence[LocalAddress]
     ) -> AsyncIterator[None]:
-        """Listen on the interfaces of `hosts`, addresses of this machine, until the end."""
+        """Listen on the interfaces of `hosts`, addresses of this machine, inside the context.
+
+        `local` maps hosts to interfaces. Skips interfaces that cannot be joined.
+        """
         by_host = {address.host: address for address in local}
         transports: dict[str, asyncio.DatagramTransport] = {}
 
@@ -86,7 +89,7 @@ class MdnsListener:
                 transport.close()
 
     def take(self, datagram: bytes, interface: str) -> None:
-        """Note every node that an mDNS answer speaks of. Anything else is nothing."""
+        """Record every node named in an mDNS answer; ignore any other datagram."""
         message = DNSIncoming(datagram)
         if not message.valid or not message.is_response():
             return
@@ -110,10 +113,10 @@ class _Receiver(asyncio.DatagramProtocol):
 
 
 def _join(address: LocalAddress) -> socket.socket:
-    """Make a socket that hears the group on the interface of `address`. Raises OSError.
+    """Open a socket in the mDNS group on the interface of `address`. Raises OSError.
 
-    It is bound to the group, not to the port alone: answers that are meant for discovery's sockets
-    must not end here.
+    It is bound to the group, not to the port alone: it must not take unicast answers from
+    discovery's sockets.
     """
     family = socket.AF_INET if address.net.version == 4 else socket.AF_INET6
     member = socket.socket(family, socket.SOCK_DGRAM)

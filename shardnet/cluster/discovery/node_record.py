@@ -1,6 +1,6 @@
-"""The record by which a node shows itself over mDNS: written, read and checked.
+"""The mDNS record of a node: written, read and validated.
 
-What is read is public and unproved: it is bounded, and nothing is believed but that a node may
+Records are public and unauthenticated: their size is bounded, and they only mean that a node may
 answer there. Must not know sockets or when records come.
 """
 
@@ -22,7 +22,7 @@ MAX_HOSTS: Final = 16
 
 _HOST_TTL_S: Final = 120
 _RECORD_TTL_S: Final = 1125
-"""The shortest that python-zeroconf keeps a PTR record."""
+"""The shortest time for which python-zeroconf stores a PTR record."""
 
 _ID: Final = re.compile(r"[0-9A-Za-z_-]{1,63}")
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{0,64}")
@@ -32,10 +32,10 @@ _MAX_NAME_BYTES: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as its record describes it: this one, or one that may be there.
+    """The description of a node in its record; of another node it is unauthenticated.
 
-    `fingerprint` is that of the cluster key, "" without one; `protocol` the version of the wire
-    protocol; `hosts` are best first.
+    `fingerprint` is that of the cluster key, "" without one; `version` that of shardnet, `protocol`
+    that of the wire protocol; `host_id` is equal for nodes on one machine; `hosts` are best first.
     """
 
     node: NodeId
@@ -49,16 +49,16 @@ class NodeRecord:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Every host with the port."""
+        """All hosts with the port, host:port."""
         return format_addresses(self.hosts, self.port)
 
 
 class UnusableRecordError(ValueError):
-    """A record that says nothing usable; the message says why. It becomes a line in the log."""
+    """A malformed or useless record; the message says why. It becomes a line in the log."""
 
 
 def to_service(record: NodeRecord) -> AsyncServiceInfo:
-    """Write a node's record."""
+    """Write a node's record as an mDNS service."""
     return AsyncServiceInfo(
         SERVICE_TYPE,
         f"{record.node}.{SERVICE_TYPE}",
@@ -79,9 +79,9 @@ def to_service(record: NodeRecord) -> AsyncServiceInfo:
 
 
 def from_service(service: ServiceInfo, own_host_id: str) -> NodeRecord:
-    """Read a node's record. Raises UnusableRecordError for anything that is not well formed.
+    """Read a node's record. Raises UnusableRecordError if it is not well formed.
 
-    Loopback addresses count only for nodes of this machine.
+    Loopback addresses count only for nodes with `own_host_id`, those of this machine.
     """
     properties = service.properties
     node = _text(properties, b"id", _ID)
@@ -126,7 +126,7 @@ def _text(
 
 
 def _short(text: str) -> str:
-    """Cut to what one TXT entry holds, and leave out what cannot be printed."""
+    """Remove unprintable characters, and cut to the size of a TXT entry."""
     printable = "".join(c for c in text if c.isprintable())
     return printable.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore")
 

@@ -1,7 +1,7 @@
-"""Follows the records of other nodes: python-zeroconf's sockets, browsers and events.
+"""Follow the records of other nodes with python-zeroconf.
 
-Knows how python-zeroconf is used. Every record is read by node_record.py, and their number is
-bounded. Must not know what is announced, nor what comes of what is seen.
+Knows its sockets, browsers and events. Every record is read by node_record.py, and their number is
+bounded. Must not know the own record, nor the use of those found.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from shardnet.types import NodeId
 
 RESOLVE_S: Final = 3.0
 GOODBYE_S: Final = 0.8
-"""How long saying goodbye may take."""
+"""Timeout of withdrawing the own record."""
 
 MAX_RECORDS: Final = 256
-"""Records of others that are followed at one time; more are ignored."""
-MAX_COMPLAINTS: Final = 32
-"""Unusable records that are logged; a network can hold any number."""
+"""Largest number of records followed at one time; more are ignored."""
+MAX_WARNINGS: Final = 32
+"""Largest number of unusable records that are logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """The record of a node was taken back, or has aged."""
+    """The record of a node was withdrawn, or has expired."""
 
     node: NodeId
 
@@ -49,16 +49,16 @@ OnEvent = Callable[[NodeRecord | Goodbye], None]
 
 @asynccontextmanager
 async def open_mdns(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
-    """Open the sockets, and say goodbye for what was registered when they are closed.
+    """Open sockets on the `interfaces` (addresses); at the end withdraw records and close them.
 
-    Raises OSError where multicast is not possible.
+    Raises OSError if multicast is not possible.
     """
     present = [address for address in interfaces if _is_here(address)]
     if not present:
         raise OSError(f"no network: this machine has no address {' or '.join(interfaces)}")
     try:
         zeroconf = AsyncZeroconf(interfaces=present)
-    except RuntimeError as error:  # an interface went away just now
+    except RuntimeError as error:  # an interface has just gone down
         raise OSError(str(error)) from error
     try:
         await finish(zeroconf.zeroconf.async_wait_for_start())
@@ -87,9 +87,9 @@ def _is_here(address: str) -> bool:
 async def browsing(
     zeroconf: AsyncZeroconf, reader: RecordReader, on_event: OnEvent
 ) -> AsyncIterator[None]:
-    """Report what is seen while the context is open."""
+    """Browse inside the context: read records with `reader`, and pass changes to `on_event`."""
     async with asyncio.TaskGroup() as tasks:
-        seen = _Seen(zeroconf.zeroconf, reader, on_event, tasks)
+        seen = _FollowedRecords(zeroconf.zeroconf, reader, on_event, tasks)
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[seen.changed])
         try:
             yield
@@ -99,28 +99,28 @@ async def browsing(
 
 
 class RecordReader:
-    """Reads records of others; of this node's own and of unusable ones it makes nothing."""
+    """Reads records of other nodes; skips this node's own, and logs unusable ones."""
 
-    def __init__(self, *, own: NodeId, own_host_id: str, complaints: Complaints) -> None:
+    def __init__(self, *, own: NodeId, own_host_id: str, warnings: RecordWarnings) -> None:
         self._own = own
         self._own_host_id = own_host_id
-        self._complaints = complaints
+        self._warnings = warnings
 
     async def read(self, zeroconf: Zeroconf, name: str) -> NodeRecord | None:
-        """Ask for the record `name` and check it."""
+        """Request the record `name` and validate it; None if missing, unusable or the own one."""
         try:
             service = AsyncServiceInfo(SERVICE_TYPE, name)
             if not await service.async_request(zeroconf, RESOLVE_S * 1000):
                 return None
-            candidate = from_service(service, self._own_host_id)
+            record = from_service(service, self._own_host_id)
         except (UnusableRecordError, ZeroconfError) as error:
-            self._complaints.add(name, str(error))
+            self._warnings.add(name, str(error))
             return None
-        return candidate if candidate.node != self._own else None
+        return record if record.node != self._own else None
 
 
-class _Seen:
-    """The records of others that are followed, by instance name."""
+class _FollowedRecords:
+    """The records of others being followed, by instance name."""
 
     def __init__(
         self, zeroconf: Zeroconf, reader: RecordReader, on_event: OnEvent, tasks: asyncio.TaskGroup
@@ -135,7 +135,7 @@ class _Seen:
     def changed(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
-        """Take a change of one record. The parameters have the names that zeroconf calls with."""
+        """Handle a change of one record. zeroconf passes the arguments by name."""
         if state_change is ServiceStateChange.Removed:
             self._stop_reading(name)
             node = self._known.pop(name, None)
@@ -146,7 +146,7 @@ class _Seen:
             self._reading[name] = self._tasks.create_task(self._read(name))
 
     def stop(self) -> None:
-        """Give up the records that are being read."""
+        """Cancel all pending reads of records."""
         for name in list(self._reading):
             self._stop_reading(name)
 
@@ -157,25 +157,25 @@ class _Seen:
 
     async def _read(self, name: str) -> None:
         try:
-            candidate = await self._reader.read(self._zeroconf, name)
+            record = await self._reader.read(self._zeroconf, name)
         finally:
             if self._reading.get(name) is asyncio.current_task():
                 del self._reading[name]
-        if candidate is not None:
-            self._known[name] = candidate.node
-            self._on_event(candidate)
+        if record is not None:
+            self._known[name] = record.node
+            self._on_event(record)
 
 
-class Complaints:
-    """Says of each unusable record once what is wrong with it, and at some number no more."""
+class RecordWarnings:
+    """Logs each unusable record once, and at most MAX_WARNINGS in all."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._said: set[str] = set()
 
     def add(self, name: str, why: str) -> None:
-        """Complain about the record `name`."""
-        if name in self._said or len(self._said) >= MAX_COMPLAINTS:
+        """Log that the record `name` is ignored, and `why`."""
+        if name in self._said or len(self._said) >= MAX_WARNINGS:
             return
         self._said.add(name)
         shown = "".join(c for c in name if c.isprintable())[:80]

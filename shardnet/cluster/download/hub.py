@@ -1,7 +1,7 @@
 """Pull models from the Hugging Face Hub into the cache that other programs share.
 
-Knows the Hub through `huggingface_hub`: which files a model needs, what can go wrong on the way and
-what a person can do about it. Blocks: to be called on a thread that may wait. Must not know nodes.
+Knows the Hub through `huggingface_hub`: which files a model needs, which errors occur and their
+remedies. Blocks: to be called on a thread that may wait. Must not know nodes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from shardnet.cluster.machine.disk_room import check_room
 from shardnet.errors import HubError
 
 Report = Callable[[str, int, int], None]
-"""Takes (file, bytes done of all files, bytes in all). What it raises ends the download."""
+"""Takes (file name, bytes done of all files, bytes in all). If it raises, the download ends."""
 
 ANSWER_S: Final = 15.0
-"""How long the Hub may take to answer a question."""
+"""Timeout of a request to the Hub's API."""
 RESUME: Final = "run the command again to resume the download"
 PROXY_VARIABLES: Final = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file of a model. `sha256` is stated by the Hub for large files, "" for small ones."""
+    """A file of a model on the Hub, which states `sha256` (hex) for large files only, else ""."""
 
     name: str
     size_bytes: int
@@ -49,9 +49,9 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledModel:
-    """A model that is here whole. `n_new_bytes` came over the network in this call.
+    """A model downloaded completely. `n_new_bytes` were transferred in this call.
 
-    `folder` is what to open: the folder, or a GGUF's first file.
+    `folder` is the path to open: the folder, or a GGUF's first file.
     """
 
     name: str
@@ -62,11 +62,12 @@ class PulledModel:
 
 
 def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledModel:
-    """Download what is missing of a model: config, tokenizer and its weights once, never code.
+    """Download the missing files of a model: config, tokenizer and one format of weights, no code.
 
-    Resumes what an interrupted attempt has left. Raises HubError when the Hub does not answer,
-    refuses, or gives something else than it promised; CheckpointError for a
-    model whose weights are in no format that is read here, or in several GGUFs.
+    Resumes an interrupted download. `root` is the cache folder, by default that of huggingface_hub.
+    Raises HubError if the Hub does not answer, refuses, or sends other bytes than it announced, or
+    if the disk is full; CheckpointError if the weights are in no supported format, or in several
+    GGUFs.
     """
     root = root or cache_root()
     with named_errors(name):
@@ -89,17 +90,17 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         note_revision(name, commit, root)
         folder = pulled_folder(replace(name, revision=commit), root)
     if folder is None:
-        raise HubError(f"{name}: what came is gone from {root} again", remedy=RESUME)
+        raise HubError(f"{name}: the downloaded files are gone from {root} again", remedy=RESUME)
     return PulledModel(
         name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
     )
 
 
 def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
-    """Ask the Hub for the commit and the needed files, weights in one format only.
+    """Look up the commit and the needed files on the Hub, with the weights in one format.
 
-    Fetches the index that names the tensor files, if there is one. Raises CheckpointError where
-    there is no format that is read here, HubError where the index names what the Hub does not have.
+    Downloads the index that names the tensor files, if there is one. Raises CheckpointError if
+    there is no supported format, HubError if the index names a file that the Hub does not have.
     """
     from huggingface_hub import HfApi
 
@@ -123,7 +124,7 @@ def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
         if file not in found or not file.endswith(TENSOR_SUFFIXES):
             raise HubError(
                 f"{name}: {files.index} names {file}, which is no tensor file that the Hub has",
-                remedy="tell its authors",
+                remedy="report it to its authors",
             )
     return commit, [found[file] for file in (*files.whole, *tensors)]
 
@@ -133,20 +134,20 @@ def _snapshot(name: HubName, commit: str, root: Path) -> Path:
 
 
 def _present(name: HubName, commit: str, files: Iterable[HubFile], root: Path) -> set[str]:
-    """Say which of a commit's files are here."""
+    """Return the names of a commit's files that are in the cache."""
     folder = _snapshot(name, commit, root)
     return {file.name for file in files if (folder / file.name).is_file()}
 
 
 class _Counter:
-    """Count bytes in the place of a progress bar of huggingface_hub."""
+    """Counts bytes, with the interface of a progress bar of huggingface_hub."""
 
     def __init__(self, report: Report, name: str, done: int, total: int) -> None:
         self._report, self._name = report, name
         self._done, self._total = done, total
 
     def __call__(self, *_: Any, initial: int = 0, **__: Any) -> _Counter:
-        """Begin a file of which `initial` bytes are there."""
+        """Begin a file of which `initial` bytes are in the cache already."""
         self.update(initial)
         return self
 
@@ -169,7 +170,10 @@ class _Counter:
 
 
 def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
-    """Return the content of a small file of a model; download it if it is not here."""
+    """Return the content of a small file of a model, downloaded unless cached below `root`.
+
+    Raises HubError if its size or digest differs, and as huggingface_hub (see `named_errors`).
+    """
     return _fetch(name, commit, file, root, _Counter(lambda *_: None, "", 0, 0)).read_bytes()
 
 
@@ -232,7 +236,7 @@ def check_proxies() -> None:
 
 
 def _where_to_look() -> str:
-    """Say what may be wrong when nobody answers."""
+    """Return what to check if the Hub does not answer."""
     if getproxies():
         return f"the network and the proxy that the environment names ({PROXY_VARIABLES})"
     return "the network"
@@ -240,7 +244,7 @@ def _where_to_look() -> str:
 
 @contextlib.contextmanager
 def named_errors(name: HubName) -> Iterator[None]:
-    """Map what huggingface_hub raises to HubErrors with a remedy."""
+    """Map exceptions of huggingface_hub to HubErrors with a remedy."""
     import httpx2
     from huggingface_hub import errors
 

@@ -1,8 +1,7 @@
-"""Pull some layers of a model from the Hub, into the cache of weights from other nodes.
+"""Pull some layers of a model from the Hub into the cache of replicas.
 
-Knows how to read single tensors of files on the Hub by byte ranges, and that the result is a
-replica like one fetched from nodes. Blocks: to be called on a thread that may wait. Must not
-know links.
+Knows how to read single tensors of files on the Hub by byte ranges; the result is a replica like
+one fetched from nodes. Blocks: to be called on a thread that may wait. Must not know links.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from shardnet.errors import CheckpointError, HubError
 from shardnet.types import LayerRange
 
 SILENCE_S: Final = 15.0
-"""How long the Hub may send nothing."""
+"""Timeout while the Hub sends no byte."""
 TRIES: Final = 5
-"""How often a connection is made anew while no byte comes over it."""
+"""Attempts in a row without a byte before a download fails."""
 _LENGTH_BYTES: Final = 8
 _CONNECTIONS: Final = 8
-"""Samples that are asked for at one time: each takes a round trip, and hardly a byte."""
+"""Samples requested at one time: each takes a round trip, and few bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledLayers:
-    """Layers of a model in the cache. `n_new_bytes` came over the network in this call."""
+    """Layers of a model in the cache. `n_new_bytes` were transferred in this call."""
 
     name: str
     commit: str
@@ -72,12 +71,13 @@ def pull_layers(
     *,
     root: Path | None = None,
 ) -> PulledLayers:
-    """Download the tensors of these layers, with embedding and head where they belong to them.
+    """Download the tensors of a stage with `layers`, embedding and head included.
 
-    Resumes what an interrupted attempt has left. The Hub states no digests of single tensors: their
-    integrity rests on its encrypted connection. Raises HubError as hub.pull does, CheckpointError
-    for a model that is not supported or has no such layers, or whose tensors are not in
-    safetensors; CapacityError where the cache has no room.
+    Resumes an interrupted download. The Hub states no digests of single tensors: their integrity
+    rests on the encrypted connection. `root` is the cache folder of whole files, by default that of
+    huggingface_hub. Raises HubError as hub.pull; CheckpointError if the model is not supported or
+    has no such layers, or if its tensors are not in safetensors; CapacityError if the cache has no
+    room.
     """
     root = root or cache_root()
     with named_errors(name):
@@ -161,7 +161,7 @@ def _fill(
 ) -> int:
     """Fetch the parts of these layers that a replica lacks; return the bytes fetched."""
     tensors = range_tensors(replica.checkpoint, layers)
-    for part in replica.doubtful(tensors):
+    for part in replica.unverified(tensors):
         replica.check(part)
     parts = replica.parts(tensors)
     lacking = [part for part in parts if replica.digest(part) is None]
@@ -204,7 +204,7 @@ def _take(run: Sequence[TensorPart], pieces: Iterator[bytes], replica: Replica) 
             digest.update(mine)
             at += len(mine)
             if at == part.size_bytes:
-                replica.hold(waiting.popleft(), digest.hexdigest())
+                replica.record(waiting.popleft(), digest.hexdigest())
                 digest, at = hashlib.sha256(), 0
         yield len(piece)
 
@@ -223,7 +223,7 @@ class _HubRanges:
     def header(self, file: HubFile) -> bytes:
         """Fetch the header of a safetensors file, its length prefix included."""
         damaged = HubError(
-            f"{self._name}: {file.name} is no safetensors file", remedy="tell its authors"
+            f"{self._name}: {file.name} is no safetensors file", remedy="report it to its authors"
         )
         if file.size_bytes < _LENGTH_BYTES:
             raise damaged
@@ -236,7 +236,7 @@ class _HubRanges:
     def samples(
         self, ranges: Mapping[str, Sequence[ByteRange]]
     ) -> Iterator[tuple[str, int, bytes]]:
-        """Fetch byte ranges of several files, a few at a time; give (file, offset, bytes)."""
+        """Fetch byte ranges of several files, a few at a time; yield (file, offset, bytes)."""
 
         def fetch(asked: tuple[str, int, int]) -> tuple[str, int, bytes]:
             file, offset, n_bytes = asked
@@ -247,7 +247,10 @@ class _HubRanges:
             yield from pool.map(fetch, wanted)
 
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [begin, end) of a file, reconnecting where a connection breaks."""
+        """Yield the bytes [begin, end) of a file, reconnecting if a connection breaks.
+
+        Raises HubError, or httpx2.TransportError, after TRIES attempts in a row without a byte.
+        """
         left = TRIES
         while begin < end:
             had, failure = begin, None

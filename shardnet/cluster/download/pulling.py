@@ -1,6 +1,6 @@
-"""Pull a model of the Hub on a thread beside the loop: the head's way to what no node has.
+"""Pull a model from the Hub on a thread beside the event loop, for a model that no node has.
 
-Knows how that is reported and cancelled. Must not know plans or stages.
+Knows how progress is reported and the download cancelled. Must not know plans or stages.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from shardnet.errors import CancelledRequestError
 REPORT_EVERY_S = 0.2
 
 OnBytes = Callable[[int, int], None]
-"""Takes (bytes done, bytes in all), on the loop."""
+"""Takes (bytes done, bytes in all); called on the loop."""
 
 
 async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], None]) -> None:
-    """Pull a model. Cancelling ends it at the next piece; a later pull resumes there.
+    """Pull a model, reporting progress to `on_bytes` and lines for people to `log`.
 
-    Raises what hub.pull raises.
+    Cancelling stops at the next piece; a later pull resumes there. Raises as hub.pull.
     """
     from shardnet.cluster.download import hub
 
     loop = asyncio.get_running_loop()
-    given_up, told_s = False, 0.0
+    is_cancelled, reported_s = False, 0.0
 
     def report(file: str, done: int, total: int) -> None:
         """Pass progress to the loop; runs on the thread."""
-        nonlocal told_s
-        if given_up:
-            raise CancelledRequestError(f"pulling {name} was given up")
-        if done == total or time.monotonic() - told_s > REPORT_EVERY_S:
-            told_s = time.monotonic()
+        nonlocal reported_s
+        if is_cancelled:
+            raise CancelledRequestError(f"pulling {name} was cancelled")
+        if done == total or time.monotonic() - reported_s > REPORT_EVERY_S:
+            reported_s = time.monotonic()
             loop.call_soon_threadsafe(on_bytes, done, total)
 
     log(f"pulling {name} from the Hub")
@@ -42,7 +42,7 @@ async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], Non
     try:
         pulled = await asyncio.shield(pulling)
     except asyncio.CancelledError:
-        given_up = True
+        is_cancelled = True
         pulling.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise
     log(f"pulled {name}: {pulled.n_new_bytes / 2**20:.0f} MiB into {pulled.folder}")

@@ -76,9 +76,9 @@ class RingBuilder:
         node that cannot be reached.
         """
         ports = [await self._port(node) for node in plan.nodes]
-        holders = await self._sharing.holders(plan.facts, plan.choice.model, plan.nodes)
-        check_same_model(holders[: len(plan.nodes)])
-        sources = choose_sources(plan.facts.model_id, holders, limit=MAX_STAGES)
+        replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
+        check_same_model(replicas[: len(plan.nodes)])
+        sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
         folder = plan.facts.path
         tokenizer = await self._reader.run(lambda: Tokenizer.load_optional(folder))
         return PreparedRing(

@@ -1,9 +1,9 @@
-"""Where this machine can be reached: its addresses, judged and put in order, best first.
+"""Rank the addresses of this machine by how well other machines can reach it there.
 
-Knows what interface names and address ranges mean on the systems people run. A real network comes
-first; link-local addresses and VPNs count only where there is none; container bridges, whose
-address is often the same on every host, and interfaces that are down never count. The reason stays
-with the address. Everything but `read_interfaces` is a pure function. Must not open sockets.
+Knows what interface names and address ranges mean on common systems. A real network ranks first;
+link-local addresses and VPNs count only if there is none; container bridges, whose address is often
+the same on every host, and interfaces that are down never count. Each address carries the reason.
+Everything but `read_interfaces` is pure. Must not open sockets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHARED_SPACE: Final = ip_network("100.64.0.0/10")
 
 
 class Verdict(enum.Enum):
-    """What an address is good for, best first. The value is the reason that people read."""
+    """The use of an address, best first. The value is the reason shown to people."""
 
     LAN = "on a real network"
     LINK_LOCAL = "link-local: used only where there is no real network"
@@ -56,7 +56,7 @@ _ORDER: Final = {verdict: place for place, verdict in enumerate(Verdict)}
 class Interface:
     """A network interface as the system describes it. Addresses are written `address/prefix`.
 
-    `speed_mbit` and `mtu` are 0 where the system does not know them.
+    `speed_mbit` (Mbit/s) and `mtu` (bytes) are 0 if the system does not know them.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalAddress:
-    """One address of this machine with its verdict. `host` has the IPv6 scope, `net` has not."""
+    """One address of this machine and its verdict. `host` has the IPv6 scope, `net` does not."""
 
     interface: str
     host: str
@@ -80,7 +80,7 @@ class LocalAddress:
 
 
 def read_interfaces() -> tuple[Interface, ...]:
-    """Ask the system for its interfaces."""
+    """Read the network interfaces of this machine from the system."""
     stats = psutil.net_if_stats()
     interfaces = []
     for name, entries in psutil.net_if_addrs().items():
@@ -100,7 +100,7 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def rank(interfaces: Iterable[Interface]) -> tuple[LocalAddress, ...]:
-    """Judge every address and put the best first: by verdict, then speed, then IPv4 before IPv6."""
+    """Sort all addresses, best first: by verdict, then speed, then IPv4 before IPv6."""
     judged = [
         LocalAddress(
             interface=interface.name,
@@ -122,7 +122,7 @@ def rank(interfaces: Iterable[Interface]) -> tuple[LocalAddress, ...]:
 
 
 def usable(addresses: Sequence[LocalAddress]) -> tuple[LocalAddress, ...]:
-    """Return those at which other machines may find this one: real networks, or what is there."""
+    """Return the addresses to advertise: those on real networks, else link-local ones and VPNs."""
     for verdicts in ((Verdict.LAN,), (Verdict.LINK_LOCAL, Verdict.TUNNEL)):
         found = tuple(address for address in addresses if address.verdict in verdicts)
         if found:
@@ -133,8 +133,9 @@ def usable(addresses: Sequence[LocalAddress]) -> tuple[LocalAddress, ...]:
 def reachable_hosts(bound_host: str, addresses: Sequence[LocalAddress]) -> tuple[str, ...]:
     """Return the hosts at which a listener on `bound_host` can be dialled, best first.
 
-    A listener on all addresses is reachable at the usable ones (on `0.0.0.0` those of IPv4), or on
-    loopback alone where there are none; any other at its own.
+    `addresses` come from `rank`. A listener on all addresses is reachable at the usable ones (on
+    `0.0.0.0` those of IPv4), or on loopback if there are none; any other at its own. Raises
+    ValueError if `bound_host` is not an IP address.
     """
     bound = ip_address(bound_host)
     if not bound.is_unspecified:
@@ -144,7 +145,7 @@ def reachable_hosts(bound_host: str, addresses: Sequence[LocalAddress]) -> tuple
 
 
 def multicast_hosts(hosts: Sequence[str], addresses: Sequence[LocalAddress]) -> tuple[str, ...]:
-    """Return one of `hosts` per interface, IPv4 if there is one: where to speak multicast."""
+    """Return one of `hosts` per interface, preferably IPv4: where to send multicast."""
     by_host = {address.host: address for address in addresses}
     chosen: dict[str, str] = {}
     for host in sorted(hosts, key=lambda host: ":" in host):
@@ -154,15 +155,15 @@ def multicast_hosts(hosts: Sequence[str], addresses: Sequence[LocalAddress]) -> 
 
 
 def dial_order(hosts: Iterable[str], own: Sequence[LocalAddress]) -> tuple[str, ...]:
-    """Put another node's hosts into the order in which to try them, seen from this machine.
+    """Sort another node's hosts into the order in which this machine should dial them.
 
-    First what lies in one of our real networks, last what lies in one of our container bridges.
+    First those in one of its real networks, last those in one of its container bridges.
     """
     return tuple(sorted(dict.fromkeys(hosts), key=lambda host: _distance(host, own)))
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether dialling `host` reaches this machine, whoever dials."""
+    """Return whether `host` means the dialling machine itself, on every machine."""
     try:
         ip = ip_address(host)
     except ValueError:
@@ -172,7 +173,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_scoped(host: str) -> bool:
-    """Say whether `host` means something only on one link, so that telling others is of no use."""
+    """Return whether `host` is link-local, so that advertising it to other nodes is useless."""
     try:
         return ip_address(host).is_link_local
     except ValueError:
@@ -202,7 +203,7 @@ def _judge(interface: Interface, net: IPv4Interface | IPv6Interface) -> Verdict:
 
 
 def _distance(host: str, own: Sequence[LocalAddress]) -> tuple[int, int, str]:
-    """How far a host seems, for sorting. A name that is no address stands in the middle."""
+    """Return a sort key for the distance of a host; host names rank in the middle."""
     try:
         ip = ip_address(host)
     except ValueError:
@@ -223,7 +224,7 @@ def _distance(host: str, own: Sequence[LocalAddress]) -> tuple[int, int, str]:
 
 
 def _written(address: str, netmask: str | None) -> str | None:
-    """Write `address/prefix`; None for what is no IP address (hardware addresses)."""
+    """Format as `address/prefix`; None for hardware addresses."""
     try:
         ip = ip_address(address)
     except ValueError:

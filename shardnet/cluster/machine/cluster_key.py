@@ -1,6 +1,6 @@
-"""The cluster key: one short secret that every node of a cluster holds.
+"""The cluster key: one short secret that all nodes of a cluster share.
 
-Knows how a key is made, written for people, checked and stored. Must not know what is derived from
+Knows how a key is generated, formatted, checked and stored. Must not know what is derived from
 it (transport/identity.py).
 """
 
@@ -44,9 +44,9 @@ class ClusterKey:
 
     @classmethod
     def parse(cls, text: str) -> ClusterKey:
-        """Read a key as people write it: groups, any case, O for 0, I and L for 1.
+        """Parse a typed key: in groups, any case, O for 0, I and L for 1.
 
-        Raises UsageError that says what is wrong with the text, never the text itself.
+        Raises UsageError, which describes the mistake without repeating the text.
         """
         characters = "".join(text.upper().replace("-", " ").split()).translate(_READ_AS)
         if len(characters) != _N_CHARACTERS:
@@ -71,7 +71,7 @@ class ClusterKey:
         return cls((number >> _CHECK_BITS).to_bytes(KEY_BYTES, "big"))
 
     def text(self) -> str:
-        """Write the key for people: seven groups of four characters, the last ones a check."""
+        """Format the key: seven groups of four characters, the last ones a checksum."""
         number = int.from_bytes(self.secret, "big") << _CHECK_BITS
         number += (_REMAINDER - number) % _PRIME
         digits = [_ALPHABET[number >> 5 * place & 31] for place in range(_N_CHARACTERS)]
@@ -81,9 +81,9 @@ class ClusterKey:
 
 
 def load_key(path: Path) -> ClusterKey | None:
-    """Read the stored key, None where there is none.
+    """Load the key stored at `path`, None if there is no file.
 
-    Raises ConfigurationError when others than its owner may read it, or it is damaged.
+    Raises ConfigurationError if users other than its owner may read it, or it is damaged.
     """
     try:
         with path.open("rb") as file:
@@ -110,9 +110,9 @@ def load_key(path: Path) -> ClusterKey | None:
 
 
 def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
-    """Write the key for its owner alone (mode 600).
+    """Store the key at `path`, readable for its owner alone (mode 600).
 
-    Raises ConfigurationError when another key is there and `replace` is not set, or when the file
+    Raises ConfigurationError if another key is there and `replace` is not set, or if the file
     cannot be written.
     """
     if not replace and load_key(path) not in (None, key):

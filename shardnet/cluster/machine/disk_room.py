@@ -1,6 +1,6 @@
-"""Check that a disk has room before anything is written to it.
+"""Check free disk space before writing.
 
-Knows how much is left free for others. Must not know what is written.
+Knows how much space stays free for other programs. Must not know what is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from shardnet.errors import ShardnetError
 
 LEFT_FREE_BYTES: Final = 64 << 20
-"""A disk is never filled beyond: other programs write too."""
+"""Space that is always left free for other programs."""
 
 
 def check_room(
@@ -20,7 +20,8 @@ def check_room(
 ) -> None:
     """Raise `error` if the disk of `folder`, which may not exist yet, has no room for `n_bytes`.
 
-    The message names `what` needs the room; `else_do` is the alternative to making some.
+    `what` is the subject of the message; `else_do` its remedy besides making room, in the
+    imperative.
     """
     place = next(p for p in (folder, *folder.parents) if p.exists())
     free_bytes = max(0, shutil.disk_usage(place).free - LEFT_FREE_BYTES)

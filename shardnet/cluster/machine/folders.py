@@ -1,7 +1,7 @@
-"""Where shardnet keeps its files on this machine: configuration, cache, register of nodes.
+"""Where shardnet stores its files on this machine: configuration, cache, register of nodes.
 
-$SHARDNET_* name a place themselves. Otherwise shardnet's folder in the $XDG_* one, on every system,
-and without that where platformdirs puts such files here. A relative $XDG_* does not count, as the
+$SHARDNET_* variables name a path themselves. Otherwise it is shardnet's folder below the $XDG_*
+one, on every system, and without that the one of platformdirs. A relative $XDG_* is ignored, as the
 XDG specification asks. The folders may not exist.
 """
 
@@ -21,13 +21,13 @@ CACHE_DIR_VARIABLE: Final = "SHARDNET_CACHE_DIR"
 RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
 CONFIG_VARIABLE: Final = "SHARDNET_CONFIG"
 PACKS_FOLDER: Final = "packed"
-"""Where in the cache packed weights are kept (stage/pack_cache.py)."""
+"""Folder of packed weights in the cache (stage/pack_cache.py)."""
 _NAME: Final = "shardnet"
 _PROBE_BYTES: Final = 1 << 16
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder of what can be made again: figures, runs, weights."""
+    """Return the folder of files that can be made again: figures, runs, weights."""
     if environment.get(CACHE_DIR_VARIABLE):
         return Path(environment[CACHE_DIR_VARIABLE])
     return _in_xdg("XDG_CACHE_HOME", environment) or platformdirs.user_cache_path(
@@ -36,14 +36,14 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def config_path(environment: Mapping[str, str]) -> Path:
-    """Return the configuration file."""
+    """Return the path of the configuration file."""
     if CONFIG_VARIABLE in environment:
         return Path(environment[CONFIG_VARIABLE])
     return _config_dir(environment) / "config.toml"
 
 
 def default_key_path(environment: Mapping[str, str]) -> Path:
-    """Return where the cluster key is kept when no other place is named."""
+    """Return the default path of the cluster key file."""
     return _config_dir(environment) / "cluster.key"
 
 
@@ -61,7 +61,7 @@ def runtime_dir(environment: Mapping[str, str]) -> Path:
 
 
 def why_not_written(folder: Path) -> str:
-    """Say why nothing can be kept in `folder`, "" where it can. Makes the folder if need be."""
+    """Return why `folder` cannot be written, "" if it can. Creates the folder if need be."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         write_whole(probe, bytes(_PROBE_BYTES))

@@ -1,8 +1,8 @@
-"""The nodes of this machine: a folder with one small file per running node.
+"""The register of this machine's nodes: a folder with one small file per running node.
 
-Knows where the folder is, that nobody else may have written there, and which of its files speak of
-a process that still lives. It finds the node that a command on this machine should ask, and how
-many nodes share the cores. Must not talk to the nodes.
+Knows the folder, that no other user may write there, and which entries belong to a live process.
+Commands find the node to ask here, and nodes how many of them share the cores. Must not connect to
+the nodes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class LocalNode:
 class LocalNodes:
     """The register of this machine's nodes in `folder`.
 
-    Everything raises ConfigurationError for a folder in which another user can write: that one
-    would choose which node gets this user's prompts, and which files are deleted.
+    Every method raises ConfigurationError if another user can write in the folder: that user could
+    choose which node gets the prompts, and which files are deleted.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def add(self, *, node: str, name: str, address: str, pid: int) -> LocalNode:
-        """Register a node process. The folder is made for its owner alone.
+        """Register the node process `pid`, listening at `address` (host:port).
 
-        Raises OSError where it cannot be written; then nothing is left there.
+        The folder is created for its owner alone (mode 700). Raises OSError if it cannot be
+        written, and psutil.NoSuchProcess if there is no such process; then nothing is left there.
         """
         started = psutil.Process(pid).create_time()
         entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
@@ -55,11 +56,11 @@ class LocalNodes:
         return entry
 
     def remove(self, entry: LocalNode) -> None:
-        """Take a node out. One that is not there is fine."""
+        """Remove an entry, if it is there."""
         self._path(entry).unlink(missing_ok=True)
 
     def list(self) -> list[LocalNode]:
-        """Return the nodes whose processes live, oldest first; files of dead ones are deleted."""
+        """List the nodes whose processes live, oldest first; delete the files of dead ones."""
         self._check_ours()
         found = []
         for path in sorted(self._folder.glob("*.json")):
@@ -97,7 +98,7 @@ class LocalNodes:
 
 
 def share_of_cores(n_cores: int, n_nodes: int) -> int:
-    """Threads for one of `n_nodes` nodes on a machine of `n_cores`, at least one."""
+    """Return the threads for each of `n_nodes` nodes on a machine of `n_cores`, at least one."""
     return max(1, n_cores // max(1, n_nodes))
 
 

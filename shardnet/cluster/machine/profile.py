@@ -1,6 +1,6 @@
-"""What this node is: its machine, device, memory, threads and dtypes.
+"""Profile this machine: its ids, cores, device, dtypes and memory.
 
-Knows how to ask the system. Must not know models or other nodes' profiles.
+Knows how to query the system. Must not know models or other nodes' profiles.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
 
 MEMORY_SHARE = 0.85
-"""Of the memory that is available, the share a node without --memory uses."""
+"""Share of the available memory that a node without --memory uses."""
 
 
 def make_node_id() -> NodeId:
-    """Make a node id that no other node has, also where a home folder was copied."""
+    """Generate a random node id, unique even if a home folder was copied."""
     return NodeId(uuid.uuid4().hex)
 
 
 def make_host_id() -> str:
-    """Return an id that nodes of one machine share: name and hardware address."""
+    """Return the id that all nodes of this machine share: host name and hardware address."""
     return f"{socket.gethostname()}-{uuid.getnode():012x}"
 
 
@@ -38,7 +38,7 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes: `kind` is cpu or cuda, `dtypes` those it computes well, best first."""
+    """A compute device: `kind` is cpu or cuda, `dtypes` those it computes natively, best first."""
 
     kind: str
     description: str
@@ -46,9 +46,9 @@ class Device:
 
 
 def find_device(requested: str) -> Device:
-    """Look at the device that --device names; `auto` takes a GPU where there is one.
+    """Find the device that --device names; `auto` takes a GPU if there is one.
 
-    Raises ConfigurationError when the device does not exist here or is of an unknown kind.
+    Raises ConfigurationError if the device does not exist here or is of an unknown kind.
     """
     import torch
 
@@ -68,7 +68,7 @@ def find_device(requested: str) -> Device:
 
 
 def _good_dtypes(kind: str) -> tuple[DType, ...]:
-    """Return the dtypes that the device computes in when asked to, and not in another instead.
+    """Return the dtypes that the device computes in without falling back to another.
 
     Probes on one thread: the matmuls are so small that several threads on busy cores would wait
     for each other.
@@ -88,15 +88,16 @@ def _good_dtypes(kind: str) -> tuple[DType, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """How much a node may use for its stage. `asked_bytes` is --memory, None without it."""
+    """The memory that a node may use for its stage. `asked_bytes` is --memory, None without it."""
 
     device: Device
     asked_bytes: int | None
 
     def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
-        """Return what the stage may use in all: what was asked, or a share of what is available.
+        """Return the memory limit of the stage: --memory, or a share of the available memory.
 
-        `used_bytes` is what the loaded stage has taken.
+        `used_bytes` is the memory of the loaded stage, which counts as available; `n_nodes_here`
+        the number of nodes that share this machine.
         """
         if self.asked_bytes is not None:
             return self.asked_bytes
@@ -104,7 +105,7 @@ class MemoryBudget:
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
     def available_bytes(self) -> int:
-        """Return what the device has left now, whoever may use it."""
+        """Return the free memory of the device now."""
         if self.device.kind == "cuda":
             import torch
 

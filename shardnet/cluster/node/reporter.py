@@ -214,7 +214,7 @@ class NodeReporter:
     async def _view(self, known: PeerReport, with_probes: bool) -> PeerView:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
-        if with_probes and not known.refusal and (known.is_linked or known.told_by):
+        if with_probes and not known.refusal and (known.is_linked or known.reported_by):
             views = await probe(known.node, addresses, self._dial_as_client, self._probe_slots)
             if known.is_linked:
                 bytes_per_s = await self._bandwidth(known.node)
@@ -232,7 +232,7 @@ class NodeReporter:
             address=known.address,
             rtt_s=known.rtt_s,
             bytes_per_s=bytes_per_s,
-            told_by=list(known.told_by)[:MAX_TELLERS],
+            told_by=list(known.reported_by)[:MAX_TELLERS],
             refusal=explanation(known.refusal),
             addresses=views,
         )

@@ -1,7 +1,7 @@
-"""Address diagnosis: what comes of dialling addresses now, told apart as a person needs it.
+"""Address diagnosis: dial addresses now, and classify the result for people.
 
-Knows what the failures of a handshake say about the way to a port and who is behind it. Must not
-know why anybody asks, nor keep anything.
+Knows what a failed handshake says about the network path and the node at the other end. Must not
+know the purpose of a probe, nor store anything.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
 from shardnet.wire.messages.handshake import explained, explanation
 
 HANDSHAKE_S: Final = 2.0
-"""How long a node may take to answer a probe."""
+"""Timeout of the handshake of a probe."""
 CONNECT_S: Final = 0.5
-"""How long TCP alone may take then, to tell a firewall from a node that hangs."""
+"""Timeout of TCP alone after that, to distinguish a firewall from a node that hangs."""
 
 
 async def probe(
@@ -35,10 +35,10 @@ async def probe(
     dial_as_client: DialAsClient,
     turn: asyncio.Semaphore | None = None,
 ) -> list[AddressView]:
-    """Probe all `addresses` at once; see whether `node` answers at each, how fast, or why not.
+    """Probe all `addresses` at once: does `node` answer at each, how fast, or why not.
 
-    Takes as long as `dial_as_client` waits, and CONNECT_S more. `turn` bounds how many are
-    probed at one time.
+    Returns a view per address, in order; raises nothing. Takes as long as `dial_as_client` waits,
+    and CONNECT_S more. `turn` bounds the number of probes at one time.
     """
 
     async def at(address: str) -> AddressView:
@@ -55,7 +55,7 @@ async def probe(
 async def probe_address(
     address: str, dial_as_client: DialAsClient
 ) -> tuple[AddressView, ProbeAnswer | None]:
-    """Probe an address; return what came of it, and who has answered if anybody has."""
+    """Probe an address; return the result, and the answer of a node, None without one."""
     try:
         answer = await probe_rtt(address, dial_as_client)
     except ShardnetError as error:
@@ -68,8 +68,7 @@ async def probe_address(
 
 
 def judge(error: ShardnetError) -> Seen:
-    """Classify an error of dialling. This does not tell `dropped` from `hangs`: see
-    `probe_address`."""
+    """Classify an error of dialling. `dropped` includes `hangs`: see `probe_address`."""
     match error:
         case AuthenticationError():
             return "other key"
@@ -86,7 +85,7 @@ def judge(error: ShardnetError) -> Seen:
 
 
 async def _connects(address: str) -> bool:
-    """Return whether TCP is answered at an address, whoever it is."""
+    """Return whether a TCP connection to an address is accepted."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(CONNECT_S):

@@ -1,7 +1,7 @@
-"""This node on the network: where it can be reached now, its record, and whom discovery finds.
+"""Advertise this node: its current addresses and mDNS record; pass on the nodes discovered.
 
-Knows the listener's address and who is of the same cluster. Ties `addresses` and `discovery` to the
-peers. Must not dial.
+Knows the listener's address, and which records are of the same cluster. Connects `addresses` and
+`discovery` to the peers. Must not dial.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardnet.wire.framing.frames import PROTOCOL_VERSION
 
 
 class Advertisement:
-    """Where one node is. `on_changed` is called when its addresses are others than before."""
+    """The addresses of one node. `on_changed` is called when they change."""
 
     def __init__(self, *, node: NodeId, name: str, on_changed: Callable[[], None]) -> None:
         self._node = node
@@ -38,7 +38,8 @@ class Advertisement:
         self.local: tuple[LocalAddress, ...] = ()
         """This machine's addresses, best first."""
         self.addresses: tuple[str, ...] = ()
-        """Where others can reach the node, best first; none where it does not listen."""
+        """Addresses (host:port) at which others can reach the node, best first; empty until it
+        listens."""
 
     @property
     def address(self) -> str:
@@ -47,16 +48,16 @@ class Advertisement:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the node can be reached from its own machine alone."""
+        """Whether the node can be reached from its own machine only."""
         return all(is_loopback(split_address(address)[0]) for address in self.addresses)
 
     def listening_at(self, bound: str) -> None:
-        """Take the address that the listener is bound to."""
+        """Set the address (host:port) that the listener is bound to."""
         self._bound = bound
-        self.look_around()
+        self.refresh()
 
-    def look_around(self) -> None:
-        """See which addresses this machine has by now."""
+    def refresh(self) -> None:
+        """Read the addresses of this machine again."""
         self.local = rank(read_interfaces())
         host, port = split_address(self._bound)
         addresses = format_addresses(reachable_hosts(host, self.local), port)
@@ -65,15 +66,15 @@ class Advertisement:
             self._on_changed()
 
     def seen_as(self, address: str) -> str:
-        """Return the address to give to others for this node when it was asked at `address`.
+        """Return the address to advertise for this node when a request came to `address`.
 
-        A loopback address would lead them to themselves.
+        A loopback address would lead other machines to themselves.
         """
         host, _ = split_address(address)
         return self.address if is_loopback(host) and not self.is_loopback else address
 
     async def discover(self, discovery: Discovery, peers: Peers) -> None:
-        """Be found, and propose to `peers` whom `discovery` finds, until cancelled."""
+        """Announce this node, and propose the nodes found to `peers`, until cancelled."""
 
         def found(event: NodeRecord | Goodbye) -> None:
             if isinstance(event, Goodbye):
@@ -85,7 +86,7 @@ class Advertisement:
         await discovery.run(lambda: self._record(discovery.fingerprint), found)
 
     def _record(self, fingerprint: str) -> NodeRecord:
-        self.look_around()
+        self.refresh()
         return NodeRecord(
             node=self._node,
             name=self._name,
@@ -102,13 +103,13 @@ def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(split_address(address)[0] for address in addresses)
 
 
-def _refusal(candidate: NodeRecord, fingerprint: str) -> str:
-    """Return why a candidate is none of this cluster, "" if it may be one."""
-    if candidate.protocol != PROTOCOL_VERSION:
+def _refusal(record: NodeRecord, fingerprint: str) -> str:
+    """Return why a node cannot belong to this cluster, "" if it may."""
+    if record.protocol != PROTOCOL_VERSION:
         return (
-            f"it speaks protocol version {candidate.protocol} and this node {PROTOCOL_VERSION}: "
+            f"it speaks protocol version {record.protocol} and this node {PROTOCOL_VERSION}: "
             "install the same version of shardnet on both"
         )
-    if candidate.fingerprint != fingerprint:
+    if record.fingerprint != fingerprint:
         return "it has another cluster key, or one of both has none"
     return ""

@@ -1,7 +1,7 @@
-"""Control links: requests and what answers them, between two nodes or a client and a node.
+"""Control links: requests and answers between two nodes, or a client and a node.
 
 Knows how to match answers to requests, that progress may precede a reply, and that every wait has
-an end. Must not know what the requests do: whoever owns the link hands in a handler.
+a deadline. Must not know what the requests do: the link's owner passes a handler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardnet.wire.messages.stages import (
 _log = logging.getLogger(__name__)
 
 REPLY_SILENCE_S = 30.0
-"""A peer whose link lives but that neither replies nor reports progress for so long has failed."""
+"""Timeout of a request without reply or progress on a link that lives."""
 
 ControlRequest = (
     Status
@@ -73,34 +73,33 @@ OnAnswer = Callable[[ControlMessage | ShardnetError], None]
 class ControlLink:
     """Requests and answers over one link, in both directions.
 
-    Whatever comes in and answers none of our requests goes to `handler`, each message in a task of
-    its own. What the handler raises is sent back as Failed; if it is no ShardnetError it is a bug
-    of ours, which the log tells and which ends nothing but its request. Giving up waiting for an
-    answer cancels the request at the peer.
+    Incoming requests and notices go to `handler`, each in a task of its own. A ShardnetError that
+    it raises is sent back as Failed; any other exception is a bug of ours, which is logged and ends
+    its request only. Cancelling the wait for an answer cancels the request at the peer.
     """
 
     def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
         self.link = link
         self.peer_name = peer_name or f"{link.peer.name} ({link.peer_address})"
-        """How to call the peer in messages to people."""
+        """Name of the peer in messages to people."""
         self._handler = handler
         self._numbers = count(1)
         self._answers: dict[int, OnAnswer] = {}
         self._handling: dict[int, asyncio.Task[None]] = {}
         self.ended: ShardnetError | None = None
-        """What ended the link, None while it lives."""
+        """The error that ended the link, None while it lives."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits for its answer, on either side as far as is known here."""
+        """Whether no request is pending in either direction, as far as this side knows."""
         return not self._answers and not self._handling
 
     def next_request(self) -> int:
-        """Return a request number that is not used yet on this side of the link."""
+        """Return the next unused request number of this side of the link."""
         return next(self._numbers)
 
     def send(self, message: ControlMessage) -> None:
-        """Send one message. Raises LinkError when the link has ended."""
+        """Send one message. Raises LinkError if the link has ended."""
         self.link.send(control_frame(message))
 
     async def ask(
@@ -112,8 +111,9 @@ class ControlLink:
     ) -> Answer:
         """Send a request and return its one reply.
 
-        Raises what the peer reported, LinkError when the link ends, PeerSilentError after 30 s
-        without reply or progress, RemoteProtocolError for a reply of another kind.
+        `on_progress` gets the progress reports that precede it. Raises the error that the peer
+        reported, LinkError if the link ends, PeerSilentError after 30 s without reply or progress,
+        RemoteProtocolError if the reply is not an `expected`.
         """
         async with self.conversation(message) as answers:
             while True:
@@ -124,7 +124,7 @@ class ControlLink:
                     raise PeerSilentError(
                         f"{self.peer_name} did not answer {type(message).__name__} for "
                         f"{REPLY_SILENCE_S:.0f} s",
-                        remedy="look at that node's output or restart it",
+                        remedy="read that node's output or restart it",
                     ) from None
                 if isinstance(answer, LoadProgress) and on_progress is not None:
                     on_progress(answer)
@@ -140,9 +140,10 @@ class ControlLink:
     async def conversation(
         self, message: ControlRequest
     ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
-        """Send a request and give everything that answers it, without a deadline of its own.
+        """Send a request and iterate over its answers, without a deadline.
 
-        The iterator raises what the peer reported with Failed, and LinkError when the link ends.
+        Leaving the context early cancels the request at the peer. The iterator raises the error
+        that the peer reported with Failed, and LinkError if the link ends.
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
         self.begin(message, answers.put_nowait)
@@ -151,28 +152,28 @@ class ControlLink:
             yield _unpacked(answers, self.peer_name)
             is_over = True
         finally:
-            self.end(message.request, give_up=not is_over)  # of what has failed it is no news
+            self.end(message.request, cancel=not is_over)  # the peer knows of what has failed
 
     def begin(self, message: ControlRequest, on_answer: OnAnswer) -> None:
-        """Send a request and hand everything that answers it to `on_answer`, until `end`.
+        """Send a request and pass its answers to `on_answer`, until `end`.
 
-        What ends the link counts as an answer. Raises LinkError when it has ended already.
+        The error that ends the link counts as an answer. Raises it if the link has ended already.
         """
         if self.ended is not None:
             raise self.ended
         self.send(message)
         self._answers[message.request] = on_answer
 
-    def end(self, request: int, *, give_up: bool) -> None:
-        """Take no more answers to a request; with `give_up` the peer is told to end it."""
+    def end(self, request: int, *, cancel: bool) -> None:
+        """Ignore further answers to a request; with `cancel`, cancel it at the peer."""
         del self._answers[request]
-        if give_up and not self.link.closed:
+        if cancel and not self.link.closed:
             self.send(Cancel(request=request))
 
     async def serve(self) -> None:
-        """Read the link until it ends. Returns the way it ended by raising its LinkError.
+        """Read the link until it ends; raises its LinkError then.
 
-        Handlers that still run are cancelled then.
+        Cancels the handlers that still run.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -182,7 +183,7 @@ class ControlLink:
             self.ended = error
             for on_answer in self._answers.values():
                 on_answer(error)
-            if not self.link.closed:  # it was we who ended it, and the peer should know why
+            if not self.link.closed:  # this side ended it: report why
                 self.link.send(error_frame(error))
                 await self.link.close()
             raise error from None
@@ -211,7 +212,7 @@ class ControlLink:
         task.add_done_callback(lambda _: self._handling.pop(message.request))
 
     async def _handle(self, message: ControlRequest) -> None:
-        """Carry out a request; whatever ends it early is told to the peer."""
+        """Handle a request; report the error that ends it to the peer."""
         try:
             await self._handler(self, message)
         except ShardnetError as error:
@@ -223,7 +224,7 @@ class ControlLink:
             self._refuse(message, self._internal_error(message, error))
 
     async def _handle_notice(self, message: Notice) -> None:
-        """Take in what asks for no answer. What is wrong with it ends the link."""
+        """Handle a message without an answer. A ShardnetError of the handler ends the link."""
         try:
             await self._handler(self, message)
         except ShardnetError:

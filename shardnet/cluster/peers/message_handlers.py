@@ -1,7 +1,7 @@
-"""A table from the type of a control message to its handler, which each room fills for itself.
+"""The table from the type of a control message to its handler; each room registers its own.
 
-Knows nothing of what handlers do. Must not know which messages there are: a test holds that every
-one that a node can receive is registered.
+Must not know what handlers do, nor which messages there are: a test checks that every one that a
+node can receive is registered.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class MessageHandlers:
     def register(
         self, kind: type[M], handler: Callable[[ControlLink, M], Coroutine[Any, Any, None]]
     ) -> None:
-        """Have messages of type `kind` handled by `handler`. One handler for each type."""
+        """Register `handler` for messages of type `kind`, which must have none yet."""
         assert kind not in self._by_type, f"{kind.__name__} has a handler already"
         self._by_type[kind] = handler
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
-        """Handle one message of `control`. Raises ShardnetError: the request fails with it."""
+        """Handle one message of `control`. The request fails with the ShardnetError this raises."""
         await self._by_type[type(message)](control, message)

@@ -1,6 +1,6 @@
-"""What this node tells of itself, and what its neighbours tell of themselves.
+"""Collect the status of this node and its peers.
 
-Knows how to ask a node who it is, and how long to wait. Must not know plans, rings or clients.
+Knows how to ask a node for its status, and how long to wait. Must not know plans, rings or clients.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
 from shardnet.wire.messages.plans import LeftOut
 
 PEER_STATUS_S = 10.0
-"""How long a node waits for a peer's status before it plans without that one: longer than a link
-lives that says nothing, so whoever is left out at the end is there, and very busy."""
+"""Timeout of a peer's status before a node plans without it: longer than a silent link lives, so a
+peer left out for this reason is reachable but overloaded."""
 TOO_BUSY = "its link lives, so it is too busy; ask again when that has ended"
 LISTED_S = 0.7
-"""How long it waits before it tells what it last knew of that peer: lists are to come at once."""
+"""Timeout of a peer's status before a list shows the last known one: lists must be quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCandidates:
-    """The nodes that a plan may use, and linked ones that did not say in time how they are."""
+    """The nodes that a plan may use, and the linked peers without a status in time."""
 
     nodes: tuple[NodeInfo, ...]
     silent: tuple[LeftOut, ...] = ()
 
 
 class NodeDirectory:
-    """This node and those it knows, as they are now. `own_info` describes this one.
+    """The current status of this node and its peers. `own_info` returns that of this one.
 
-    `status_s` is how long a peer may take to say how it is when it is wanted for a plan.
+    `status_s` is the timeout of a peer's status when a plan needs it, in seconds.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class NodeDirectory:
         self._latest: dict[str, NodeInfo] = {}
 
     async def candidates(self, addresses: Sequence[str]) -> NodeCandidates:
-        """Return the nodes at `addresses`, or without any this node and its peers.
+        """Return the nodes at `addresses`; without any, this node and its peers.
 
-        A peer is waited for while its link lives, at most `status_s`. Raises LinkError when there
-        is no node at an address, UsageError when one is named twice.
+        Waits for a peer while its link lives, at most `status_s`. Raises LinkError if there is no
+        node at an address, UsageError if one is named twice.
         """
         if not addresses:
             infos, silent = await self._ask_all(self._status_s)
@@ -77,10 +77,7 @@ class NodeDirectory:
         return NodeCandidates(nodes=tuple(infos))
 
     async def listed(self) -> list[NodeInfo]:
-        """Ask every linked peer; of one that does not answer at once tell what was known last.
-
-        That it is here is known from its link.
-        """
+        """Return the status of each peer, the last known one if it does not answer at once."""
         infos, _ = await self._ask_all(LISTED_S)
         answers = {info.node: info for info in infos}
         linked = [control.link.peer.node for control in self._peers.links.linked()]
@@ -88,7 +85,7 @@ class NodeDirectory:
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
     async def _ask_all(self, grace_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
-        """Ask every linked peer. Returns what they say, and who did not say it in time."""
+        """Ask every linked peer. Returns the answers, and the peers without one in `grace_s`."""
 
         async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
@@ -109,7 +106,7 @@ class NodeDirectory:
         return infos, tuple(answer for answer in answers if isinstance(answer, LeftOut))
 
     async def _at(self, address: str) -> NodeInfo:
-        """Ask the node at `address`, which may be this one, who it is."""
+        """Return the status of the node at `address`, which may be this one."""
         own = self._own_info()
         control = None if address == own.address else await self._peers.find(address)
         if control is not None:

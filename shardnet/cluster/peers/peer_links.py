@@ -1,8 +1,8 @@
-"""The control links that are up, by node: which one requests use, how fast it is, when all end.
+"""The control links that are up, by node: which one requests use, its round trip, and its end.
 
-When two nodes dial each other at once, both keep the link that the smaller node id has opened, and
-that node closes the other one when nobody uses it. Must not know addresses, candidates or what is
-told over a link.
+If two nodes dial each other at once, both use the link that the smaller node id has opened, and
+that node closes the other one once it is idle. Must not know addresses, discovery, or what links
+carry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardnet.types import NodeId
 from shardnet.wire.messages.membership import PeersKnown
 
 MAX_PEERS: Final = 32
-"""Nodes that this one keeps a link to."""
+"""Largest number of peers with a link to this node."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,27 +34,28 @@ class PeerLink:
     rtts_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     is_retired: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    told: PeersKnown | None = None
+    last_sent: PeersKnown | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Peer:
-    """A node that is linked to: its links, and who wants to know when the last one has ended."""
+    """A linked node: its links, and the callbacks for the end of the last one."""
 
     links: list[PeerLink] = field(default_factory=list)
     watchers: list[Callable[[ShardnetError], None]] = field(default_factory=list)
 
     @property
     def peer_link(self) -> PeerLink:
-        """The one that requests use: opened by the smaller id, the oldest of these."""
+        """The link that requests use: opened by the smaller id, the oldest of these."""
         return min(self.links, key=lambda peer_link: not peer_link.by_smaller)
 
 
 class PeerLinks:
     """The links of every peer. Runs their readers in `tasks`, a group that outlives them.
 
-    `retire_s`: how long a link that is not needed stays open at least. `ping_s`: between
-    measurements of the round trip. `on_gone` is told a node whose last peer_link has ended.
+    `retire_s`: how long (s) a link that is not needed stays open at least. `ping_s`: interval (s)
+    between measurements of the round trip. `on_gone` is called with a node whose last link has
+    ended.
     """
 
     def __init__(
@@ -83,37 +84,37 @@ class PeerLinks:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many peers as there may be."""
+        """Whether there are MAX_PEERS peers."""
         return len(self._peers) >= MAX_PEERS
 
     def in_use(self) -> dict[NodeId, PeerLink]:
-        """Return the peer_link of each peer that requests use, by id."""
+        """Return the link of each peer that requests use, by node id."""
         return {node: self._peers[node].peer_link for node in sorted(self._peers)}
 
     def linked(self) -> list[ControlLink]:
-        """Return the link to each peer that is up, by name of the peer."""
+        """Return the link to each peer that requests use, sorted by the peer's name."""
         controls = [peer.peer_link.control for peer in self._peers.values()]
         return sorted(controls, key=lambda control: control.link.peer.name)
 
     def link_of(self, node: NodeId) -> ControlLink | None:
-        """Return the link to a node, None where there is none."""
+        """Return the link to a node, None if there is none."""
         peer = self._peers.get(node)
         return peer.peer_link.control if peer is not None else None
 
     def rtt_s(self, node: NodeId) -> float | None:
-        """Return the round trip to a linked node, the shortest of late, None before it is known."""
+        """Return the shortest recent round trip to a node (s), None before it is measured."""
         peer = self._peers.get(node)
         return min(peer.peer_link.rtts_s, default=None) if peer is not None else None
 
     def latest(self, control: ControlLink) -> ControlLink:
-        """Return the link to the same node that requests should use now, `control` if none is."""
+        """Return the link to the same node that requests should use now; if none, `control`."""
         return self.link_of(NodeId(control.link.peer.node)) or control
 
     def up(self, link: Link, *, dialled_at: str) -> ControlLink:
-        """Begin to serve a link, dialled here unless `dialled_at` is "".
+        """Begin to serve a link, which this node dialled at `dialled_at`, or the peer opened ("").
 
-        Returns the one to use for the peer. Raises LinkError, and drops the link, when there are
-        as many peers as there may be, or this node is leaving.
+        Returns the link to use for the peer. Raises LinkError, and drops the link, if there are
+        MAX_PEERS peers already, or this node is leaving.
         """
         node = NodeId(link.peer.node)
         if self._closing:
@@ -141,9 +142,9 @@ class PeerLinks:
     def watch(
         self, control: ControlLink, on_lost: Callable[[ShardnetError], None]
     ) -> Callable[[], None]:
-        """Call `on_lost` once when the last link to the node of `control` ends.
+        """Call `on_lost` once when the last link to the node of `control` ends, with its error.
 
-        At once if that has happened. Returns what ends the watching.
+        Calls it at once if that has happened. Returns a function that ends the watch.
         """
         peer = self._peers.get(NodeId(control.link.peer.node))
         if peer is None:
@@ -152,13 +153,13 @@ class PeerLinks:
         peer.watchers.append(on_lost)
 
         def stop() -> None:
-            with contextlib.suppress(ValueError):  # it has been told already
+            with contextlib.suppress(ValueError):  # it was called already
                 peer.watchers.remove(on_lost)
 
         return stop
 
     async def close(self) -> None:
-        """Say goodbye on every link, and take no more."""
+        """Close every link, and accept no more."""
         self._closing = True
         links = [peer_link for peer in self._peers.values() for peer_link in peer.links]
         await asyncio.gather(*(peer_link.control.link.close() for peer_link in links))
@@ -170,9 +171,9 @@ class PeerLinks:
                 self._tasks.create_task(self._retire(peer, peer_link))
 
     async def _retire(self, peer: _Peer, peer_link: PeerLink) -> None:
-        """Close a link that another one has replaced, when both sides have stopped using it.
+        """Close a link that another one has replaced, once it is idle.
 
-        Where that other one has ended meanwhile, this one is needed again.
+        If the other one has ended meanwhile, this one is needed again.
         """
         while not peer_link.ended.is_set():
             with contextlib.suppress(TimeoutError):
@@ -208,7 +209,7 @@ class PeerLinks:
         self._on_gone(node)
 
     async def _measure(self, peer_link: PeerLink) -> None:
-        """Measure the round trip of a peer_link while it lives."""
+        """Measure the round trip of a link while it lives."""
         with contextlib.suppress(ShardnetError):
             for _ in range(N_PINGS):
                 peer_link.rtts_s.append(await ping(peer_link.control))

@@ -1,7 +1,8 @@
-"""The book of peers: who is known from where, at which addresses, and whom to try next.
+"""The table of known nodes: sources, addresses, failures, and which node to dial next.
 
-A pure state machine: it takes what was heard, tried and measured, with the time, and answers who is
-due. It keeps why a node was not reached, for people. Must not know links, tasks or clocks.
+A pure state machine: it takes reports, attempts and measurements, with the time, and returns the
+nodes that are due. It records why a node was not reached, for people. Must not know links, tasks or
+clocks.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from shardnet.types import NodeId
 
 MDNS: Final = "mdns"
 NAMED: Final = "named"
-"""Sources beside other nodes, which go by their ids: a record, and what a person wrote."""
+"""Sources of reports besides node ids: an mDNS record, and a person (--peer)."""
 
 MAX_KNOWN: Final = 256
-"""Nodes that the book holds; others are not taken in."""
+"""Largest number of nodes in the table; reports of further ones are ignored."""
 
 HESITATE_S: Final = 0.5
-"""How long the node with the larger id leaves the first attempt to the other one."""
+"""Delay of the node with the larger id before its first attempt to dial the other."""
 
 RETRY_S: Final = (0.5, 1.0, 2.0, 4.0)
-"""Waits after the first failures in a row; the last one counts for more."""
+"""Delays after the first failures in a row; the last one applies to all further ones."""
 PATIENCE_S: Final = 600.0
-"""How long a node that nobody tells of any more is tried, and others in quick succession."""
+"""How long an unreported node is still dialled, and an unreached one at short delays."""
 SLOW_RETRY_S: Final = 30.0
 
 
@@ -34,16 +35,16 @@ SLOW_RETRY_S: Final = 30.0
 class KnownNode:
     """What is known of one other node.
 
-    `told` has the addresses by who told them. `address` is the one that has answered a handshake
-    with the node's id, "" before; `rtt_s` the round trip measured there then. `failures` has why
-    each other address is not used, by address. `refusal` says why the node is not linked to at all.
-    `is_settled` says that its addresses were tried since they last changed, `lonely_since` when the
-    last one who told of it took that back, `unreached_since` since when it is looked for.
+    `reports` has the addresses by source. `address` is the one that has answered a handshake with
+    the node's id, "" before; `rtt_s` the round trip measured there then. `failures` has why each
+    other address is not used, by address. `refusal` says why the node is not linked to at all.
+    `is_settled`: its addresses were tried since they last changed. `unreported_since`: when the
+    last source retracted its report. `unreached_since`: since when it has not been reached.
     """
 
     node: NodeId
     name: str
-    told: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reports: dict[str, tuple[str, ...]] = field(default_factory=dict)
     address: str = ""
     rtt_s: float | None = None
     failures: dict[str, str] = field(default_factory=dict)
@@ -52,18 +53,20 @@ class KnownNode:
     n_failed: int = 0
     next_try: float = 0.0
     is_settled: bool = False
-    lonely_since: float | None = None
+    unreported_since: float | None = None
     unreached_since: float | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Every address that anyone told, once."""
-        return tuple(dict.fromkeys(address for told in self.told.values() for address in told))
+        """The addresses of all reports, without duplicates."""
+        return tuple(
+            dict.fromkeys(address for reported in self.reports.values() for address in reported)
+        )
 
     @property
     def announced(self) -> tuple[str, ...]:
-        """What the node says of itself, else what others say."""
-        return self.told.get(self.node) or self.told.get(MDNS) or self.addresses
+        """The addresses that the node reports itself, else those of others."""
+        return self.reports.get(self.node) or self.reports.get(MDNS) or self.addresses
 
     @property
     def is_wanted(self) -> bool:
@@ -72,24 +75,24 @@ class KnownNode:
 
 
 class PeerTable:
-    """All nodes known beside `own`."""
+    """All known nodes except `own`."""
 
     def __init__(self, own: NodeId) -> None:
         self._own = own
         self._known: dict[NodeId, KnownNode] = {}
 
     def known(self) -> list[KnownNode]:
-        """Return all, by name."""
+        """Return all nodes, sorted by name."""
         return sorted(self._known.values(), key=lambda known: (known.name, known.node))
 
     def get(self, node: NodeId) -> KnownNode | None:
-        """Return what is known of one node."""
+        """Return the entry of a node, None if it is unknown."""
         return self._known.get(node)
 
     def owner_of(self, address: str) -> KnownNode | None:
-        """Return the linked node that is announced at `address`, None where it is not just one.
+        """Return the linked node that is announced at `address`, None unless it is exactly one.
 
-        IPv6 scopes are left out: they mean something on the machine that wrote them alone.
+        Ignores IPv6 scopes: they are meaningful only on the machine that wrote them.
         """
         owners = [
             known
@@ -98,20 +101,23 @@ class PeerTable:
         ]
         return owners[0] if len(owners) == 1 else None
 
-    # --- what is heard
+    # --- reports
 
-    def tell(
+    def add_report(
         self, node: NodeId, name: str, addresses: Iterable[str], *, source: str, now: float
     ) -> None:
-        """Note what `source` tells of a node. News make it worth another attempt."""
+        """Record the addresses that `source` reports of a node at the time `now` (s).
+
+        New addresses make it due for another attempt.
+        """
         known = self._entry(node, name, now)
         if known is None:
             return
-        if known.lonely_since is not None:
-            known.told.clear()
+        if known.unreported_since is not None:
+            known.reports.clear()
         addresses, before = tuple(addresses), set(known.addresses)
-        known.told[source] = addresses
-        known.lonely_since = None
+        known.reports[source] = addresses
+        known.unreported_since = None
         known.refusal = ""
         if not before.issuperset(addresses):
             known.is_settled = False
@@ -129,37 +135,43 @@ class PeerTable:
         source: str,
         now: float,
     ) -> bool:
-        """Note a node that is not linked to, and why. Returns whether that is new."""
+        """Record why a reported node must not be linked to; return whether that is new."""
         known = self._entry(node, name, now)
         if known is None:
             return False
         is_new = known.refusal != why
-        known.told[source] = tuple(addresses)
-        known.lonely_since = None
+        known.reports[source] = tuple(addresses)
+        known.unreported_since = None
         known.refusal = why
         return is_new
 
     def retract(self, node: NodeId, *, source: str, now: float) -> None:
-        """Note that `source` tells of a node no more. The last addresses are kept for a while."""
-        known = self._known.get(node)
-        if known is None or source not in known.told:
-            return
-        if len(known.told) > 1:
-            del known.told[source]
-        elif known.lonely_since is None:
-            known.lonely_since = now
+        """Record that `source` does not report a node any more, from the time `now` (s).
 
-    def keep_only(self, nodes: Iterable[NodeId], *, source: str, now: float) -> None:
-        """Note that `source` tells of these nodes and of no others."""
-        kept = set(nodes)
+        The addresses of the last source stay for PATIENCE_S.
+        """
+        known = self._known.get(node)
+        if known is None or source not in known.reports:
+            return
+        if len(known.reports) > 1:
+            del known.reports[source]
+        elif known.unreported_since is None:
+            known.unreported_since = now
+
+    def retract_others(self, nodes: Iterable[NodeId], *, source: str, now: float) -> None:
+        """Retract the reports of `source` on all nodes but these."""
+        reported = set(nodes)
         for known in self._known.values():
-            if known.node not in kept:
+            if known.node not in reported:
                 self.retract(known.node, source=source, now=now)
 
-    # --- what happened
+    # --- links and attempts
 
     def linked(self, node: NodeId, name: str, now: float, *, dialled_at: str) -> None:
-        """Note that a control link is up; `dialled_at` is "" where the peer has opened it."""
+        """Record that a control link is up since `now` (s).
+
+        `dialled_at` is the address at which this node dialled, "" if the peer has opened it.
+        """
         known = self._entry(node, name, now)
         if known is None:
             return
@@ -170,11 +182,11 @@ class PeerTable:
         if dialled_at:
             known.address = known.address or dialled_at
             if dialled_at not in known.addresses:
-                self.tell(node, name, (dialled_at,), source=NAMED, now=now)
+                self.add_report(node, name, (dialled_at,), source=NAMED, now=now)
             known.is_settled = known.is_settled or known.addresses == (dialled_at,)
 
     def lost(self, node: NodeId, now: float) -> None:
-        """Note that the last control link has ended. What the node told is no news any more."""
+        """Record that the last control link has ended, and retract the reports of that node."""
         self.retract(node, source=NAMED, now=now)
         for other in self._known.values():
             self.retract(other.node, source=node, now=now)
@@ -183,13 +195,16 @@ class PeerTable:
             known.is_linked = known.is_settled = False
             known.unreached_since = now
             known.next_try = self._first_try(node, now)
-            if not known.told or known.lonely_since is not None:
-                known.lonely_since = now
+            if not known.reports or known.unreported_since is not None:
+                known.unreported_since = now
 
     def answered(
         self, node: NodeId, address: str, rtt_s: float | None, failures: Mapping[str, str]
     ) -> None:
-        """Note that the node answered at `address`, and why its others are not used."""
+        """Record the address in use, its round trip in seconds, and why others are not used.
+
+        `failures` has the reason by address.
+        """
         known = self._known.get(node)
         if known is not None:
             known.address, known.rtt_s = address, rtt_s
@@ -197,14 +212,17 @@ class PeerTable:
             known.is_settled = True
 
     def doubt(self, node: NodeId, now: float) -> None:
-        """Note that the address that is used does not answer: all are to be tried again."""
+        """Record that the address in use does not answer: all are due again."""
         known = self._known.get(node)
         if known is not None:
             known.is_settled = False
             known.next_try = now
 
     def failed(self, node: NodeId, failures: Mapping[str, str], now: float) -> None:
-        """Note that an attempt reached the node nowhere, and why; set the time of the next."""
+        """Record an attempt that failed at the time `now` (s), and schedule the next.
+
+        `failures` has the reason by address.
+        """
         known = self._known.get(node)
         if known is None:
             return
@@ -217,18 +235,22 @@ class PeerTable:
         known.n_failed += 1
         known.next_try = now + delay_s
 
-    # --- whom to try
+    # --- nodes that are due
 
     def due(self, now: float) -> list[KnownNode]:
-        """Return the nodes to try now, and forget those that nobody tells of any more."""
+        """Return the nodes to dial now, and remove those unreported for PATIENCE_S."""
         for known in list(self._known.values()):
-            lonely = known.lonely_since
-            if lonely is not None and not known.is_linked and now - lonely > PATIENCE_S:
+            unreported_since = known.unreported_since
+            if (
+                unreported_since is not None
+                and not known.is_linked
+                and now - unreported_since > PATIENCE_S
+            ):
                 del self._known[known.node]
         return [k for k in self._known.values() if k.is_wanted and k.next_try <= now]
 
     def next_due(self) -> float | None:
-        """Return when the next node is due."""
+        """Return when the next node is due, None without one."""
         return min((k.next_try for k in self._known.values() if k.is_wanted), default=None)
 
     def _entry(self, node: NodeId, name: str, now: float) -> KnownNode | None:

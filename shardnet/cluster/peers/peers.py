@@ -1,8 +1,7 @@
-"""The peers of this node: found, linked to, kept while they live, told about.
+"""The peers of this node: dial the nodes found, keep their links up, exchange known peers.
 
-Knows candidates, their addresses and when to dial whom; the links that are up are
-peers/peer_links.py's. Liveness comes from these links alone. Must not know models or rings, nor how
-candidates are found.
+Knows the nodes found, their addresses and when to dial them; peer_links.py has the links that are
+up. Liveness comes from these links alone. Must not know models or rings, nor how discovery works.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Final
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
-from shardnet.cluster.peers.peer_news import believed, told_of
+from shardnet.cluster.peers.peer_news import entry_for, usable_addresses
 from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerTable
 from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
@@ -28,17 +27,17 @@ from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
 from shardnet.wire.messages.membership import PeersKnown
 
 MAX_VISITS: Final = 8
-"""Nodes whose addresses are tried at one time."""
+"""Nodes dialled at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTimes:
-    """How long things take, in seconds.
+    """Delays and intervals, in seconds.
 
-    `redial_s`: from losing a named peer to dialling it again. `compare_s`: how long other addresses
-    of a node may still answer when one has. `retire_s`: how long a link that is not needed stays
-    open at least. `ping_s`: between measurements of the round trip. `gather_s`: how long news are
-    gathered before peers are told.
+    `redial_s`: between losing and redialling a named peer. `compare_s`: how long other addresses of
+    a node may still answer when one has. `retire_s`: how long a link that is not needed stays open
+    at least. `ping_s`: between measurements of the round trip. `gather_s`: how long changes are
+    gathered before they are sent to peers.
     """
 
     redial_s: float = 2.0
@@ -54,11 +53,11 @@ DialControl = Callable[[str], Awaitable[Link]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """What this node knows of another one, for people.
+    """The knowledge of this node about another one, for people.
 
     `address` is the one used, `rtt_s` the round trip on the control link, None before it is
-    measured. `told_by` names the sources, `failures` why other addresses are not used, by address;
-    `refusal` why the node is not linked to.
+    measured. `reported_by` names the sources, `failures` has why other addresses are not used, by
+    address; `refusal` why the node is not linked to.
     """
 
     node: NodeId
@@ -67,17 +66,17 @@ class PeerReport:
     address: str
     rtt_s: float | None
     addresses: tuple[str, ...]
-    told_by: tuple[str, ...]
+    reported_by: tuple[str, ...]
     failures: dict[str, str]
     refusal: str
 
 
 class Peers:
-    """Keeps control links. Runs their readers in `tasks`, a group that outlives them.
+    """Keeps control links up. Runs their readers in `tasks`, a group that outlives them.
 
-    `dial` opens a control link as a node, `dial_as_client` one as a client, to see who answers.
-    `own_hosts` and `own_addresses` give this machine's addresses as they are now and those to
-    tell others.
+    `dial` opens a control link as a node, `dial_as_client` one as a client, for probes. `handler`
+    handles the messages of all links. `own_hosts` returns this machine's addresses now,
+    `own_addresses` those to advertise. `log` takes lines for people.
     """
 
     def __init__(
@@ -122,11 +121,12 @@ class Peers:
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
 
-    # --- who is where
+    # --- addresses of nodes
 
     def address_of(self, node: NodeId) -> str:
-        """Return the address of a node: one that has answered, else the one it has dialled from,
-        else the best it is said to have; "" where none is known.
+        """Return the best known address of a node, "" if none is known.
+
+        That is one that has answered, else the one it has dialled from, else the best reported.
         """
         known = self._table.get(node)
         if known is None or known.address:
@@ -136,10 +136,10 @@ class Peers:
         return next((a for a in order if host_of(a) == seen), order[0] if order else "")
 
     async def dial_by(self, address: str, dial: Callable[[str], Awaitable[Link]]) -> Link:
-        """Open a link with `dial` to the node that others have at `address`.
+        """Open a link with `dial` to the node announced at `address`.
 
-        That is where it has answered this node, if that is known; else, and where that fails, at
-        `address` itself. Raises what `dial` raises there.
+        Dials the address at which it has answered this node, if one is known; else, or if that
+        fails, `address` itself. Raises as `dial` there.
         """
         known = self._table.owner_of(address)
         if known is not None and known.address not in ("", address):
@@ -151,7 +151,7 @@ class Peers:
         return await dial(address)
 
     def report(self) -> list[PeerReport]:
-        """Return everything known of every other node, by name."""
+        """Return the knowledge of every other node, sorted by name."""
         return [
             PeerReport(
                 node=known.node,
@@ -160,7 +160,7 @@ class Peers:
                 address=known.address,
                 rtt_s=self.links.rtt_s(known.node) or known.rtt_s,
                 addresses=self._order(known.addresses),
-                told_by=tuple(known.told) if known.lonely_since is None else (),
+                reported_by=tuple(known.reports) if known.unreported_since is None else (),
                 failures=dict(known.failures),
                 refusal=known.refusal,
             )
@@ -172,7 +172,7 @@ class Peers:
     async def find(self, address: str) -> ControlLink | None:
         """Return the control link to the node at `address`, dialling it if there is none.
 
-        Returns None when this node itself answers there. Raises what dialling raises.
+        Returns None if this node itself answers there. Raises as `dial`.
         """
         async with self._dialling.setdefault(address, asyncio.Lock()):
             node = self._node_at.get(address)
@@ -187,7 +187,7 @@ class Peers:
             return self._link_up(link, dialled_at=address)
 
     async def link_to(self, address: str) -> ControlLink:
-        """Return the control link to another node as `find` does; UsageError if it is this one."""
+        """Return the control link to another node as `find`; raise UsageError if it is this one."""
         control = await self.find(address)
         if control is None:
             raise UsageError(f"{address} is this node itself", remedy="name another one")
@@ -196,15 +196,15 @@ class Peers:
     def adopt(self, link: Link) -> None:
         """Serve a control link that a peer has opened, in a task of its own.
 
-        Raises LinkError when this node has as many peers as it may have.
+        Raises LinkError if this node has MAX_PEERS peers already.
         """
-        if link.peer.node == self._node:  # we have dialled ourselves, and the other end knows it
+        if link.peer.node == self._node:  # this node dialled itself; the other end handles it
             self._tasks.create_task(link.close())
         else:
             self._link_up(link, dialled_at="")
 
     async def keep(self, address: str) -> None:
-        """Keep a link to `address` for ever: dial, wait for its end, dial again."""
+        """Keep a link to `address` up until cancelled: dial, wait for its end, dial again."""
         while True:
             try:
                 control = await self.find(address)
@@ -221,57 +221,58 @@ class Peers:
                 self.unreached[address] = error
             await asyncio.sleep(self._times.redial_s)
 
-    # --- what is heard of others
+    # --- reports of other nodes
 
     def propose(self, node: NodeId, name: str, addresses: Iterable[str], refusal: str = "") -> None:
-        """Take a candidate that discovery has found, with why it must not be linked to, if so."""
+        """Add a node that discovery found; `refusal` says why it must not be linked to, if so."""
         now = time.monotonic()
         if refusal:
             if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
                 self._log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
         else:
-            self._table.tell(node, name, addresses, source=MDNS, now=now)
+            self._table.add_report(node, name, addresses, source=MDNS, now=now)
         self._changed.set()
 
     def withdraw(self, node: NodeId) -> None:
-        """Record that discovery tells of a node no more. A link that lives is left alone."""
+        """Record that discovery does not report a node any more. A link that lives stays."""
         self._table.retract(node, source=MDNS, now=time.monotonic())
 
     def heard(self, control: ControlLink, message: PeersKnown) -> None:
-        """Take in what a peer tells of itself and its peers. Raises RemoteProtocolError if it lies
-        about what an address is.
+        """Record what a peer reports of itself and its peers.
+
+        Raises RemoteProtocolError if an address is not host:port.
         """
-        now, teller = time.monotonic(), NodeId(control.link.peer.node)
+        now, sender = time.monotonic(), NodeId(control.link.peer.node)
         for peer in message.peers:
-            addresses = believed(
-                peer, teller=control.peer_name, teller_at=control.link.peer_address
+            addresses = usable_addresses(
+                peer, sender=control.peer_name, sender_at=control.link.peer_address
             )
-            self._table.tell(NodeId(peer.node), peer.name, addresses, source=teller, now=now)
-        told = [NodeId(peer.node) for peer in message.peers]
-        self._table.keep_only(told, source=teller, now=now)
+            self._table.add_report(NodeId(peer.node), peer.name, addresses, source=sender, now=now)
+        reported = [NodeId(peer.node) for peer in message.peers]
+        self._table.retract_others(reported, source=sender, now=now)
         self._changed.set()
         self._news.set()
 
     def addresses_changed(self) -> None:
-        """Tell the peers this node's addresses again."""
+        """Send this node's changed addresses to the peers."""
         self._news.set()
 
-    # --- at work
+    # --- tasks
 
     async def run(self, named: Iterable[str]) -> None:
-        """Keep links to the `named` addresses and to every candidate, and tell peers of peers."""
+        """Keep links to the `named` addresses and all nodes found; exchange known peers."""
         async with asyncio.TaskGroup() as tasks:
             for address in named:
                 tasks.create_task(self.keep(address))
-            tasks.create_task(self._tell_news())
+            tasks.create_task(self._send_news())
             await self._visit_all(tasks)
 
     async def close(self) -> None:
-        """Say goodbye on every link."""
+        """Close every link."""
         await self.links.close()
 
     async def _visit_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Try whoever is due, for ever."""
+        """Dial the nodes that are due, until cancelled."""
         while True:
             self._changed.clear()
             now = time.monotonic()
@@ -288,7 +289,7 @@ class Peers:
                     await self._changed.wait()
 
     async def _visit(self, known: KnownNode) -> None:
-        """Try the addresses of a node, and link to it at the best if it is not linked."""
+        """Probe the addresses of a node, and link to it at the best one if it is not linked."""
         try:
             best, failures = await self._best_address(known)
             if best is None:
@@ -302,9 +303,9 @@ class Peers:
             self._changed.set()
 
     async def _best_address(self, known: KnownNode) -> tuple[ProbeAnswer | None, dict[str, str]]:
-        """Return where a node answers best, and why its other addresses are not used.
+        """Return the best answer of a node, and why its other addresses are not used.
 
-        What others say of it, or a person named, counts where it answers at none of its own.
+        Addresses from others, or from a person, are tried if it answers at none of its own.
         """
         failures: dict[str, str] = {}
         announced = known.announced
@@ -331,7 +332,7 @@ class Peers:
             self._link_up(link, dialled_at=address)
 
     def _order(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """Put a node's addresses into the order in which to try them."""
+        """Sort a node's addresses into the order in which to dial them."""
         by_host: dict[str, list[str]] = {}
         for address in addresses:
             by_host.setdefault(host_of(address), []).append(address)
@@ -344,7 +345,7 @@ class Peers:
         await lost.wait()
 
     def _link_up(self, link: Link, *, dialled_at: str) -> ControlLink:
-        """Begin to serve a link; return the one to use for the peer. Raises as PeerLinks.up."""
+        """Begin to serve a link; return the link to use for the peer. Raises as PeerLinks.up."""
         control = self.links.up(link, dialled_at=dialled_at)
         self._table.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
@@ -359,25 +360,25 @@ class Peers:
         self._news.set()
         self._changed.set()
 
-    # --- telling
+    # --- sending
 
-    async def _tell_news(self) -> None:
-        """Tell every peer of all peers, when that has changed."""
+    async def _send_news(self) -> None:
+        """Send the known peers to every peer whenever they change."""
         while True:
             await self._news.wait()
             await asyncio.sleep(self._times.gather_s)
             self._news.clear()
             for peer_link in self.links.in_use().values():
-                self._tell(peer_link)
+                self._send_known_peers(peer_link)
 
-    def _tell(self, peer_link: PeerLink) -> None:
+    def _send_known_peers(self, peer_link: PeerLink) -> None:
         reader_at = peer_link.control.link.peer_address
-        told = [told_of(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
+        entries = [entry_for(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
         for node in self.links.in_use():
             known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
-                told.append(told_of(node, known.name, known.announced, reader_at=reader_at))
-        message = PeersKnown(peers=told)
-        if message != peer_link.told and not peer_link.control.link.closed:
-            peer_link.told = message
+                entries.append(entry_for(node, known.name, known.announced, reader_at=reader_at))
+        message = PeersKnown(peers=entries)
+        if message != peer_link.last_sent and not peer_link.control.link.closed:
+            peer_link.last_sent = message
             peer_link.control.send(message)

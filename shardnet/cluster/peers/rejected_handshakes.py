@@ -1,6 +1,6 @@
-"""Whom this node has refused of late: per host and reason, how often and when.
+"""Record the handshakes that this node rejected lately: per host and reason, how often and when.
 
-Pure: it is told hosts, errors and times. Knows nothing of what is done about it.
+Pure: takes hosts, errors and times. Knows nothing of their use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardnet.wire.messages.handshake import explained
 
 
 @dataclass(slots=True, kw_only=True)
-class _Refused:
+class _Rejected:
     why: str
     remedy: str | UnsetType
     n_times: int
@@ -25,33 +25,35 @@ class _Refused:
 
 
 class RejectedHandshakes:
-    """The most recent refused handshakes; the longest unheard of make room for others."""
+    """The rejected handshakes of at most `most` pairs of host and error; the oldest are dropped."""
 
     def __init__(self, *, most: int = MAX_VIEWS) -> None:
         self._most: Final = most
-        self._by_host: OrderedDict[tuple[str, int], _Refused] = OrderedDict()
+        self._by_host: OrderedDict[tuple[str, int], _Rejected] = OrderedDict()
 
     def note(self, host: str, error: ShardnetError, now: float) -> None:
-        """Take a handshake of `host` that has failed. `now` is in seconds of any one clock."""
+        """Record a failed handshake of `host`. `now` is in seconds of any one clock."""
         key = (host.removeprefix("::ffff:"), error.code)
-        refused = self._by_host.setdefault(key, _Refused(why="", remedy=UNSET, n_times=0, last=now))
-        refused.why, refused.remedy = explained(error, MAX_REASON)
-        refused.last = now
-        refused.n_times += 1
+        rejected = self._by_host.setdefault(
+            key, _Rejected(why="", remedy=UNSET, n_times=0, last=now)
+        )
+        rejected.why, rejected.remedy = explained(error, MAX_REASON)
+        rejected.last = now
+        rejected.n_times += 1
         self._by_host.move_to_end(key)
         if len(self._by_host) > self._most:
             self._by_host.popitem(last=False)
 
     def report(self, now: float) -> list[RefusedHost]:
-        """Return them, the latest first."""
+        """Return the rejected hosts, the latest first."""
         return [
             RefusedHost(
                 host=host,
                 code=code,
-                why=refused.why,
-                n_times=refused.n_times,
-                age_s=max(0.0, now - refused.last),
-                remedy=refused.remedy,
+                why=rejected.why,
+                n_times=rejected.n_times,
+                age_s=max(0.0, now - rejected.last),
+                remedy=rejected.remedy,
             )
-            for (host, code), refused in reversed(self._by_host.items())
+            for (host, code), rejected in reversed(self._by_host.items())
         ]

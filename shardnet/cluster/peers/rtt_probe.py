@@ -1,7 +1,7 @@
-"""Round-trip probes: who answers at an address, and how fast.
+"""Round-trip probes: which node answers at an address, and how fast.
 
 Knows how to dial as a client, measure round trips and compare the addresses of one node. Must not
-know why a node is wanted.
+know the purpose of a probe.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.membership import Ping
 
 N_PINGS: Final = 3
-"""Round trips of which the shortest counts."""
+"""Round trips measured per probe; the shortest counts."""
 
 SAME_RTT: Final = 1.25
 SAME_RTT_S: Final = 0.0001
-"""Round trips within this factor of the shortest, or below this time, are as good as each other."""
+"""Round trips within this factor of the shortest, or below this time, count as equal."""
 
 DialAsClient = Callable[[str], Awaitable[Link]]
 """Opens a control link to an address as a client."""
@@ -34,7 +34,7 @@ DialAsClient = Callable[[str], Awaitable[Link]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeAnswer:
-    """Who has answered at an address. `rtt_s` is the shortest of a few round trips."""
+    """The node that answered at an address. `rtt_s` is the shortest of a few round trips."""
 
     address: str
     node: NodeId
@@ -44,7 +44,7 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The best address of a node, None if it answers nowhere; why not the others, by address."""
+    """The best answer of a node, None without one; why other addresses are not used, by address."""
 
     best: ProbeAnswer | None
     failures: dict[str, str]
@@ -55,8 +55,8 @@ async def compare(
 ) -> Comparison:
     """Probe all `addresses` at once and choose the one where `node` answers fastest.
 
-    Of about equal ones it is the first in order. When one has answered, the others have
-    `grace_s` more. An address that does not answer costs what `dial_as_client` waits for it.
+    Of about equal ones it is the first in order. When one has answered, the others get `grace_s`
+    seconds more; without any, this takes as long as `dial_as_client` waits. Errors become failures.
     """
     if not addresses:
         return Comparison(best=None, failures={})
@@ -94,7 +94,10 @@ async def compare(
 
 
 def choose(found: Sequence[ProbeAnswer], order: Sequence[str]) -> ProbeAnswer | None:
-    """Return the answer with the shortest round trip; of about equal ones the first in order."""
+    """Return the answer with the shortest round trip, None without any.
+
+    Of about equal ones it is the first in `order`, addresses.
+    """
     if not found:
         return None
     limit_s = max(min(answer.rtt_s for answer in found) * SAME_RTT, SAME_RTT_S)
@@ -102,7 +105,7 @@ def choose(found: Sequence[ProbeAnswer], order: Sequence[str]) -> ProbeAnswer | 
 
 
 async def probe_rtt(address: str, dial_as_client: DialAsClient) -> ProbeAnswer:
-    """See who answers at an address, and how fast. Raises what `dial_as_client` raises."""
+    """Probe which node answers at an address, and how fast. Raises as dialling and `ping`."""
     async with _asking(await dial_as_client(address)) as control:
         rtt_s = min([await ping(control) for _ in range(N_PINGS)])
         peer = control.link.peer
@@ -112,8 +115,8 @@ async def probe_rtt(address: str, dial_as_client: DialAsClient) -> ProbeAnswer:
 async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = False) -> float:
     """Measure one round trip, in seconds, with `payload` on the way there.
 
-    With `as_step` the answer waits for the peer's compute thread. Raises LinkError when the link
-    ends; with either, BusyError when the peer computes for somebody.
+    With `as_step` the answer waits for the peer's compute thread. Raises LinkError if the link
+    ends; with `payload` or `as_step`, BusyError if the peer serves a request.
     """
     message = Ping(request=control.next_request(), payload=payload, as_step=as_step)
     begun = time.perf_counter()
@@ -122,7 +125,7 @@ async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = Fa
 
 
 def _answer(task: asyncio.Task[ProbeAnswer], node: NodeId) -> ProbeAnswer | str:
-    """Return the answer at an address if it is the node's, else why it does not count."""
+    """Return the answer at an address if it is of `node`, else why it does not count."""
     error = task.exception()
     if isinstance(error, ShardnetError):
         return str(error)

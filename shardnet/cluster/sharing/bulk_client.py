@@ -1,7 +1,7 @@
-"""Ask for a model over one bulk link: skeleton, digests, parts.
+"""Request a model over one bulk link: skeleton, digests, parts.
 
-Knows requests and their answers, and that every wait ends. Must not know other sources, nor where
-the bytes go.
+Knows requests and their answers, and that every wait has a deadline. Must not know other sources,
+nor where the bytes are stored.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from shardnet.wire.messages.bulk import (
 )
 
 ANSWER_S = 20.0
-"""A source that sends nothing of an answer for so long is given up."""
+"""Timeout while a source sends nothing of an answer."""
 
 Answer = TypeVar("Answer", bound=BulkMessage)
 
 
 class SourceRefused(Exception):
-    """The source is there and does not give what it was asked for; the message says why."""
+    """The source answered that it does not send the requested data; the message says why."""
 
 
 class BulkClient:
-    """Asks for one model on one link. Answers come in the order of the requests.
+    """Requests one model on one link. Answers come in the order of the requests.
 
-    Every method that waits raises LinkError when the link ends, PeerSilentError when no answer
-    comes, RemoteProtocolError for one of another kind, SourceRefused when it is refused.
+    Every method that waits raises LinkError if the link ends, PeerSilentError if nothing comes for
+    `answer_s` seconds, RemoteProtocolError for an unexpected answer, SourceRefused for a refusal.
     """
 
     def __init__(self, link: Link, model_id: str, *, answer_s: float = ANSWER_S) -> None:
@@ -56,7 +56,7 @@ class BulkClient:
         self._numbers = count(1)
 
     async def skeleton(self) -> list[FileHead]:
-        """Ask which files the model has."""
+        """Request the list of the model's files, with the byte ranges that its id covers."""
         message = FetchSkeleton(request=next(self._numbers), model_id=self._model_id)
         self._send(message)
         answer, _ = await self._receive(message.request, Skeleton)
@@ -70,7 +70,7 @@ class BulkClient:
         ]
 
     async def head(self, head: FileHead) -> AsyncGenerator[tuple[int, memoryview], None]:
-        """Ask for the bytes of a file that are no tensors; yield (offset in the file, bytes)."""
+        """Request the ranges of `head`; yield (offset in the file, bytes)."""
         message = FetchHead(request=next(self._numbers), model_id=self._model_id, file=head.name)
         self._send(message)
         for offset, n_bytes in head.ranges:
@@ -81,7 +81,7 @@ class BulkClient:
                 at += len(piece)
 
     async def digests(self, parts: Sequence[TensorPart]) -> list[str | None]:
-        """Ask for the SHA-256 of parts, at most MAX_DIGESTS; None for what is not there."""
+        """Request the SHA-256 (hex) of at most MAX_DIGESTS parts; None for parts it lacks."""
         message = FetchDigests(
             request=next(self._numbers),
             model_id=self._model_id,
@@ -96,7 +96,7 @@ class BulkClient:
         return answer.sha256
 
     def ask_part(self, part: TensorPart) -> int:
-        """Ask for a part; return the request's number, for `piece`."""
+        """Request a part; return the number of the request, for `piece`."""
         message = FetchPart(
             request=next(self._numbers),
             model_id=self._model_id,
@@ -107,7 +107,7 @@ class BulkClient:
         return message.request
 
     async def piece(self, request: int, left: int) -> memoryview:
-        """Return the next bytes of the answer to a request, of which `left` are to come."""
+        """Receive the next bytes of the answer to a request; `left` bytes of it are to come."""
         _, payload = await self._receive(request, Piece)
         if not 0 < len(payload) <= left:
             raise RemoteProtocolError(

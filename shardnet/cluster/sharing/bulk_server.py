@@ -1,7 +1,7 @@
 """Serve bulk links: file heads, parts of tensors, and their digests.
 
-Knows the requests and how fast to answer. A peer gets what belongs to a model of this machine and
-nothing else: tensors and files go by the model's own names. Must not know who needs them for what.
+Knows the requests and the rate of answers. A peer can read the models of this machine and nothing
+else: tensors and files go by the model's own names. Must not know what they are needed for.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shardnet.wire.messages.bulk import (
 from shardnet.wire.messages.handshake import error_frame, explanation
 
 PIECE_BYTES = 256 << 10
-"""Sent at one time: small, so that encrypting it does not hold up the loop for long."""
+"""Bytes per frame: few, so that encrypting them does not block the loop for long."""
 
 
 class BulkServer:
     """Answers the requests of bulk links, each link's in order, at `rate` over all of them.
 
-    Disks are read on `reader`. `clock` gives seconds.
+    Disks are read on the thread of `reader`. `clock` returns seconds.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class BulkServer:
         self._clock = clock
 
     async def serve(self, link: Link) -> None:
-        """Answer until the link ends, which is raised as its LinkError.
+        """Answer requests until the link ends; raises its LinkError then.
 
-        A peer that breaks the protocol gets an ERROR frame.
+        Raises RemoteProtocolError, after an ERROR frame to the peer, if that breaks the protocol.
         """
         opened: dict[str, OpenModel] = {}
         try:
@@ -120,7 +120,7 @@ class BulkServer:
     async def _send(
         self, link: Link, request: int, model: OpenModel, file: str, offset: int, n_bytes: int
     ) -> None:
-        """Send some bytes of a file, piece by piece."""
+        """Send `n_bytes` of a file from `offset`, piece by piece."""
         at = 0
         while at < n_bytes:
             size = min(self._rate.piece_bytes(PIECE_BYTES), n_bytes - at)

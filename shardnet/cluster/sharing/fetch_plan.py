@@ -1,6 +1,6 @@
-"""Choose which source to ask for which part of a model's weights next.
+"""Choose which part of a model's weights to request from which source next.
 
-Pure: is told what is wanted and what became of each request. Knows nothing of links, files or time.
+Pure: takes the wanted parts and the outcome of each request. Knows nothing of links, files or time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from shardnet.checkpoint.replica import TensorPart
 
 
 class FetchPlan:
-    """Parts that are wanted, and the `sources` that may give them.
+    """The wanted parts, and the `sources` that may send them.
 
-    Every part is at any time waiting, asked from one source, or settled.
+    At any time every part is waiting, requested from one source, or settled.
     """
 
     def __init__(self, sources: Iterable[str]) -> None:
         self.sources = set(sources)
-        """Those that have not been given up."""
+        """Sources that have not been dropped."""
         self._waiting: dict[str, deque[TensorPart]] = {}
         self._asked: dict[TensorPart, str] = {}
         self._begun: set[TensorPart] = set()
@@ -27,16 +27,16 @@ class FetchPlan:
         self._is_closed = False
 
     def want(self, part: TensorPart) -> None:
-        """Add a part."""
+        """Add a part to fetch."""
         self._waiting.setdefault(part.tensor, deque()).append(part)
 
     def close(self) -> None:
-        """Mark that no part will be added any more."""
+        """Mark the list of parts as complete."""
         self._is_closed = True
 
     @property
     def finished(self) -> bool:
-        """Whether every part is settled and none will be added."""
+        """Whether the list is complete and every part settled."""
         return self._is_closed and not self._waiting and not self._asked
 
     @property
@@ -45,9 +45,10 @@ class FetchPlan:
         return bool(self._waiting)
 
     def take(self, source: str, n_asked: int) -> TensorPart | None:
-        """Return a part to ask `source` for now, None when there is none for it.
+        """Return a part to request from `source` now, None if there is none.
 
-        A source of which nothing is asked takes over what another one has not begun to send.
+        `n_asked` is the number of its pending requests. A source without any takes over a part that
+        another source has not begun to send.
         """
         for tensor, parts in self._waiting.items():
             for _ in range(len(parts)):
@@ -67,7 +68,7 @@ class FetchPlan:
         return None
 
     def begin(self, part: TensorPart, source: str) -> bool:
-        """Mark that a source begins to send a part. False if the part is not asked of it now."""
+        """Mark that a source begins to send a part; False if it is not requested there now."""
         if self._asked.get(part) != source:
             return False
         self._begun.add(part)
@@ -78,24 +79,24 @@ class FetchPlan:
         self._forget(part)
 
     def bar(self, part: TensorPart) -> None:
-        """Queue a part again, for any source but the one that was asked for it."""
+        """Queue a part again, for any source but the one it was requested from."""
         self._barred.setdefault(part, set()).add(self._forget(part))
         self.want(part)
 
     def lost(self, source: str) -> None:
-        """Queue everything that a source was asked for again, for any source."""
+        """Queue all parts requested from a source again, for any source."""
         back = [part for part, asked in self._asked.items() if asked == source]
         for part in back:
             self._forget(part)
             self.want(part)
 
-    def leave(self, source: str) -> None:
-        """Give a source up."""
+    def drop_source(self, source: str) -> None:
+        """Request nothing more from a source, and queue its parts again."""
         self.lost(source)
         self.sources.discard(source)
 
     def unobtainable(self) -> TensorPart | None:
-        """Return a waiting part that no source is left for, None when there is none."""
+        """Return a waiting part without any source left, None if there is none."""
         for parts in self._waiting.values():
             for part in parts:
                 if self.sources <= self._barred.get(part, set()):

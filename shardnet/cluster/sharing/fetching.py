@@ -1,8 +1,8 @@
 """Fetch a stage's weights from many sources into one replica.
 
-Knows the order of work: digests from one source, parts from all, each part checked and then held.
-What became of each request is decided in fetch_plan.py. Must not know who wants the weights, nor
-how links are dialled.
+Knows the order of work: digests from one source, parts from all, each part verified, then recorded.
+Which source sends which part is decided in fetch_plan.py. Must not know what the weights are for,
+nor how links are dialled.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from shardnet.transport.link import Link
 from shardnet.wire.messages.bulk import MAX_DIGESTS
 
 WINDOW: Final = 2
-"""Parts asked from one source at a time."""
+"""Parts requested from one source at a time."""
 DIGEST_BYTES: Final = 64 << 20
-"""Bytes whose digests are asked at a time."""
+"""Bytes of parts whose digests are requested at a time."""
 TRIES: Final = 3
-"""How often a source is dialled again while no part comes from it."""
+"""Attempts in a row without a part before a source is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchTimes:
-    """How long things take, in seconds.
+    """Timeouts and delays, in seconds.
 
-    `answer_s`: how long a source may send nothing. `redial_s`: from losing a source to dialling it
-    again.
+    `answer_s`: while a source sends nothing. `redial_s`: between losing and redialling a source.
     """
 
     answer_s: float = ANSWER_S
@@ -52,16 +51,17 @@ class FetchTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What was fetched: the bytes that passed their digest, and the names of their senders."""
+    """The result of a fetch: the bytes that matched their digests, and the names of the senders."""
 
     n_bytes: int
     sources: tuple[str, ...]
 
 
 class Fetch:
-    """Fetches tensors into `replica`. `sources` are addresses for `dial`; the first states digests.
+    """Fetches tensors of the model `model_id` into `replica`.
 
-    `on_progress` takes (bytes fetched, bytes to fetch in all).
+    `sources` are addresses for `dial`, which opens a bulk link; the first one states the digests.
+    Disk writes run on `writer`. `on_progress` takes (bytes fetched, bytes to fetch in all).
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class Fetch:
         self._times = times or FetchTimes()
         self._plan = FetchPlan(self._sources)
         self._digests: dict[TensorPart, tuple[str, str]] = {}
-        self._has_come_wrong = False
+        self._has_mismatch = False
         self._names: dict[str, str] = {}
         self._failures: dict[str, str] = {}
-        self._came: dict[str, int] = {}
-        self._under_way: dict[TensorPart, int] = {}
+        self._fetched_bytes: dict[str, int] = {}
+        self._partial_bytes: dict[TensorPart, int] = {}
         self._news = asyncio.Event()
         self._total_bytes = 0
 
     async def run(self, tensors: Sequence[str]) -> Fetched:
         """Fetch the parts of these tensors that the replica lacks.
 
-        Raises PeerFailedError when no source is left for a part, CheckpointError when sources
-        disagree or send wrong bytes, CapacityError when the disk is full. Parts fetched by then
-        stay, also when this is cancelled.
+        Raises PeerFailedError if no source is left for a part, CheckpointError if sources disagree
+        or send wrong bytes, CapacityError if the disk is full. Parts fetched by then stay, also
+        after a cancellation.
         """
         parts = self._replica.parts(tensors)
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._check_what_is_here(tensors)
+                await self._verify_stored(tensors)
                 self._total_bytes = self._replica.lacking_bytes(tensors)
                 self._report()
                 fetching = [tasks.create_task(self._fetch_from(s)) for s in self._sources]
@@ -115,32 +115,32 @@ class Fetch:
                     task.cancel()
         except* ShardnetError as group:
             raise first_error(group) from None
-        if self._came:
+        if self._fetched_bytes:
             files = {part.file for part in parts}
             await self._writer.run(lambda: self._replica.seal(files))
         return Fetched(
-            n_bytes=sum(self._came.values()),
-            sources=tuple(self._names[source] for source in self._came),
+            n_bytes=sum(self._fetched_bytes.values()),
+            sources=tuple(self._names[source] for source in self._fetched_bytes),
         )
 
-    async def _check_what_is_here(self, tensors: Sequence[str]) -> None:
-        """Verify the held parts in files that were not left sealed; drop the damaged ones."""
-        doubtful = await self._writer.run(lambda: self._replica.doubtful(tensors))
+    async def _verify_stored(self, tensors: Sequence[str]) -> None:
+        """Verify the stored parts in files that were not left sealed; drop the damaged ones."""
+        unverified = await self._writer.run(lambda: self._replica.unverified(tensors))
         n_wrong = 0
-        for part in doubtful:
+        for part in unverified:
             n_wrong += not await self._writer.run(partial(self._replica.check, part))
         if n_wrong:
             self._log(f"{n_wrong} parts in {self._replica.folder} are damaged: fetched again")
-        if doubtful:
-            await self._writer.run(lambda: self._replica.seal({part.file for part in doubtful}))
+        if unverified:
+            await self._writer.run(lambda: self._replica.seal({part.file for part in unverified}))
 
     # --- digests
 
     async def _settle_digests(self, parts: Sequence[TensorPart]) -> None:
-        """Ask for the digest of every part, and queue those that the replica lacks.
+        """Request the digest of every part, and queue the parts that the replica lacks.
 
-        The first source tells. When it fails, the next one tells of all parts, so that no two are
-        mixed; it also tells of those that the first one lacks.
+        All come from the first source, and only those that it lacks from the next one. If a source
+        fails, the next one states all digests, so that two different models are not mixed.
         """
         rest = list(parts)
         for source in self._sources:
@@ -150,16 +150,16 @@ class Fetch:
             rest = list(parts) if lacking is None else lacking
         for part in rest:
             if part not in self._digests and self._replica.digest(part) is None:
-                raise self._out_of_reach(part)
+                raise self._unobtainable(part)
         self._plan.close()
-        self._tell()
+        self._wake()
 
     async def _ask_digests(
         self, source: str, parts: Sequence[TensorPart], tries: int
     ) -> list[TensorPart] | None:
-        """Ask a source for digests, `tries` times without any answer.
+        """Request digests from a source, in at most `tries` attempts in a row without an answer.
 
-        Returns the parts that it lacks, None when the source has failed.
+        Returns the parts that it lacks, None if the source failed.
         """
         waiting = deque(_batches(parts))
         lacking: list[TensorPart] = []
@@ -190,14 +190,14 @@ class Fetch:
         return [part for part, sha256 in zip(parts, digests, strict=True) if sha256 is None]
 
     async def _take_digest(self, part: TensorPart, sha256: str, source: str) -> None:
-        told, teller = self._digests.setdefault(part, (sha256, source))
-        if told != sha256:
+        known, first = self._digests.setdefault(part, (sha256, source))
+        if known != sha256:
             raise CheckpointError(
-                f"{self._name(teller)} and {self._name(source)} hold different weights under one "
+                f"{self._name(first)} and {self._name(source)} hold different weights under one "
                 f"model id ({self._model_id[:12]}): tensor {part.tensor} differs",
                 remedy="copy one checkpoint to both",
             )
-        if teller != source:
+        if first != source:
             return
         held = self._replica.digest(part)
         if held == sha256:
@@ -206,29 +206,29 @@ class Fetch:
             await self._writer.run(lambda: self._replica.drop(part))
             self._total_bytes += part.size_bytes
         self._plan.want(part)
-        self._tell()
+        self._wake()
         self._check_obtainable()
 
     # --- parts
 
     async def _fetch_from(self, source: str) -> None:
-        """Take parts from one source until it is given up, or this is cancelled."""
+        """Fetch parts from one source until it is dropped, or this is cancelled."""
         left = TRIES
         while source in self._plan.sources:
             if not self._plan.has_waiting:
                 await self._news.wait()
                 continue
-            had = self._came.get(source, 0)
+            had = self._fetched_bytes.get(source, 0)
             try:
                 async with self._open(source) as client:
                     await self._pull(source, client)
             except LinkError as error:
                 self._plan.lost(source)
                 self._failures[source] = str(error)
-                self._tell()
-                left = TRIES if self._came.get(source, 0) > had else left - 1
+                self._wake()
+                left = TRIES if self._fetched_bytes.get(source, 0) > had else left - 1
                 if not left:
-                    self._give_up(source)
+                    self._drop_source(source)
                 await asyncio.sleep(self._times.redial_s if left else 0)
 
     async def _pull(self, source: str, client: BulkClient) -> None:
@@ -245,42 +245,42 @@ class Fetch:
     async def _receive(
         self, source: str, client: BulkClient, request: int, part: TensorPart
     ) -> None:
-        """Take in one part and hold it if it is right; leave what another source has taken over."""
+        """Receive one part; record it if its digest matches, unless another source took over."""
         is_ours = self._plan.begin(part, source)
         try:
             if not is_ours:
-                await self._take_pieces(client, request, part, keep=False)
+                await self._receive_pieces(client, request, part, store=False)
                 return
-            sha256 = await self._take_pieces(client, request, part)
+            sha256 = await self._receive_pieces(client, request, part)
             if sha256 != self._digests[part][0]:
-                self._came_wrong(part, source, client)
+                self._reject_part(part, source, client)
                 return
-            await self._writer.run(partial(self._replica.hold, part, sha256))
+            await self._writer.run(partial(self._replica.record, part, sha256))
         except SourceRefused as refusal:
             self._failures[source] = str(refusal)
             if is_ours:
                 self._plan.bar(part)
-                self._tell()
+                self._wake()
                 self._check_obtainable()
             return
         finally:
             if is_ours:
-                self._under_way.pop(part, None)
-        self._came[source] = self._came.get(source, 0) + part.size_bytes
+                self._partial_bytes.pop(part, None)
+        self._fetched_bytes[source] = self._fetched_bytes.get(source, 0) + part.size_bytes
         self._plan.settled(part)
-        self._tell()
+        self._wake()
 
-    async def _take_pieces(
-        self, client: BulkClient, request: int, part: TensorPart, *, keep: bool = True
+    async def _receive_pieces(
+        self, client: BulkClient, request: int, part: TensorPart, *, store: bool = True
     ) -> str:
-        """Write a part as it comes, if it is to be kept; return its SHA-256 in hex."""
+        """Receive a part, and write it if `store` is set; return its SHA-256 in hex."""
         digest = hashlib.sha256()
         at = 0
         while at < part.size_bytes:
             piece = await client.piece(request, part.size_bytes - at)
-            if keep:
+            if store:
                 await self._writer.run(partial(self._write, part, at, piece, digest))
-                self._under_way[part] = at + len(piece)
+                self._partial_bytes[part] = at + len(piece)
                 self._report()
             at += len(piece)
         return digest.hexdigest()
@@ -289,36 +289,36 @@ class Fetch:
         self._replica.write(part, at, piece)
         digest.update(piece)
 
-    def _came_wrong(self, part: TensorPart, source: str, client: BulkClient) -> None:
-        """Give up a source whose part does not match its digest."""
-        self._has_come_wrong = True
+    def _reject_part(self, part: TensorPart, source: str, client: BulkClient) -> None:
+        """Drop a source whose part does not match its digest."""
+        self._has_mismatch = True
         self._failures[source] = (
-            f"its {part} is not what {self._name(self._digests[part][1])} holds: the checkpoints "
+            f"its {part} is not what {self._name(self._digests[part][1])} has: the checkpoints "
             "differ, or one is damaged"
         )
         client.link.abort("it sends wrong weights")
-        self._give_up(source)
+        self._drop_source(source)
 
-    def _give_up(self, source: str) -> None:
+    def _drop_source(self, source: str) -> None:
         self._log(f"no more weights from {self._name(source)}: {self._failures[source]}")
-        self._plan.leave(source)
-        self._tell()
+        self._plan.drop_source(source)
+        self._wake()
         self._check_obtainable()
 
     def _check_obtainable(self) -> None:
         part = self._plan.unobtainable()
         if part is not None:
-            raise self._out_of_reach(part)
+            raise self._unobtainable(part)
 
-    def _out_of_reach(self, part: TensorPart) -> ShardnetError:
+    def _unobtainable(self, part: TensorPart) -> ShardnetError:
         asked = "; ".join(
-            f"{self._name(source)}: {self._failures.get(source, 'does not hold it')}"
+            f"{self._name(source)}: {self._failures.get(source, 'does not have it')}"
             for source in self._sources
         )
-        kind = CheckpointError if self._has_come_wrong else PeerFailedError
+        kind = CheckpointError if self._has_mismatch else PeerFailedError
         return kind(
-            f"no node gives tensor {part.tensor} of model {self._model_id[:12]} "
-            f"({asked or 'nobody to ask'})",
+            f"no node sends tensor {part.tensor} of model {self._model_id[:12]} "
+            f"({asked or 'no node to ask'})",
             remedy="start a node that has the whole checkpoint, or copy one to those that differ",
         )
 
@@ -347,21 +347,21 @@ class Fetch:
         name = self._names.get(source)
         return f"{name} ({source})" if name else source
 
-    def _tell(self) -> None:
-        """Wake all who wait for something to fetch."""
+    def _wake(self) -> None:
+        """Wake all tasks that wait for a change of the plan."""
         self._news.set()
         self._news = asyncio.Event()
 
     @property
     def _done_bytes(self) -> int:
-        return sum(self._came.values()) + sum(self._under_way.values())
+        return sum(self._fetched_bytes.values()) + sum(self._partial_bytes.values())
 
     def _report(self) -> None:
         self._on_progress(self._done_bytes, self._total_bytes)
 
 
 def _batches(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:
-    """Cut a list of parts where it has come to DIGEST_BYTES or MAX_DIGESTS."""
+    """Split a list of parts into batches of at most DIGEST_BYTES and MAX_DIGESTS."""
     batches: list[list[TensorPart]] = []
     room = 0
     for part in parts:

@@ -1,6 +1,6 @@
 """Choose which nodes a model can be fetched from.
 
-Pure: decides by what nodes report of themselves.
+Pure: decides by the reports of the nodes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from shardnet.types import NodeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSource:
-    """What a node has for a path or of a model: `model_id` "" for nothing.
+    """The model that a node has at a path or under an id: `model_id` "" for none.
 
-    `is_complete`: a checkpoint folder of its own, not parts that came from other nodes.
+    `is_complete`: a whole checkpoint folder, not a replica with some parts.
     """
 
     node: NodeId
@@ -29,7 +29,7 @@ class ReplicaSource:
 def check_same_model(sources: Sequence[ReplicaSource]) -> None:
     """Check that all nodes with a checkpoint folder have the same model.
 
-    Raises PlanError that names two nodes and what they have.
+    Raises PlanError, which names two nodes that differ and their models.
     """
     complete = [source for source in sources if source.is_complete]
     for source in complete:
@@ -43,9 +43,9 @@ def check_same_model(sources: Sequence[ReplicaSource]) -> None:
 
 
 def agreed(sources: Sequence[ReplicaSource]) -> list[ReplicaSource]:
-    """Return the nodes that have the model; those with a checkpoint folder, if any, alone.
+    """Return the nodes with a checkpoint folder of the model, else those with replicas.
 
-    Raises PlanError when they have different ones.
+    Raises PlanError if their models differ.
     """
     check_same_model(sources)
     complete = [source for source in sources if source.is_complete]
@@ -54,17 +54,17 @@ def agreed(sources: Sequence[ReplicaSource]) -> list[ReplicaSource]:
         if source.model_id != having[0].model_id:
             raise PlanError(
                 f"{having[0].name} and {source.name} have parts of different models "
-                f"({having[0].model_id[:12]}, {source.model_id[:12]}) and nobody has a whole "
+                f"({having[0].model_id[:12]}, {source.model_id[:12]}) and no node has a whole "
                 "checkpoint",
-                remedy="start a node that does",
+                remedy="start a node that has one",
             )
     return having
 
 
 def choose_sources(model_id: str, sources: Sequence[ReplicaSource], limit: int) -> list[str]:
-    """Return at most `limit` addresses to fetch a model from, nodes that have all of it first.
+    """Return at most `limit` addresses to fetch a model from, nodes with the whole model first.
 
-    Every stage gets this order, so that the first settles the digests for all of them.
+    Every stage gets this order, so that all take the digests from the same source.
     """
     having = [source for source in sources if source.model_id == model_id and source.address]
     having.sort(key=lambda source: not source.is_complete)

@@ -1,12 +1,12 @@
-"""How fast a node may send weights: so many bytes per second over all links together.
+"""Limit the rate at which a node sends weights, over all links together.
 
-Pure: is told the time, and says how long to wait.
+Pure: takes the time, and returns how long to wait.
 """
 
 from __future__ import annotations
 
 BURST_S = 0.25
-"""What was not sent for so long may be sent later; more is lost."""
+"""Unused rate of at most this time may be used later."""
 
 
 class SendRate:
@@ -17,7 +17,7 @@ class SendRate:
         self._free_at: float | None = None
 
     def book(self, n_bytes: int, now: float) -> float:
-        """Book `n_bytes` behind what was booked before; return the seconds to wait with sending."""
+        """Reserve `n_bytes` at the time `now` (s); return the seconds to wait before sending."""
         if self._bytes_per_s is None:
             return 0.0
         earliest = now - BURST_S
@@ -26,7 +26,7 @@ class SendRate:
         return max(0.0, self._free_at - now)
 
     def piece_bytes(self, largest: int) -> int:
-        """How much to send at one time, at most `largest`, so that a receiver sees progress."""
+        """Return the bytes to send at one time: `largest`, fewer at a low rate, for progress."""
         if self._bytes_per_s is None:
             return largest
         return max(1, min(largest, int(self._bytes_per_s / 4)))

@@ -1,6 +1,7 @@
-"""Weight sharing: models that are on some node come to those that need them.
+"""Weight sharing: fetch models from the nodes that have them, and serve them to others.
 
-Knows whom to ask for a model, and that what came stays. Must not plan, nor know rings or clients.
+Knows which nodes to ask for a model, and that fetched parts are cached. Must not plan, nor know
+rings or clients.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, Node
 from shardnet.wire.messages.stages import LoadStage
 
 PEER_ANSWER_S = 3.0
-"""How long a node that need not be in the ring may take to say which model it has."""
+"""Timeout for asking a node outside the ring which model it has."""
 CLOSE_S = 3.0
-"""How long a node that leaves waits for what is being put away."""
+"""How long a node that leaves waits for disk writes."""
 REPORT_S = 0.5
-"""How often a node tells how far a fetch is, whether it moves or not."""
+"""Interval between progress reports of a fetch, also without progress."""
 MAX_BULK_LINKS = 32
 """Bulk links that this node serves at one time."""
 
 FetchProgress = Callable[[int, int], None]
-"""Takes (bytes come, bytes to come in all)."""
+"""Takes (bytes fetched, bytes to fetch in all)."""
 
 
 class Sharing:
-    """Finds models on this node and others, gives them, and fetches them into `cache`.
+    """Finds models on this node and others, serves them, and fetches them into `cache`.
 
-    `dial` opens a bulk link. `rate` is how fast this node gives.
+    `node` and `name` are those of this node. `dial` opens a bulk link to an address. `rate` limits
+    how fast this node sends.
     """
 
     def __init__(
@@ -85,10 +87,10 @@ class Sharing:
         self._idle = asyncio.Event()
         self._in_use: ModelUse | None = None
 
-    # --- what others ask
+    # --- requests of other nodes
 
     async def answer(self, message: IdentifyModel) -> ModelIdentity:
-        """Say what this node itself has for a path, or of a model."""
+        """Answer which model this node has at a path, or under an id."""
         facts = await self._disk.run(partial(self._models.at, message.model))
         if message.model_id and (facts is None or not facts.is_complete):
             facts = await self._disk.run(partial(self._models.by_id, message.model_id))
@@ -99,27 +101,30 @@ class Sharing:
         )
 
     def check_hello(self, hello: Hello) -> None:
-        """Raise UsageError or BusyError for a bulk link that this node does not serve."""
+        """Raise UsageError for a bulk link of a client, BusyError if there are too many."""
         if hello.role is not PeerRole.NODE:
-            raise UsageError("a bulk link is for weights between nodes, and this is a client's")
+            raise UsageError("weights go from node to node, and a client has no use for them")
         if len(self._links) >= MAX_BULK_LINKS:
-            raise BusyError(f"this node gives weights over {MAX_BULK_LINKS} links already")
+            raise BusyError(
+                f"this node sends weights over {MAX_BULK_LINKS} links already",
+                remedy="try again later",
+            )
 
     async def serve(self, link: Link) -> None:
-        """Give weights on a bulk link until it ends."""
+        """Serve weights on a bulk link until it ends."""
         self._links.add(link)
         try:
             with self._at_work():
                 await self._server.serve(link)
         except ShardnetError as error:
             if not link.closed:
-                self._log(f"stopped giving weights: {error}")
+                self._log(f"stopped sending weights: {error}")
             link.abort("the fetch has ended")
         finally:
             self._links.discard(link)
 
     async def close(self) -> None:
-        """End what is given and, when what was fetched has been put away, the thread."""
+        """Close all bulk links, wait up to CLOSE_S for disk writes, and end the disk thread."""
         await asyncio.gather(*(link.close() for link in [*self._links]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -129,62 +134,64 @@ class Sharing:
         self.release()
         self._disk.close()
 
-    # --- what this node asks
+    # --- requests of this node
 
     async def identify(self, model: str) -> ModelFacts:
-        """Look at the model that a path means: the folder here, else what the peers have there.
+        """Identify the model at the path `model`: from the folder here, else from the peers.
 
-        Fetches what it is without its tensors. Raises CheckpointError when nobody has it, PlanError
-        when the peers have different models there.
+        Fetches its headers into the cache, but no tensors. Raises CheckpointError if no node has
+        it, PlanError if the peers have different models there.
         """
         own = await self._disk.run(partial(self._models.at, model))
         if own is not None and own.is_complete:
             return own
         answers = await self._ask_peers(self._peers.links.linked(), model, "")
-        holders = agreed(
+        replicas = agreed(
             [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
         )
-        if not holders:
+        if not replicas:
             if own is None:
-                raise _nobody_has(model, self._name, answers)
+                raise _not_found(model, self._name, answers)
             return own
-        model_id = holders[0].model_id
+        model_id = replicas[0].model_id
         if own is not None and own.model_id == model_id:
             return own
-        sources = [holder.address for holder in holders]
-        folder = await self._have_replica(model, model_id, sources)
-        return await self._disk.run(partial(self._models.look_at, folder))
+        sources = [source.address for source in replicas]
+        folder = await self._find_or_begin_replica(model, model_id, sources)
+        return await self._disk.run(partial(self._models.inspect, folder))
 
-    async def holders(
+    async def sources(
         self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
     ) -> list[ReplicaSource]:
-        """Ask the nodes of a plan what they have and, where one lacks the model, all peers too.
+        """Find the nodes that have a model: those of a plan and, if one lacks it, all peers.
 
-        Raises what a node of the plan raises; other peers that fail to answer are left out.
+        `model` is the path requested, `facts` those of the model found for it. Returns the nodes of
+        the plan first, in order, also those without the model. Raises the error of a plan's node
+        that does not answer; other peers that fail to are left out.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                asks = [tasks.create_task(self._look_at_node(facts, model, node)) for node in nodes]
+                asks = [tasks.create_task(self._ask_node(facts, model, node)) for node in nodes]
         except* ShardnetError as group:
             raise first_error(group) from None
         found = [ask.result() for ask in asks]
-        if all(holder.is_complete for holder in found):
+        if all(source.is_complete for source in found):
             return found
-        known = {holder.node for holder in found}
+        known = {source.node for source in found}
         rest = [c for c in self._peers.links.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
 
     async def control(self, node: NodeInfo) -> ControlLink:
-        """Return the control link to another node."""
+        """Return the control link to another node, dialled if need be."""
         control = self._peers.links.link_of(NodeId(node.node))
         return control if control is not None else await self._peers.link_to(node.address)
 
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Return a folder with the tensors of a stage, fetched if they are not on this machine.
 
-        The folder is not deleted before the next order, or `release`. Raises CheckpointError when
-        this node has another model at that path, and what fetching raises.
+        The folder is not deleted before the next order, or `release`. Raises CheckpointError if
+        this node has another model at that path; as Fetch.run if fetching fails.
         """
         facts = await self._disk.run(partial(self._models.at, order.model))
         if facts is None or not facts.is_complete:
@@ -210,33 +217,33 @@ class Sharing:
         try:
             async with asyncio.TaskGroup() as tasks:
                 repeating = tasks.create_task(repeat())
-                folder = await self._bring(order, report)
+                folder = await self._fetch_stage(order, report)
                 repeating.cancel()
         except* ShardnetError as group:
             raise first_error(group) from None
         return folder
 
-    async def _bring(self, order: LoadStage, on_progress: FetchProgress) -> Path:
-        """Have the replica of a model with the tensors of a stage, in use from now on."""
-        with contextlib.ExitStack() as unless_it_is_kept:
+    async def _fetch_stage(self, order: LoadStage, on_progress: FetchProgress) -> Path:
+        """Fetch the tensors of a stage into the model's replica, which is in use from now on."""
+        with contextlib.ExitStack() as unless_fetched:
             use = await self._disk.run(partial(self._cache.use, order.model_id))
-            unless_it_is_kept.callback(use.close)
-            folder = await self._have_replica(order.model, order.model_id, order.sources)
+            unless_fetched.callback(use.close)
+            folder = await self._find_or_begin_replica(order.model, order.model_id, order.sources)
             await self._fetch(folder, order, on_progress)
             self.release()
             self._in_use = use
-            unless_it_is_kept.pop_all()
+            unless_fetched.pop_all()
         return folder
 
     def release(self) -> None:
-        """Let the replica that was used last be deleted when its room is needed."""
+        """Allow the replica used last to be evicted."""
         if self._in_use is not None:
             self._in_use.close()
             self._in_use = None
 
     # --- asking
 
-    async def _look_at_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> ReplicaSource:
+    async def _ask_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> ReplicaSource:
         if node.node == self._node:
             return ReplicaSource(
                 node=self._node,
@@ -250,7 +257,7 @@ class Sharing:
     async def _ask_peers(
         self, controls: Sequence[ControlLink], model: str, model_id: str
     ) -> dict[str, ReplicaSource | str]:
-        """Ask peers what they have; return by name what each has, or why it did not say."""
+        """Ask peers for the model; return by name what each has, or why it did not answer."""
 
         async def ask(control: ControlLink) -> ReplicaSource | str:
             address = self._peers.address_of(NodeId(control.link.peer.node))
@@ -280,10 +287,12 @@ class Sharing:
 
     # --- fetching
 
-    async def _have_replica(self, model: str, model_id: str, sources: Sequence[str]) -> Path:
-        """Return the replica of a model, begun with what one of the sources tells if need be.
+    async def _find_or_begin_replica(
+        self, model: str, model_id: str, sources: Sequence[str]
+    ) -> Path:
+        """Return the replica of a model, begun from one of the sources if need be.
 
-        The path `model` means it from now on.
+        Records that the path `model` means it.
         """
         folder = await self._disk.run(partial(self._cache.find, model_id))
         if folder is None:
@@ -303,13 +312,13 @@ class Sharing:
             except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
                 failures.append(str(error))
         raise PeerFailedError(
-            f"no node tells what model {model_id[:12]} is: "
-            f"{'; '.join(failures) or 'nobody to ask'}",
+            f"no node sends the headers of model {model_id[:12]}: "
+            f"{'; '.join(failures) or 'no node to ask'}",
             remedy="start a node that has its checkpoint",
         )
 
     async def _fetch_skeleton(self, client: BulkClient, model_id: str) -> Path:
-        """Fetch the files of a model without their tensors, as a replica that has none yet."""
+        """Fetch the headers of a model's files into a new replica without tensors."""
         heads = await client.skeleton()
         check_heads(heads, client.name)
         with self._at_work(), self._cache.staging() as staged:
@@ -356,7 +365,7 @@ class Sharing:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Have `close` wait for what is done meanwhile."""
+        """Make `close` wait for the work inside."""
         self._n_at_work += 1
         try:
             yield
@@ -367,7 +376,7 @@ class Sharing:
                 self._idle = asyncio.Event()
 
 
-def _nobody_has(
+def _not_found(
     model: str, name: str, answers: Mapping[str, ReplicaSource | str]
 ) -> CheckpointError:
     said = "; ".join(

@@ -1,7 +1,6 @@
-"""Cache the digests of checkpoint parts on this node, until their file changes.
+"""Cache the digests of checkpoint parts on disk, until their file changes.
 
-Knows the file they are kept in, one per checkpoint folder. Must not know links. One thread at a
-time.
+Knows the cache file, one per checkpoint folder. Must not know links. One thread at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shardnet.checkpoint.replica_journal import FileStamp
 
 
 class DigestCache:
-    """SHA-256 of parts, in hex. An entry is valid as long as its file has the same stamp."""
+    """SHA-256 of parts, in hex. An entry is valid while its file has the same stamp."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,15 +26,15 @@ class DigestCache:
 
     @classmethod
     def for_checkpoint(cls, cache: Path, folder: Path) -> DigestCache:
-        """Open the digests of a checkpoint folder, kept below the folder `cache`."""
+        """Open the digests of the checkpoint `folder`, stored below the folder `cache`."""
         name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         return cls(cache / "digests" / f"{name[:32]}.jsonl")
 
     def digest(self, part: TensorPart, files: TensorFiles) -> str:
-        """Return the digest of a part, computed from `files` unless it is known.
+        """Return the digest of a part, computed from `files` unless it is cached.
 
-        Raises CheckpointError when the part cannot be read. A digest that cannot be
-        stored is no error: it is computed again.
+        Raises CheckpointError if the part cannot be read. A digest that cannot be stored is no
+        error: it is computed again.
         """
         stamp = files.stamp(part.file)
         known = self._known.get((part.tensor, part.number))

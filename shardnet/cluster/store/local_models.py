@@ -1,7 +1,7 @@
-"""The models that are on this machine: checkpoint folders by path, replicas by id.
+"""Find the models on this machine: checkpoint folders by path, replicas by id.
 
-Knows which folder a path or an id means here. Blocks on the disk: to be called on a thread for
-that, always the same one. Must not know other nodes.
+Knows which folder a path or an id means here. Blocks on the disk: to be called on one thread for
+that. Must not know other nodes.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ class LocalModels:
         self._facts: dict[Path, ModelFacts] = {}
 
     def at(self, model: str) -> ModelFacts | None:
-        """Look at what the path `model` means here: the folder there, else the replica that stood
-        for it last.
+        """Inspect the checkpoint at the path `model`, else the replica last used for that path.
 
-        None where there is neither. Raises CheckpointError for a folder that is damaged.
+        None if there is neither. Raises CheckpointError if the folder is damaged.
         """
         folder = find_folder(model)
         if folder is None:
             model_id = self._cache.recall(model)
             folder = self._cache.find(model_id) if model_id is not None else None
-            facts = self.look_at(folder) if folder is not None else None
+            facts = self.inspect(folder) if folder is not None else None
             # A replica of an earlier release lacks bytes that the id covers today.
             return facts if facts is not None and facts.model_id == model_id else None
-        return self.look_at(folder)
+        return self.inspect(folder)
 
     def by_id(self, model_id: str) -> ModelFacts | None:
-        """Find a model by its id: a checkpoint folder that was looked at before, else a replica."""
+        """Find a model by its id: a checkpoint folder inspected before, else a replica."""
         for facts in [*self._facts.values()]:
             if facts.model_id == model_id and facts.is_complete and os.path.exists(facts.path):
-                now = self.look_at(facts.path)
+                now = self.inspect(facts.path)
                 if now.model_id == model_id:
                     return now
         folder = self._cache.find(model_id)
-        return self.look_at(folder) if folder is not None else None
+        return self.inspect(folder) if folder is not None else None
 
     def open(self, model_id: str) -> OpenModel:
-        """Open a model to read parts of it. Raises CheckpointError when it is not here."""
+        """Open a model to read parts of it. Raises CheckpointError if it is not on this machine."""
         facts = self.by_id(model_id)
         if facts is None:
             raise CheckpointError(
@@ -67,8 +66,8 @@ class LocalModels:
             unless_it_opens.pop_all()
         return opened
 
-    def look_at(self, folder: Path) -> ModelFacts:
-        """Look at a folder, again only when it has changed."""
+    def inspect(self, folder: Path) -> ModelFacts:
+        """Identify the model in a folder; cached until the folder changes."""
         known = self._facts.get(folder)
         if known is None or known.stamp != stamp(folder):
             known = self._facts[folder] = identify(folder)
@@ -76,7 +75,7 @@ class LocalModels:
 
 
 class OpenModel:
-    """An open model of this machine: a folder with cached `digests`, or a replica in `use`."""
+    """A model opened for reading: a folder with cached `digests`, or a replica in `use`."""
 
     def __init__(
         self, folder: Path, *, digests: DigestCache | None = None, use: ModelUse | None = None
@@ -87,16 +86,16 @@ class OpenModel:
         self.files = TensorFiles(self.checkpoint.folder)
 
     def part(self, tensor: str, number: int) -> TensorPart:
-        """Find a part that is here. Raises CheckpointError when it is not."""
+        """Locate part `number` of a tensor. Raises CheckpointError if it is not stored here."""
         part = part_of(self.checkpoint, tensor, number)
-        if not self._holds(part):
+        if not self._has(part):
             raise CheckpointError(f"{part} of model {self.checkpoint.model_id[:12]} is not here")
         return part
 
     def digest(self, tensor: str, number: int) -> str | None:
-        """Return the SHA-256 of a part in hex, None when it is not here.
+        """Return the SHA-256 of part `number` of a tensor in hex, None if it is not stored here.
 
-        Raises CheckpointError when the model has no such part, or it cannot be read.
+        Raises CheckpointError if the model has no such part, or it cannot be read.
         """
         part = part_of(self.checkpoint, tensor, number)
         if self._digests is not None:
@@ -104,12 +103,12 @@ class OpenModel:
         return self._journalled(part)
 
     def close(self) -> None:
-        """Close the files and end the use."""
+        """Close the files, and allow the replica to be deleted."""
         self.files.close()
         if self._use is not None:
             self._use.close()
 
-    def _holds(self, part: TensorPart) -> bool:
+    def _has(self, part: TensorPart) -> bool:
         return self.checkpoint.journal is None or self._journalled(part) is not None
 
     def _journalled(self, part: TensorPart) -> str | None:

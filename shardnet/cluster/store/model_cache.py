@@ -1,7 +1,7 @@
-"""The models that came from other nodes: replicas on this machine's disk, within a size limit.
+"""Cache replicas, models fetched from other nodes, on disk within a size limit.
 
-Knows where replicas lie, which are in use by any process of this machine, and which to give up
-first. Must not know links, nor what is inside a replica.
+Knows where replicas are, which are in use by any process of this machine, and which to evict first.
+Must not know links, nor the content of a replica.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from shardnet.errors import BusyError, CapacityError, UsageError
 from shardnet.files import DiskShare, write_whole
 
 DEFAULT_SHARE_OF_DISK = 0.5
-"""Without a limit replicas take at most this share of what the disk has left beside them."""
+"""Without a limit, replicas take at most this share of the disk's free space and their own."""
 LEFTOVER_S = 86400.0
-"""What is half made for longer than this is nobody's."""
+"""Temporary folders older than this are left over from killed processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedModel:
-    """A replica. `name` is the path it was last asked for by, `used_s` when, seconds since 1970."""
+    """A cached replica. `name` is the path it was last requested by, `used_s` the time (Unix, s).
+
+    `size_bytes` counts the bytes on disk, `whole_bytes` those of the whole model.
+    """
 
     model_id: str
     name: str
@@ -41,7 +44,7 @@ class CachedModel:
 
 
 class ModelCache:
-    """The replicas below `folder`, of which `limit_bytes` may stay."""
+    """The replicas below `folder`, at most `limit_bytes` in all (None: a share of the disk)."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder
@@ -50,15 +53,15 @@ class ModelCache:
         self._paths = folder / "paths"
 
     def find(self, model_id: str) -> Path | None:
-        """Return the folder of a replica, None where there is none."""
+        """Return the folder of a replica, None if there is none."""
         folder = self._models / model_id
         return folder if _is_id(model_id) and os.path.isdir(folder) else None
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """Give an empty folder beside the replicas; what is left of it is deleted in the end.
+        """Create a temporary folder beside the replicas, deleted at the end unless installed.
 
-        Raises CapacityError or CheckpointError when it cannot be made.
+        Raises CapacityError or CheckpointError if it cannot be created.
         """
         try:
             self._models.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,7 +74,10 @@ class ModelCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def install(self, staged: Path, model_id: str) -> Path:
-        """Give a staged replica its place, unless one is there by now. Returns the place."""
+        """Move a staged replica to its folder, unless one is there by now; return that folder.
+
+        Raises CapacityError or CheckpointError if it cannot be moved.
+        """
         folder = self._models / model_id
         try:
             staged.rename(folder)
@@ -83,12 +89,12 @@ class ModelCache:
     # --- which path means which model
 
     def remember(self, path: str, model_id: str) -> None:
-        """Note that a path meant this model, for `recall`. Failing to is no error."""
+        """Record that a path meant this model, for `recall`. Failing to is no error."""
         with contextlib.suppress(OSError):
             write_whole(self._hint(path), json.dumps({"path": path, "id": model_id}).encode())
 
     def recall(self, path: str) -> str | None:
-        """Return the id of the model that a path meant last, None where that is not known."""
+        """Return the id of the model that a path meant last, None if unknown."""
         hint = _read_hint(self._hint(path))
         return hint[1] if hint is not None and hint[0] == path else None
 
@@ -99,16 +105,16 @@ class ModelCache:
     # --- use and eviction
 
     def use(self, model_id: str) -> ModelUse:
-        """Keep a replica from being deleted, by any process, until the use is closed."""
+        """Protect a replica from deletion, by any process, until the use is closed."""
         try:
             return ModelUse(self._lock_path(model_id))
         except OSError as error:
             raise disk_error(error, self._models) from error
 
     def models(self) -> list[CachedModel]:
-        """Return all replicas, the one used last first.
+        """List all replicas, the one used last first.
 
-        Raises CheckpointError when the folder cannot be looked at.
+        Raises CheckpointError if the folder cannot be read.
         """
         try:
             names = {model_id: path for path, model_id in self._hints()}
@@ -122,9 +128,9 @@ class ModelCache:
         return sorted(found, key=lambda model: -model.used_s)
 
     def remove(self, model_id: str) -> int:
-        """Delete a replica; return the bytes that are free now.
+        """Delete a replica; return the bytes freed.
 
-        Raises BusyError while a process of this machine uses it, UsageError when it is not there.
+        Raises BusyError if a process of this machine uses it, UsageError if there is none.
         """
         folder = self.find(model_id)
         if folder is None:
@@ -149,9 +155,10 @@ class ModelCache:
         return freed
 
     def make_room(self, n_bytes: int, keep: str) -> list[CachedModel]:
-        """Delete what was used longest ago until `n_bytes` more fit; return what was deleted.
+        """Evict the least recently used replicas until `n_bytes` more fit; return the evicted ones.
 
-        Models in use and `keep` stay. Raises CapacityError when that is not enough.
+        Replicas in use and the one with the id `keep` stay. Raises CapacityError if that is not
+        enough, CheckpointError if the folder cannot be read.
         """
         self._sweep()
         models = self.models()
@@ -187,7 +194,7 @@ class ModelCache:
         return deleted
 
     def _sweep(self) -> None:
-        """Delete what processes that were killed have left half made or half deleted."""
+        """Delete temporary folders that killed processes have left."""
         for folder in [*self._models.glob(".new-*"), *self._models.glob(".old-*")]:
             with contextlib.suppress(OSError):
                 if folder.stat().st_mtime < time.time() - LEFTOVER_S:
@@ -218,7 +225,7 @@ class ModelCache:
 
 
 class ModelUse:
-    """A replica in use: a lock that others can share and that deleting needs alone.
+    """A shared lock on a replica; deletion needs it exclusively.
 
     Lock files stay when a replica is deleted: a new file would be another lock.
     """
@@ -249,7 +256,7 @@ def _read_hint(file: Path) -> tuple[str, str] | None:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Bytes on disk; sparse files count as what they take."""
+    """Return the bytes on disk, without the holes of sparse files."""
     return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
 
 
@@ -262,7 +269,7 @@ def _is_locked(lock: Path) -> bool:
 
 
 def _lock_shared(file: int) -> None:
-    """Lock an open file, as others may too; waits while a replica is being deleted.
+    """Lock an open file, shared; waits while a replica is being deleted.
 
     Locks belong to the open file and end with it, so they hold within one process as well.
     """
@@ -273,7 +280,7 @@ def _lock_shared(file: int) -> None:
 
 
 def _lock_alone(file: int) -> bool:
-    """Lock an open file against all others. Returns False when somebody has it."""
+    """Lock an open file exclusively; return False if it is locked already."""
     if sys.platform == "win32":
         return True
     import fcntl

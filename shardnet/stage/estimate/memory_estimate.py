@@ -182,7 +182,10 @@ def activation_peak_bytes(
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
-    """Return the peak bytes of `rows` rows that wait while a streamed layer computes others."""
+    """Return the peak bytes of `rows` rows that wait while a streamed layer computes others.
+
+    `context` bounds the positions of one sequence.
+    """
     hidden = rows * config.hidden_size * dtype.size_bytes
     n_masks = len(set(config.windows)) or 1
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes

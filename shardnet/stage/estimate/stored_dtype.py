@@ -1,6 +1,6 @@
-"""Whether a checkpoint stores the weights of linear layers in the dtype a kernel needs.
+"""The dtype in which a checkpoint stores linear weights, and whether a kernel computes with it.
 
-Knows headers. Must not know torch: the planner asks here. Only such layers can be streamed
+Knows headers. Must not know torch: the planner calls it. Only such layers can be streamed
 (streaming/layer_stream.py) without quantisation; others would have to be converted at every step.
 """
 
@@ -51,7 +51,7 @@ def linear_dtype(checkpoint: Checkpoint) -> DType | None:
 
 
 def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
-    """Return the form in which a stage holds the checkpoint's weights with the kernel `choice`."""
+    """Return the form of the checkpoint's weights in memory with the kernel `choice`."""
     stays = linear_dtype(checkpoint) is choice.stored_dtype
     return WeightForm(
         dtype=choice.dtype,

@@ -27,7 +27,7 @@ def book() -> PeerTable:
 
 def told(node: NodeId = Z, *addresses: str, now: float = 0.0) -> PeerTable:
     made = book()
-    made.tell(node, node, addresses or (HERE,), source=MDNS, now=now)
+    made.add_report(node, node, addresses or (HERE,), source=MDNS, now=now)
     return made
 
 
@@ -59,7 +59,7 @@ def test_a_linked_node_is_tried_until_its_best_address_is_known() -> None:
     assert due(known, 1.0) == [Z]
     known.answered(Z, HERE, 0.001, {})
     assert due(known, 1.0) == []
-    known.tell(Z, "zoe", (HERE, THERE), source=Z, now=2.0)  # it has another address now
+    known.add_report(Z, "zoe", (HERE, THERE), source=Z, now=2.0)  # it has another address now
     assert due(known, 3.0) == [Z]
     known.answered(Z, THERE, 0.001, {HERE: "no answer"})
     assert due(known, 3.0) == []
@@ -86,9 +86,9 @@ def test_news_make_a_node_worth_another_attempt() -> None:
     known = told(Z)
     for _ in range(5):
         known.failed(Z, {}, 10.0)
-    known.tell(Z, "zoe", (HERE,), source=A, now=10.1)
+    known.add_report(Z, "zoe", (HERE,), source=A, now=10.1)
     assert due(known, 10.1) == []  # nothing new
-    known.tell(Z, "zoe", (THERE,), source=A, now=10.2)
+    known.add_report(Z, "zoe", (THERE,), source=A, now=10.2)
     assert due(known, 10.2) == [Z]
     assert entry(known).addresses == (HERE, THERE)
 
@@ -96,7 +96,7 @@ def test_news_make_a_node_worth_another_attempt() -> None:
 def test_a_lost_node_is_tried_again_and_forgotten_when_nobody_tells_of_it() -> None:
     known = told(Z)
     known.linked(Z, "zoe", 0.0, dialled_at="")
-    known.tell(Z, "zoe", (THERE,), source=Z, now=0.0)
+    known.add_report(Z, "zoe", (THERE,), source=Z, now=0.0)
     known.answered(Z, THERE, 0.001, {})
     known.lost(Z, 100.0)
     assert due(known, 100.0) == [Z]
@@ -115,7 +115,7 @@ def test_a_node_that_a_record_speaks_of_is_never_forgotten() -> None:
 def test_what_a_lost_peer_told_counts_only_for_a_while() -> None:
     known = book()
     known.linked(A, "ann", 0.0, dialled_at=THERE)
-    known.tell(Z, "zoe", (HERE,), source=A, now=0.0)
+    known.add_report(Z, "zoe", (HERE,), source=A, now=0.0)
     known.lost(A, 10.0)
     assert due(known, 10.0 + HESITATE_S) == [A, Z]
     assert due(known, 11.0 + PATIENCE_S) == []
@@ -123,10 +123,10 @@ def test_what_a_lost_peer_told_counts_only_for_a_while() -> None:
 
 def test_a_list_of_peers_takes_the_place_of_the_one_before() -> None:
     known = told(Z)
-    known.tell(Z, "zoe", (THERE,), source=A, now=0.0)
-    known.keep_only([Z], source=A, now=1.0)
+    known.add_report(Z, "zoe", (THERE,), source=A, now=0.0)
+    known.retract_others([Z], source=A, now=1.0)
     assert entry(known).addresses == (HERE, THERE)
-    known.keep_only([], source=A, now=2.0)
+    known.retract_others([], source=A, now=2.0)
     assert entry(known).addresses == (HERE,)
 
 
@@ -137,7 +137,7 @@ def test_a_refused_node_is_kept_with_the_reason_and_not_tried() -> None:
     assert due(known, 10.0) == []
     assert known.next_due() is None
     assert entry(known).refusal == "another key"
-    known.tell(Z, "zoe", (HERE,), source=MDNS, now=20.0)
+    known.add_report(Z, "zoe", (HERE,), source=MDNS, now=20.0)
     assert due(known, 20.0) == [Z]
 
 
@@ -145,7 +145,7 @@ def test_the_dialled_address_is_used_until_a_better_one_has_answered() -> None:
     known = book()
     known.linked(Z, "zoe", 0.0, dialled_at="nas.lan:1")
     assert entry(known).address == "nas.lan:1"
-    known.tell(Z, "zoe", (HERE,), source=Z, now=0.0)
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=0.0)
     assert entry(known).announced == (HERE,)
     assert set(entry(known).addresses) == {HERE, "nas.lan:1"}
     assert due(known, 0.0) == [Z]
@@ -155,7 +155,7 @@ def test_an_address_that_two_nodes_claim_belongs_to_none() -> None:
     known = book()
     for node in (A, Z):
         known.linked(node, node, 0.0, dialled_at="")
-        known.tell(node, node, (HERE,), source=node, now=0.0)
+        known.add_report(node, node, (HERE,), source=node, now=0.0)
     assert known.owner_of(HERE) is None
     known.lost(A, 1.0)
     assert known.owner_of(HERE) is entry(known)
@@ -164,7 +164,7 @@ def test_an_address_that_two_nodes_claim_belongs_to_none() -> None:
 def test_scopes_of_other_machines_do_not_matter() -> None:
     known = book()
     known.linked(Z, "zoe", 0.0, dialled_at="")
-    known.tell(Z, "zoe", ("[fe80::1%2]:7433",), source=MDNS, now=0.0)
+    known.add_report(Z, "zoe", ("[fe80::1%2]:7433",), source=MDNS, now=0.0)
     assert known.owner_of("[fe80::1%eth0]:7433") is entry(known)
     assert known.owner_of("[fe80::2%2]:7433") is None
 
@@ -172,7 +172,7 @@ def test_scopes_of_other_machines_do_not_matter() -> None:
 def test_the_book_has_an_end() -> None:
     known = book()
     for number in range(MAX_KNOWN + 50):
-        known.tell(NodeId(f"n{number}"), "n", (HERE,), source=MDNS, now=0.0)
+        known.add_report(NodeId(f"n{number}"), "n", (HERE,), source=MDNS, now=0.0)
     assert len(known.known()) == MAX_KNOWN
 
 
@@ -191,7 +191,7 @@ def test_whoever_is_due_has_addresses_and_is_wanted(changes: list[Change]) -> No
     for now, (change, node) in enumerate(changes):
         match change:
             case "tell":
-                known.tell(node, node, (HERE,), source=A, now=now)
+                known.add_report(node, node, (HERE,), source=A, now=now)
             case "retract":
                 known.retract(node, source=A, now=now)
             case "link":

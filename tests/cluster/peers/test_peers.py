@@ -514,7 +514,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             b.run(a.address)
             for member, others in ((a, "bc"), (c, "ab")):
                 await member.until_linked(*others)
-            await a.until(lambda: "c" in a.report("b").told_by)
+            await a.until(lambda: "c" in a.report("b").reported_by)
             lost: list[ShardnetError] = []
             control = a.peers.links.link_of(b.node)
             assert control is not None
@@ -526,7 +526,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             assert len(lost) == 1
             assert a.said("node b is gone") == 1
             assert not a.report("b").is_linked
-            await a.until(lambda: "c" not in a.report("b").told_by)
+            await a.until(lambda: "c" not in a.report("b").reported_by)
             a.peers.links.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
 

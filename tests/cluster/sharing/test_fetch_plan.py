@@ -61,7 +61,7 @@ def test_whatever_happens_every_part_is_settled_once_or_is_out_of_reach(
                 work.lost(source)
             case "leave":
                 asked[source].clear()
-                work.leave(source)
+                work.drop_source(source)
     assert len(set(settled)) == len(settled)
     if work.finished:
         assert set(settled) == {part(number) for number in range(n_parts)}

@@ -181,10 +181,10 @@ def test_what_is_all_here_needs_no_source(source: Path, folder: Path, tmp_path: 
         assert (await fetch(sources, folder, tensors, "anna")).n_bytes == 0
         assert (await fetch(sources, folder, tensors)).n_bytes == 0
         with pytest.raises(
-            PeerFailedError, match=r"no node gives .* \(anna: nothing answers at an"
+            PeerFailedError, match=r"no node sends .* \(anna: nothing answers at an"
         ):
             await fetch(sources, folder, layers(source, 1, 2), "anna")
-        with pytest.raises(PeerFailedError, match="nobody to ask"):
+        with pytest.raises(PeerFailedError, match="no node to ask"):
             await fetch(sources, folder, layers(source, 1, 2))
 
     run(scenario)

@@ -47,7 +47,7 @@ class Sources:
         """Let a real source with a checkpoint, or a replica of a cache, answer."""
         models = LocalModels(ModelCache(cache))
         if folder.exists():
-            models.look_at(folder)
+            models.inspect(folder)
         self.serves[name] = BulkServer(models, self.disk, SendRate(None), time.monotonic).serve
 
     def script(self, name: str, script: Script) -> None:
