@@ -254,7 +254,7 @@ class SamplingParams:
 
     Temperature 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition penalty of 1 and other
     penalties of 0 are off. `logit_bias` has (token id, what is added to its logit). Before
-    `min_tokens` are made no stop id is. `sample_index` tells equal prompts with one seed apart
+    `min_tokens` are made no stop id is. `sample_index` distinguishes equal prompts with one seed
     (design decision 3). `n_logprobs` is None when no logprobs are asked for, else how many top
     entries go with each token's own.
     """
@@ -442,7 +442,7 @@ class OpenSequence:
 
     Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
-    looks at `sampling` and `stop_ids`.
+    uses `sampling` and `stop_ids`.
     """
 
     sequence_id: SequenceId

@@ -1,6 +1,6 @@
 """Who may begin a handshake, so that strangers take neither memory nor the loop.
 
-Pure: knows hosts, counts and times that it is told, and no socket or clock.
+Pure: gets hosts, counts and times as arguments; no socket or clock.
 """
 
 from __future__ import annotations

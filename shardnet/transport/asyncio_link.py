@@ -198,7 +198,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._linger()
 
     def failed(self, error: ShardnetError) -> None:
-        """Note that the transport can carry nothing more; it has told the peer what it could."""
+        """Record that the transport is closed for sending; it has sent the peer what it could."""
         self._end(error)
         self._linger()
 
@@ -279,7 +279,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
     # --- the clock
 
     def _tick(self) -> None:
-        """Send a heartbeat if nothing else was sent, and give up a silent peer."""
+        """Send a heartbeat if nothing else was sent, and fail the link if the peer is silent."""
         now = self._loop.time()
         unsent_bytes = self._transport.get_write_buffer_size() if self._transport else 0
         if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):

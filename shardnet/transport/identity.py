@@ -36,7 +36,7 @@ node says who it is in its hello."""
 class Identity:
     """What a node or client needs to speak to its cluster, and to nobody else.
 
-    `fingerprint` names the cluster (16 hex digits) and tells nothing of the key.
+    `fingerprint` names the cluster (16 hex digits) and reveals nothing of the key.
     """
 
     server: ssl.SSLContext

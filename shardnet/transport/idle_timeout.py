@@ -1,6 +1,6 @@
 """When a peer has been silent for too long (design decision 14).
 
-Pure: knows times and byte counts that it is told, and no clock, loop or transport.
+Pure: gets times and byte counts as arguments; no clock, loop or transport.
 """
 
 from __future__ import annotations

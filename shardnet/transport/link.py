@@ -26,7 +26,7 @@ class LinkOptions:
 
     `identity`: with it TCP carries mutual TLS 1.3, and only holders of the same key are spoken to.
     `heartbeat_s`: a heartbeat goes out when nothing else did for this long.
-    `silence_s`: a peer that sends no byte for this long is given up (PeerSilentError).
+    `silence_s`: a peer that sends no byte for this long fails the link (PeerSilentError).
     `handshake_s`: from the first attempt to connect to the peer's hello.
     `close_s`: how long a last word may take to leave and the peer to answer it.
     `user_timeout_s`: TCP_USER_TIMEOUT. The kernel counts it also against a live peer that has
@@ -71,7 +71,7 @@ class Link(Protocol):
 
     @property
     def peer_progress(self) -> tuple[int, int]:
-        """(epoch, last completed step) as the peer's last heartbeat told."""
+        """(epoch, last completed step) in the peer's last heartbeat."""
 
     @property
     def arrived_ns(self) -> int:

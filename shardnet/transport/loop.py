@@ -43,6 +43,6 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # nobody is left to be told
+            task.exception()  # no caller is left to get it
         raise cancelled
     return task.result()

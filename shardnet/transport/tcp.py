@@ -88,7 +88,7 @@ async def listen(
     `hello` is sent to every peer with purpose, ring and epoch of the peer's own, or is a function
     that makes the answer to the peer's hello and may refuse it by raising ShardnetError. `on_link`
     runs as a task for each link that is up and owns it: when it raises, the link is aborted, when
-    it returns, the link goes on. What fails goes to `on_failure` (default: the log), a handshake
+    it returns, the link continues. What fails goes to `on_failure` (default: the log), a handshake
     once per host and kind of error.
 
     Raises UsageError for a port that cannot be, ConfigurationError when the address cannot be used.

@@ -30,7 +30,7 @@ docs/protocol.md section 2."""
 
 
 class SecuredProtocol(Protocol):
-    """What uses the transport: an asyncio.BufferedProtocol that can also be told of a failure."""
+    """What uses the transport: an asyncio.BufferedProtocol that also receives failures."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""

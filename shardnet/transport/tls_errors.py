@@ -35,7 +35,7 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
     """Return the error of a failed handshake; `began_with` are the peer's first bytes.
 
     On the acceptor's side only an error about a node of shardnet has a remedy: whoever else dials
-    is a stranger, and `shardnet doctor` tells them apart by it.
+    is a stranger, and `shardnet doctor` distinguishes them by it.
     """
     reason = error.reason or str(error)
     if began_with == PREAMBLE_MAGIC:

@@ -68,7 +68,7 @@ def make_plan(
     shape = model_shape(facts.config, dtype, context, wire_dtype, quantization, stored)
     if quantization.weights is None and facts.stored_dtype is not stored:
         shape = replace(shape, streaming=None)
-    disks = {told.node: told.disk_bytes_per_s for told in measured.told}
+    disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
     candidates = _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
     try:
         placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)

@@ -1,4 +1,4 @@
-"""A plan with everything a ring needs to be built from it, and the message that tells it.
+"""A plan with everything a ring needs to be built from it, and the message that describes it.
 
 Must not know how a plan is made (head/placing.py).
 """
@@ -94,7 +94,7 @@ class Plan:
             predicted_tok_s=self.placement.predicted_tok_s,
             why=explanation(self.why),
             optimise=self.objective.value,
-            nodes=list(self.measured.told),
+            nodes=list(self.measured.reports),
             links=self.measured.ways,
             wire=wire,
             quant=self.choice.quant,
@@ -111,4 +111,4 @@ def silent_words(silent: Sequence[LeftOut]) -> str:
     told = [out.name for out in silent[:LISTED]]
     if len(silent) > LISTED:
         told.append(f"and {len(silent) - LISTED} more nodes")
-    return f"left out since they did not say how they are: {', '.join(told)}"
+    return f"left out since they did not report their state: {', '.join(told)}"

@@ -113,7 +113,7 @@ class WireLoss:
         try:
             return await asyncio.shield(measuring)
         except asyncio.CancelledError:
-            reporter.give_up()
+            reporter.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
             raise
 

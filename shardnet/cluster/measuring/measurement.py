@@ -31,12 +31,12 @@ from shardnet.wire.messages.membership import NodeInfo
 class Measured:
     """Figures for one model shape: of nodes by id, of links by (sender, receiver).
 
-    `told` has each node's own report, or why it has no figures, for people.
+    `reports` holds each node's own report, or why it has no figures.
     """
 
     speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
-    told: tuple[NodeMeasured, ...] = ()
+    reports: tuple[NodeMeasured, ...] = ()
 
     @property
     def keeping_bfloat16(self) -> frozenset[str]:
@@ -44,7 +44,7 @@ class Measured:
 
         On the wire a kernel is a display name; it is interpreted here and nowhere else.
         """
-        return frozenset(told.node for told in self.told if told.kernel == KEEPS_BFLOAT16)
+        return frozenset(own.node for own in self.reports if own.kernel == KEEPS_BFLOAT16)
 
     @property
     def ways(self) -> list[WayMeasured]:
@@ -100,13 +100,13 @@ async def gather(
     """Have all nodes measured for the model of `stage`, then all links between two of them.
 
     Machines measure at the same time, the nodes of one machine one after the other. A link is
-    measured by the node with the smaller id. What fails is left out, and `told` gives the reason.
-    `on_measured` is called after each node and link, and must not raise.
+    measured by the node with the smaller id. What fails is left out, and `reports` gives the
+    reason. `on_measured` is called after each node and link, and must not raise.
     """
     count = _Count(len(nodes) * (len(nodes) + 1) // 2, on_measured)
-    told = await _all_nodes(nodes, stage, instruments, count)
+    reports = await _all_nodes(nodes, stage, instruments, count)
     speeds = {}
-    for place, entry in enumerate(told):
+    for place, entry in enumerate(reports):
         if entry.seconds is None:
             continue
         try:
@@ -117,9 +117,9 @@ async def gather(
                 head_s=entry.seconds.head_s,
             )
         except UsageError as error:
-            told[place] = _without(nodes[place], error)
+            reports[place] = _without(nodes[place], error)
     links = await _all_links(nodes, payload_bytes, stage.again, instruments, count)
-    return Measured(speeds=speeds, links=links, told=tuple(told))
+    return Measured(speeds=speeds, links=links, reports=tuple(reports))
 
 
 def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]]:

@@ -1,4 +1,4 @@
-"""What this node is and does now, as others are told.
+"""What this node is and does now, as it reports it to others.
 
 Knows where each fact is found. Must not send anything.
 """

@@ -59,7 +59,7 @@ class NodeReporter:
     """Answers ReportRequest for one node.
 
     `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
-    fingerprint of the key, None without one. `reader` is the thread that looks at checkpoints,
+    fingerprint of the key, None without one. `reader` is the thread that reads checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known.
     """

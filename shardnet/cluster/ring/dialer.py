@@ -23,7 +23,7 @@ from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""With these a node that is frozen is given up 8 to 9 s later."""
+"""With these the link to a frozen node fails after 8 to 9 s."""
 BULK_FRAMES = 8
 """Pieces of weights that may wait to be written, per link."""
 BULK_WINDOW_BYTES = 128 * 1024

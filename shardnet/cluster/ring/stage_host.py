@@ -1,6 +1,6 @@
 """The stage of this node: loaded, joined to a ring, freed.
 
-Knows that a node has at most one stage and one ring membership at a time. Heads tell it what to do.
+Knows that a node has at most one stage and one ring membership at a time. Heads command it.
 Must not plan, nor know clients.
 """
 
@@ -93,10 +93,10 @@ class StageHost:
     ) -> RingMembership:
         """Become a member of the ring of `message`, and leave the ring that this node was in.
 
-        No other head may use this node until that ring is built. The former ring is told. `owner`
-        is the head's node id, `owner_name` its display name. Raises BusyError while sequences of
-        another head are open, TakenError while another one builds its ring, PeerFailedError when
-        this node leaves.
+        No other head may use this node until that ring is built. The former ring is ended with an
+        error. `owner` is the head's node id, `owner_name` its display name. Raises BusyError while
+        sequences of another head are open, TakenError while another one builds its ring,
+        PeerFailedError when this node leaves.
         """
         self._refuse_others(owner)  # whose loading keeps the lock for long
         async with self._changing:
@@ -171,7 +171,7 @@ class StageHost:
 
         Raises BusyError when sequences are open here, also when one is opened meanwhile, what `job`
         raises, and PeerFailedError when this node shuts down. When cancelled, waits until the
-        thread has given up.
+        thread has stopped.
         """
         async with self._changing:
             self._check_not_closing()
@@ -205,7 +205,7 @@ class StageHost:
         """Connect to both neighbours in `ring` and start to work; see RingMembership.join."""
         membership = self._membership(ring, epoch)
         if self.loaded is None or not membership.is_loaded:
-            raise UsageError(f"ring {ring} was told to connect before its stage was loaded")
+            raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
         await membership.join(self.loaded.compute, self._compute, pipeline)
 
     def check_hello(self, hello: Hello) -> None:
@@ -230,7 +230,7 @@ class StageHost:
         """Leave the ring, free the weights and end the threads; what is loaded just now is not."""
         self._is_closing = True
         if self._work is not None:
-            self._work.give_up(_leaving())
+            self._work.cancel(_leaving())
         async with self._changing:
             await self._leave()
             self.loaded = None
@@ -240,7 +240,7 @@ class StageHost:
     async def _load(
         self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
     ) -> LoadedStage:
-        """Load on the loading thread. When cancelled, wait until the thread has given up."""
+        """Load on the loading thread. When cancelled, wait until the thread has stopped."""
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         try:
             return await self._to_its_end(
@@ -255,13 +255,13 @@ class StageHost:
     async def _to_its_end(
         self, thread: Executor, job: Callable[[], T], reporter: ProgressReporter
     ) -> T:
-        """Run `job` on a thread. When cancelled, have it give up and wait until it has."""
+        """Run `job` on a thread. When cancelled, cancel the job and wait for its end."""
         self._work = reporter
         running = asyncio.ensure_future(thread.run(job))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            reporter.give_up()
+            reporter.cancel()
             try:
                 await finish(_ended(running))
             finally:
@@ -331,7 +331,7 @@ def _leaving() -> PeerFailedError:
 
 
 async def _ended(running: asyncio.Future[T]) -> None:
-    """Wait for the end of a job that was told to give up, and discard its result."""
+    """Wait for the end of a cancelled job, and discard its result."""
     await asyncio.wait([running])
     if not running.cancelled():
         running.exception()

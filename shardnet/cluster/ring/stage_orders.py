@@ -1,7 +1,7 @@
 """Carry out the orders of heads, this node's own among them, for the stage of this node.
 
-Knows how a LoadStage becomes a loaded stage within this node's memory, and what the head is told.
-Must not plan, nor know clients.
+Knows how a LoadStage becomes a loaded stage within this node's memory, and what is reported to the
+head. Must not plan, nor know clients.
 """
 
 from __future__ import annotations

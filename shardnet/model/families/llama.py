@@ -75,7 +75,7 @@ def pre_norm_layer(
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata of Llama and of Mistral, which the format does not tell apart."""
+    """Read the metadata of Llama and of Mistral, which the format does not distinguish."""
     fields.ignore("expert_used_count")
     return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
 

@@ -118,7 +118,9 @@ def _quantize(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tens
 
 
 def _squared(error: Tensor) -> Tensor:
-    """Sum the squares of the last axis by halves: the order of torch's sum depends on the CPU."""
+    """Sum the squares of the last axis pairwise, in a fixed order: the order of torch's sum depends
+    on the CPU.
+    """
     squares = error.square()
     while (half := squares.shape[-1] // 2) > 0:
         squares = squares[..., :half] + squares[..., half:]

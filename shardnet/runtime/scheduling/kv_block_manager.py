@@ -155,7 +155,7 @@ class KvBlockManager:
         return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
 
     def grow(self, slot: Slot, n_positions: int) -> tuple[Slot, ...] | None:
-        """Book the slot for `n_positions`. Returns the warm slots given up for it.
+        """Book the slot for `n_positions`. Returns the warm slots that were freed for it.
 
         None, and nothing changed, where the blocks cannot be had.
         """
@@ -181,7 +181,7 @@ class KvBlockManager:
         self._free_ids.append(slot.slot)
 
     def warm(self) -> list[Slot]:
-        """List the warm slots, the one to give up first first: unshared, longest unused."""
+        """List the warm slots in the order to free them: unshared first, then longest unused."""
         warm = [slot for slot in self._slots.values() if slot.is_warm]
         return sorted(warm, key=lambda slot: (slot.n_shared > 0, slot.used_at))
 

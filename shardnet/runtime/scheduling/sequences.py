@@ -82,10 +82,10 @@ class SendStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperateSlot:
-    """Tell every stage, in data order, of a slot operation.
+    """Send every stage a slot operation, in data order.
 
-    `is_resumed` when a sequence opens that had a slot before and was paused, `is_pause` when one
-    closes that goes on later.
+    `is_resumed`: the sequence that opens was paused before. `is_pause`: the sequence that closes
+    resumes later.
     """
 
     operation: SlotOperation

@@ -162,7 +162,7 @@ def measure_disk(path: Path) -> float | None:
 
 
 def rounded(value: float) -> float:
-    """Round to two significant digits, so that noise does not tell equal machines apart."""
+    """Round to two significant digits, so that equal machines are not distinguished by noise."""
     return float(f"{value:.2g}")
 
 
@@ -200,10 +200,10 @@ def _chunk_s(model: SyntheticModel, tick: Callable[[], None]) -> float:
     """Measure all layers of the sample at 256 rows."""
     few = 32
     tick()
-    guess_s = model.step(few).layers_s * PREFILL_CHUNK_ROWS / few
+    estimate_s = model.step(few).layers_s * PREFILL_CHUNK_ROWS / few
     n_rows = PREFILL_CHUNK_ROWS
-    if guess_s > CHUNK_S:
-        n_rows = max(few, int(n_rows * CHUNK_S / guess_s))
+    if estimate_s > CHUNK_S:
+        n_rows = max(few, int(n_rows * CHUNK_S / estimate_s))
     chunks = windows(lambda: model.step(n_rows), at_least=1, tick=tick)
     return statistics.median(chunk.layers_s for chunk in chunks) * PREFILL_CHUNK_ROWS / n_rows
 

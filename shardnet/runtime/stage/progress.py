@@ -25,12 +25,12 @@ class ProgressReporter:
         self._last_s = 0.0
         self._why: ShardnetError | None = None
 
-    def give_up(self, why: ShardnetError | None = None) -> None:
+    def cancel(self, why: ShardnetError | None = None) -> None:
         """Cancel the work: make its next report raise `why`."""
         self._why = why or CancelledRequestError("the work was cancelled")
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
-        """Report from the working thread. Raises what `give_up` was told, if it was called."""
+        """Report from the working thread. Raises the error given to `cancel`, if called."""
         if self._why is not None:
             raise self._why
         now = time.monotonic()

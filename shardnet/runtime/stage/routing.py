@@ -45,12 +45,12 @@ def routing_table(
     table = np.full((batch.n_rows, len(layers), top_k), NO_EXPERT, "<i2")  # [T, layers, K]
     for index, experts in chosen.items():
         table[:, index] = experts
-    told = []
+    encoded = []
     start = 0
     for group in batch.groups:
         end = start + group.n_rows
         if group.sequence_id in asking:
-            told.append(
+            encoded.append(
                 StageExperts(
                     sequence_id=group.sequence_id,
                     first_layer=layers.start,
@@ -60,7 +60,7 @@ def routing_table(
                 )
             )
         start = end
-    return told
+    return encoded
 
 
 def join_routing(

@@ -1,7 +1,7 @@
 """Finds and reads the tokenizer of a checkpoint.
 
-Knows the names of the files, their order, and how to tell two formats with one name apart. Must not
-know their contents: each format has its own module.
+Knows the names of the files, their order, and how to distinguish two formats with one name. Must
+not know their contents: each format has its own module.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ DIRECT_BYTES: Final = 16 * KIB
 """A meta or payload that lacks at least this much is received straight into its own buffer."""
 
 HelloAnswer = Callable[[Hello], Hello]
-"""How an acceptor answers a hello. It raises ShardnetError to refuse, which the peer is told."""
+"""How an acceptor answers a hello. It raises ShardnetError to refuse; the peer gets that error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from shardnet.wire.framing.schema import (
 )
 
 MAX_VIEWS = 64
-"""Peers, records and refused hosts that one report tells of, of each."""
+"""Most peers, records and refused hosts in one report, of each."""
 MAX_REASON = 400
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 """Why an address does not answer; there may be a thousand in a report."""
@@ -53,7 +53,7 @@ TCP answers and then nothing comes; no way there; and who or what else answers."
 class InterfaceAddress(Strict, frozen=True, kw_only=True):
     """One address of the node's machine, and what it is good for.
 
-    `is_told` says that others are told of it. `mtu` and `speed_mbit` are 0 where unknown.
+    `is_told`: it is advertised to others. `mtu` and `speed_mbit` are 0 where unknown.
     """
 
     interface: Name
@@ -119,7 +119,7 @@ class PeerView(Strict, frozen=True, kw_only=True):
     """What a node knows of another one.
 
     `address` is the one it uses, "" while none has answered. `told_by` has the sources: `mdns`,
-    `named`, or ids of nodes; none when nobody tells of it any more. `refusal` says why it is not
+    `named`, or ids of nodes; none when no node advertises it any more. `refusal` says why it is not
     linked to.
     """
 

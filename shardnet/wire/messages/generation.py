@@ -49,7 +49,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`.
 
-    `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 guesses as
+    `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request.
     """
@@ -153,7 +153,7 @@ class MeanStageTime(Strict, frozen=True, kw_only=True):
 
 
 class Timing(Strict, frozen=True, kw_only=True):
-    """How long a request took, by the head's clock; how many tokens were guessed, and rightly."""
+    """Timing of a request by the head's clock; how many tokens were drafted and accepted."""
 
     load_s: Seconds
     ttft_s: Seconds

@@ -60,7 +60,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
-    `is_steady` false tells that something else kept the device busy.
+    `is_steady` is false if something else kept the device busy.
     """
 
     request: RequestId

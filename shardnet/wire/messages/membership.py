@@ -37,7 +37,7 @@ class StageInfo(Strict, frozen=True, kw_only=True):
 
 
 class NodeInfo(Strict, frozen=True, kw_only=True):
-    """What a node tells of itself. `host_id` is equal for nodes on one machine."""
+    """What a node reports of itself. `host_id` is equal for nodes on one machine."""
 
     node: Name
     name: Name

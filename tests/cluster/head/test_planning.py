@@ -330,7 +330,7 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
             for n, kernel in zip(nodes, kernels, strict=False)
         )
         choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], dtype=dtype)
-        plan = make_plan(choice, facts, nodes, Measured(told=said))
+        plan = make_plan(choice, facts, nodes, Measured(reports=said))
         return sum(stage.weight_bytes for stage in plan.placement.stages)
 
     whole = LayerRange(0, 6)
@@ -349,7 +349,7 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
     assert weighs(facts(), KEEPS_BFLOAT16, KEEPS_BFLOAT16) == wide
     choice = ModelChoice(model="/m", stream_layers=2, context=256)
     said = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, kernel=KEEPS_BFLOAT16)
-    streamed = make_plan(choice, told, nodes[:1], Measured(told=(said,)))
+    streamed = make_plan(choice, told, nodes[:1], Measured(reports=(said,)))
     assert [stage.n_streamed for stage in streamed.placement.stages] == [2]
     with pytest.raises(CheckpointError, match="computes in float32"):
         make_plan(choice, told, nodes[:1])

@@ -119,10 +119,10 @@ def test_machines_measure_at_once_and_the_nodes_of_one_in_turn() -> None:
     nodes = [node("a", "h1"), node("b", "h1"), node("c", "h2"), node("d", "h2"), node("e", "h3")]
     measured = gathered(lab, nodes)
     assert lab.hosts_at_once >= 3
-    assert [told.node for told in measured.told] == ["a", "b", "c", "d", "e"]
+    assert [told.node for told in measured.reports] == ["a", "b", "c", "d", "e"]
     assert measured.speeds.keys() == set("abcde")
-    assert measured.told[0].memory_bytes == 900
-    assert measured.told[0].why_not == ""
+    assert measured.reports[0].memory_bytes == 900
+    assert measured.reports[0].why_not == ""
 
 
 def test_each_node_and_link_is_told_when_it_is_done_or_has_failed() -> None:
@@ -147,7 +147,7 @@ def test_what_fails_is_left_out_and_said() -> None:
     measured = gathered(lab, [node(name, name) for name in "abc"])
     assert measured.speeds.keys() == {"a", "c"}
     assert measured.links.keys() == {("a", "b"), ("b", "c")}
-    _, told, _ = measured.told
+    _, told, _ = measured.reports
     assert (told.seconds, told.why_not, told.memory_bytes) == (None, "it generates", 1000)
 
 
@@ -155,7 +155,7 @@ def test_what_fails_is_left_out_and_said() -> None:
 def test_a_figure_that_is_no_time_counts_as_none(layer_s: float) -> None:
     measured = gathered(Lab(layer_s=layer_s), [node("a", "a")])
     assert measured.speeds == {}
-    assert "cannot have been measured" in measured.told[0].why_not
+    assert "cannot have been measured" in measured.reports[0].why_not
 
 
 def test_one_node_has_no_links() -> None:
