@@ -137,18 +137,18 @@ def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(
 ) -> None:
     checkpoint = Checkpoint.open(make_llama(tmp_path / "m"))
     events: list[tuple[str, str]] = []
-    read, announce = Checkpoint.read, Checkpoint.announce
+    read, prefetch = Checkpoint.read, Checkpoint.prefetch
 
     def watch_read(checkpoint: Checkpoint, name: str, *rest: Any) -> torch.Tensor:
         events.append(("read", name))
         return read(checkpoint, name, *rest)
 
-    def watch_announce(checkpoint: Checkpoint, name: str, n_bytes: int) -> None:
+    def watch_prefetch(checkpoint: Checkpoint, name: str, n_bytes: int) -> None:
         events.append(("asked", name))
-        announce(checkpoint, name, n_bytes)
+        prefetch(checkpoint, name, n_bytes)
 
     monkeypatch.setattr(Checkpoint, "read", watch_read)
-    monkeypatch.setattr(Checkpoint, "announce", watch_announce)
+    monkeypatch.setattr(Checkpoint, "prefetch", watch_prefetch)
     monkeypatch.setattr(tensor_reader, "_READ_AHEAD_BYTES", 40_000)  # about a layer
     load_range(checkpoint, LayerRange(1, 3))
     read_names = [name for what, name in events if what == "read"]

@@ -211,7 +211,7 @@ def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
     hello = Hello(purpose=Purpose.BULK, role=PeerRole.CLIENT, node="x", name="x", version="0")
 
     async def main() -> None:
-        with pytest.raises(UsageError, match="a bulk link is for weights between nodes"):
+        with pytest.raises(UsageError, match="weights go from node to node only, not to clients"):
             await tcp.connect("127.0.0.1", anna.ready["port"], hello)
 
     asyncio.run(main())

@@ -103,7 +103,7 @@ class Sharing:
     def check_hello(self, hello: Hello) -> None:
         """Raise UsageError for a bulk link of a client, BusyError if there are too many."""
         if hello.role is not PeerRole.NODE:
-            raise UsageError("weights go from node to node, and a client has no use for them")
+            raise UsageError("weights go from node to node only, not to clients")
         if len(self._links) >= MAX_BULK_LINKS:
             raise BusyError(
                 f"this node sends weights over {MAX_BULK_LINKS} links already",
