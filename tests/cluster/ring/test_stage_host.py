@@ -260,7 +260,7 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
                 memory_bytes=1,
                 on_progress=lambda done, total: None,
             )
-        with pytest.raises(UsageError, match="ring s was told to connect before its stage"):
+        with pytest.raises(UsageError, match="ring s was asked to connect before its stage"):
             await host.join("s", 1)
 
     hosted(main)
