@@ -4,9 +4,9 @@
     python scripts/benchmarks/bench_checkouts.py ../before
     python scripts/benchmarks/bench_checkouts.py ../before --random-1b --rounds 2
 
-Each round runs `scripts/bench` for the ring and `scripts/bench overhead` in both, so that the
-machine's drift meets both alike. Printed are the medians of every figure and their ratio, this
-checkout's by the other's.
+Each round runs `scripts/bench` in both, with the bundled model, whose steps are mostly overhead, or
+with the 1.1B shape, whose steps are mostly weights; the machine's drift meets both alike. Printed
+are the medians of every figure and their ratio, this checkout's by the other's.
 """
 
 from __future__ import annotations
@@ -49,26 +49,21 @@ def main() -> None:
     parser.add_argument("--random-1b", action="store_true", help="the 1.1B shape, not the bundled")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    ring = ["--random-1b"] if options.random_1b else []
-    runs = {"ring": ring, "overhead": ["overhead"]}
-    found: dict[str, dict[Path, list[dict[str, float]]]] = {}
+    arguments = ["--random-1b"] if options.random_1b else []
+    pair = (HERE, options.other.resolve())
+    runs: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in pair}
     for turn in range(options.rounds):
-        pair = (HERE, options.other.resolve())
-        for name, arguments in runs.items():
-            for checkout in pair if turn % 2 == 0 else pair[::-1]:
-                print(f"round {turn + 1}: {name} in {checkout}", file=sys.stderr)
-                by_checkout = found.setdefault(name, {})
-                by_checkout.setdefault(checkout, []).append(figures_of(checkout, *arguments))
-    print(f"{'figure':58} {'here':>10} {'other':>10} {'ratio':>6}")
-    for name, by_checkout in found.items():
-        here, other = by_checkout[HERE], by_checkout[options.other.resolve()]
-        for figure in here[0]:
-            if all(figure in run for run in (*here, *other)):
-                ours, theirs = (
-                    statistics.median(run[figure] for run in runs) for runs in (here, other)
-                )
-                ratio = f"{ours / theirs:6.2f}" if theirs else "     -"
-                print(f"{name + ' ' + figure:58} {ours:10.4g} {theirs:10.4g} {ratio}")
+        for checkout in pair if turn % 2 == 0 else pair[::-1]:
+            print(f"round {turn + 1}: {checkout}", file=sys.stderr)
+            runs[checkout].append(figures_of(checkout, *arguments))
+    print(f"{'figure':50} {'here':>10} {'other':>10} {'ratio':>6}")
+    for figure in runs[HERE][0]:
+        ours, theirs = (
+            statistics.median(run[figure] for run in runs[checkout] if figure in run)
+            for checkout in pair
+        )
+        ratio = f"{ours / theirs:6.2f}" if theirs else "     -"
+        print(f"{figure:50} {ours:10.4g} {theirs:10.4g} {ratio}")
 
 
 if __name__ == "__main__":
