@@ -20,7 +20,7 @@ from shardnet.model.config.model_config import Activation
 from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.sublayers import with_native_sublayers
+from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
@@ -137,6 +137,10 @@ def test_bfloat16_is_no_further_from_the_truth(family: str, tmp_path: Path) -> N
         error = error + (ours.step(*groups) - want).square().sum()
         reference = reference + (theirs.step(*groups) - want).square().sum()
     assert error <= 1.3**2 * reference
+
+
+def with_native_sublayers(layer: Layer, kernels: NativeKernels | None) -> Layer:
+    return NativeSublayers.of(layer, kernels).replace_in(layer)
 
 
 def layer_by_torch(

@@ -39,15 +39,12 @@ class NativeSublayers:
         )
 
     def replace_in(self, layer: Layer) -> Layer:
-        """Return `layer` with these sub-layers in place of torch's."""
+        """Return `layer` with these sub-layers in place of torch's; itself if there are none."""
+        if self.attention is None and self.mlp is None:
+            return layer
         return replace(
             layer, attention=self.attention or layer.attention, mlp=self.mlp or layer.mlp
         )
-
-
-def with_native_sublayers(layer: Layer, kernels: NativeKernels | None) -> Layer:
-    """Return `layer` with the sub-layers that the library can compute, if there is one."""
-    return layer if kernels is None else NativeSublayers.of(layer, kernels).replace_in(layer)
 
 
 def _native_attention(sublayer: Sublayer, kernels: NativeKernels) -> NativeAttention | None:
