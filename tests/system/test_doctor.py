@@ -307,8 +307,12 @@ def broken(folder: Path) -> Iterator[tuple[Site, Diagnosis, Diagnosis]]:
         anna.stderr.wait_for("node bert (")
         anna.stderr.wait_for("refused a link: ")
         of_anna = examine(site.machines[0])
-        # Neither is said of nodes that have just started.
-        while not (of_anna.says("problem", "multicast") and of_anna.says("ok", "link", "bert → ")):
+        # None of them is said of nodes that have just started, or at the first try on a busy machine.
+        while not (
+            of_anna.says("problem", "multicast")
+            and of_anna.says("ok", "link", "bert → ")
+            and of_anna.says("info", "address", "bert → anna", "another node answers")
+        ):
             of_anna = examine(site.machines[0])
         yield site, of_anna, examine(site.machines[2], "--key-file", str(other))
 
