@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.system.nodes import Crew, Machine
 from support.system.parrot import LONG, Parrots
-from support.system.terminals import at_terminal
+from support.system.terminals import CTRL_C, at_terminal
 
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_D = "\x04"
 PROMPT = "\r\n> "
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -50,7 +50,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(trio: Crew, talker: P
         terminal.type("abc\n", "defgh")
         terminal.type(CTRL_C, f"(stopped){PROMPT}")
         terminal.type("half a li", "li")
-        terminal.type(CTRL_C, f"an answer){PROMPT}")
+        terminal.interrupt(f"an answer){PROMPT}")
         terminal.type("m\n", "nopqr")
         terminal.type(CTRL_C, f"(stopped){PROMPT}")
         terminal.type(CTRL_D)
@@ -74,8 +74,7 @@ def test_sigterm_leaves_a_terminal_that_shows_what_is_typed(trio: Crew, talker: 
         terminal.screen.wait_for(PROMPT)
         terminal.type("ab", "ab")
         assert not terminal.has_its_settings()  # the line is being edited
-        terminal.process.terminate()
-        assert terminal.wait() == -signal.SIGTERM
+        assert terminal.terminate() == -signal.SIGTERM
         assert terminal.has_its_settings()
         terminal.screen.wait_for(SHOW_CURSOR)
 

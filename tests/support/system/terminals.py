@@ -19,6 +19,7 @@ from pathlib import Path
 
 from support.system.nodes import STOP_S, Machine, Output
 
+CTRL_C = "\x03"
 RUN = """
 import os, signal, sys
 os.setsid()
@@ -59,6 +60,31 @@ class Terminal:
         os.write(self._outside, keys.encode())
         if then:
             self.screen.wait_for(then, after=seen)
+
+    def interrupt(self, then: str) -> None:
+        """Press Ctrl-C, and wait until `then` comes to the screen.
+
+        It is pressed again after a while: CPython's readline notices a signal that comes while it
+        draws a key only with the next one.
+        """
+        seen = len(self.screen.text)
+        for _ in range(10):
+            os.write(self._outside, CTRL_C.encode())
+            if self.screen.has_come(then, after=seen, within_s=3.0):
+                return
+        raise AssertionError(f"no {then!r} after Ctrl-C: {self.screen.text}")
+
+    def terminate(self) -> int:
+        """Send the command SIGTERM and return its exit code.
+
+        A key follows after a while, as in `interrupt`.
+        """
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(3.0)
+        with suppress(OSError):  # it has just ended
+            os.write(self._outside, b"x")
+        return self.wait()
 
     def has_its_settings(self) -> bool:
         """Whether the terminal has the settings with which it was found."""
