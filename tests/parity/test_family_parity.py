@@ -17,6 +17,7 @@ from support.models.checkpoints import make_decoder, make_gpt2
 from support.models.family_cases import CASES
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
+from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.families.registry import FAMILIES
@@ -48,7 +49,7 @@ def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
 
 def test_every_split_gives_the_same_bits(folder: Path) -> None:
     n_layers = Checkpoint.open(folder).config.n_layers
-    prompts = [random_prompt(length, 300, seed=length) for length in (7, 290)]
+    prompts = [random_prompt(length, 300, seed=length) for length in cases([290], [7])]
     untested = replace(probed(CPU, DType.FLOAT32, None), exact_rows=1)  # rows' company: elsewhere
     whole = StageChain.load(folder, [LayerRange(0, n_layers)], untested).generate(prompts, 2)
     cuts = [[LayerRange(0, k), LayerRange(k, n_layers)] for k in range(1, n_layers)]

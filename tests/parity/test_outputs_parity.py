@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from support.models.checkpoints import make_gpt2, make_llama
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.soak import cases
 from transformers import AutoModelForCausalLM
 
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
@@ -43,7 +44,7 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=cases([1, 3], [2, 4]))
 def stages(request: pytest.FixtureRequest, folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(N_LAYERS, request.param))
 

@@ -11,6 +11,7 @@ import pytest
 from support.models.checkpoints import make_decoder, make_gpt2
 from support.own_process import figures_of, make_large
 from support.rings.stage_chain import CPU
+from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
@@ -152,7 +153,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("quant", "asked"), [("none", "auto"), ("int4", "auto"), ("none", "float32")]
+    ("quant", "asked"), cases([("none", "auto"), ("int4", "auto")], [("none", "float32")])
 )
 def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path) -> None:
     """At most 1.15 times the bytes of the range after loading, and one layer more on the way.

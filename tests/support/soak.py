@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _VARIABLE = "SHARDNET_SOAK_S"
 """What scripts/soak sets."""
@@ -11,6 +15,11 @@ _VARIABLE = "SHARDNET_SOAK_S"
 def is_soak() -> bool:
     """Whether scripts/soak runs this."""
     return _VARIABLE in os.environ
+
+
+def cases(usual: Sequence[T], more: Sequence[T]) -> list[T]:
+    """Parameters of a test: the usual ones, and in the long form `more`."""
+    return [*usual, *more] if is_soak() else [*usual]
 
 
 def soak_s(usual_s: float) -> float:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.own_process import figures_of, make_large
 from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
+from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
@@ -368,7 +369,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("quant", cases(["none"], ["int8"]))
 def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     """Pages of files included: no more than the planner says, far less than the layers weigh."""
     figures = figures_of(MEASURE, str(large), quant)

@@ -45,7 +45,9 @@ STOP_S = 60.0
 """How long a process may take to leave when it was told to."""
 FIGURES_VARIABLE = "SHARDNET_TESTS_FIGURES"
 """Names the folder of what machines of `open_machine` measure; their processes do not see it."""
-COPIED = frozenset({"doctor", "generate", "key", "nodes", "plan", "pull"})
+COPIED = frozenset(
+    {"cache", "doctor", "generate", "key", "nodes", "plan", "pull", "status", "unload"}
+)
 """Commands that tests run again and again. Each is also started as a user starts it: by `begin`, on
 a machine without copies, with --local, or where something is typed."""
 

@@ -34,7 +34,10 @@ PRELOADED = [
     "shardnet.cluster.node.node",
     "shardnet.cluster.ring.stage_host",
     "shardnet_cli.main",
+    "zeroconf.asyncio",
     *(f"shardnet_cli.commands.{name}" for name in ("node", "generate", "plan", "status", "chat")),
+    *(f"shardnet_cli.commands.{name}" for name in ("bench", "cache", "doctor", "key", "nodes")),
+    *(f"shardnet_cli.commands.{name}" for name in ("pull", "unload")),
 ]
 """What a node has imported when it serves a model, or leads to it. None of it reads the environment
 or starts a thread of ours when it is imported."""
