@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+from weakref import WeakValueDictionary
 
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
@@ -114,7 +115,7 @@ class Peers:
         )
         """The links that are up."""
         self._node_at: dict[str, NodeId] = {}
-        self._dialling: dict[str, asyncio.Lock] = {}
+        self._dialling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.unreached: dict[str, ShardnetError] = {}
         """Why there is no link to named peers, by the address that was named."""
         self._visiting: set[NodeId] = set()
