@@ -128,7 +128,8 @@ def test_a_neighbour_comes_back_though_strangers_hold_all_places_for_ever(
     async def scenario(harness: Harness) -> None:
         dialer = Dialer(node=NodeId("us"), name="us", identity=IDENTITY, progress=lambda: (0, 0))
         neighbour = await harness.listen(until_closed)
-        door = await listen(LOCAL, 0, hello("b"), until_closed, known=dialer.known, options=KEYED)
+        patient = replace(KEYED, handshake_s=3 * KEYED.handshake_s)
+        door = await listen(LOCAL, 0, hello("b"), until_closed, known=dialer.known, options=patient)
         ours = await dialer.control(neighbour.address)
         async with besieged(door.port, 200, 40, BEGINNING):
             await until(lambda: len(door._handshakes) == 96)
