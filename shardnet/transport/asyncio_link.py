@@ -334,18 +334,16 @@ class AsyncioLink(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def _check_unsent(self) -> None:
-        """End a control link, on which nobody waits for `drain`, to a peer that does not read."""
-        if not self._writing_paused or self.peer.purpose is not Purpose.CONTROL:
+        """End a control or bulk link to a peer that does not read: not all wait for `drain` there.
+
+        The frame that is being sent is lost with the link; the next one raises why.
+        """
+        if not self._writing_paused or self.peer.purpose is Purpose.DATA:
             return
-        if self._unsent_bytes() > self._options.control_unsent_bytes:
-            self._end(
-                PeerSilentError(
-                    "it does not read what is sent to it: more than "
-                    f"{self._options.control_unsent_bytes} bytes wait"
-                )
-            )
+        if self._unsent_bytes() > self._options.unsent_bytes:
+            most = self._options.unsent_bytes
+            self._end(PeerSilentError(f"it does not read: more than {most} bytes wait to be sent"))
             self._abort_transport()
-            self._raise_if_ended()
 
     def _write(self, buffers: list[Buffer]) -> None:
         # A transport that is closing has lost its connection: what ended it comes by itself.

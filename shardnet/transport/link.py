@@ -32,7 +32,8 @@ class LinkOptions:
     `user_timeout_s`: how long a peer may read nothing of what waits to be sent, and on Linux
     TCP_USER_TIMEOUT. It counts also against a live peer that has stopped reading because it is
     busy, so it is far longer than `silence_s`.
-    `control_unsent_bytes`: so much may wait to be sent on a control link when more is to be sent.
+    `unsent_bytes`: so much may wait on a control or bulk link when more is to be sent; a peer that
+    lets more wait ends the link. On data links every sender waits for `drain`.
     `receive_frames`: reading pauses while this many received frames wait; what one read of at most
     64 KiB has already brought still joins them.
     `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
@@ -48,7 +49,7 @@ class LinkOptions:
     handshake_s: float = 5.0
     close_s: float = 2.0
     user_timeout_s: float = 120.0
-    control_unsent_bytes: int = 16 * MIB
+    unsent_bytes: int = 16 * MIB
     receive_frames: int = 64
     socket_buffer_bytes: int | None = None
     max_unfinished: int = 512
