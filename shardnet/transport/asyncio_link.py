@@ -19,7 +19,7 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.address import format_address
-from shardnet.transport.idle_timeout import IdleTimeout
+from shardnet.transport.idle_timeout import IdleTimeout, SendTimeout
 from shardnet.transport.link import LinkOptions
 from shardnet.wire.connection.connection import (
     Event,
@@ -32,7 +32,7 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.handshake import Hello
+from shardnet.wire.messages.handshake import Hello, Purpose
 
 
 class AsyncioLink(asyncio.BufferedProtocol):
@@ -55,6 +55,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._frames: deque[tuple[Frame, int]] = deque()
         self._arrived_ns = 0
         self._error: ShardnetError | None = None
+        self._was_cut_off = False
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
         self._receiver: asyncio.Future[None] | None = None
@@ -64,6 +65,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
         self._idle = IdleTimeout(options.silence_s, self._loop.time())
+        self._sending = SendTimeout(options.user_timeout_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
 
@@ -96,9 +98,15 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """See `Link`."""
         return self._error is not None
 
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether the peer's end of the connection came before its hello, and before any reason."""
+        return self._was_cut_off
+
     def send(self, *frames: Frame) -> None:
         """See `Link`."""
         self._raise_if_ended()
+        self._check_unsent()
         self._write([part for frame in frames for part in self._connection.send(frame)])
 
     async def drain(self, *, shared: bool = False) -> None:
@@ -181,7 +189,9 @@ class AsyncioLink(asyncio.BufferedProtocol):
         return self._connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass on what `nbytes` received bytes completed."""
+        """Pass on what `nbytes` received bytes completed; after the end they are discarded."""
+        if self._lingering:
+            return
         self._idle.broken(self._loop.time())
         for event in self._connection.received(nbytes):
             self._handle(event)
@@ -193,17 +203,21 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Note the end of the peer's bytes; the transport then closes itself."""
+        self._note_cut_off()
         for event in self._connection.eof():
             self._handle(event)
         self._linger()
 
     def failed(self, error: ShardnetError) -> None:
         """Record that the transport is closed for sending; it has sent the peer what it could."""
+        if isinstance(error, LinkClosedError):
+            self._note_cut_off()
         self._end(error)
         self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the connection is gone."""
+        self._note_cut_off()
         self._end(_lost_error(exc))
         self._stop_timer()
         self._lost.set()
@@ -238,6 +252,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 self._end(event.error)
             case _:
                 assert_never(event)
+
+    def _note_cut_off(self) -> None:
+        if self._error is None and self._peer is None:
+            self._was_cut_off = True
 
     def _end(self, error: ShardnetError) -> None:
         """Settle how the link ended, once; everyone who waits learns it."""
@@ -281,7 +299,13 @@ class AsyncioLink(asyncio.BufferedProtocol):
     def _tick(self) -> None:
         """Send a heartbeat if nothing else was sent, and fail the link if the peer is silent."""
         now = self._loop.time()
-        unsent_bytes = self._transport.get_write_buffer_size() if self._transport else 0
+        unsent_bytes = self._unsent_bytes()
+        if self._sending.is_over(now, unsent_bytes=unsent_bytes):
+            self._end(
+                PeerSilentError(f"it has read nothing for {self._options.user_timeout_s:g} s")
+            )
+            self._abort_transport()
+            return
         if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
             self._end(
                 PeerSilentError(
@@ -306,9 +330,27 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     # --- the transport
 
+    def _unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def _check_unsent(self) -> None:
+        """End a control or bulk link to a peer that does not read: not all wait for `drain` there.
+
+        The frame that is being sent is lost with the link; the next one raises why.
+        """
+        if not self._writing_paused or self.peer.purpose is Purpose.DATA:
+            return
+        if self._unsent_bytes() > self._options.unsent_bytes:
+            most = self._options.unsent_bytes
+            self._end(PeerSilentError(f"it does not read: more than {most} bytes wait to be sent"))
+            self._abort_transport()
+
     def _write(self, buffers: list[Buffer]) -> None:
         # A transport that is closing has lost its connection: what ended it comes by itself.
-        if buffers and self._transport is not None and not self._transport.is_closing():
+        # After the end of our own half nothing may follow.
+        if self._lingering or self._transport is None or self._transport.is_closing():
+            return
+        if buffers:
             self._transport.writelines(buffers)
             self._sent_since_tick = True
 

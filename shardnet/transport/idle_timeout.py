@@ -1,4 +1,4 @@
-"""When a peer has been silent for too long (design decision 14).
+"""When a peer has been silent, or has read nothing, for too long (design decision 14).
 
 Pure: gets times and byte counts as arguments; no clock, loop or transport.
 """
@@ -36,4 +36,30 @@ class IdleTimeout:
         self._unsent_bytes = unsent_bytes
         if stood_still or moving:
             self._since = now
+        return now - self._since >= self._allowed_s
+
+
+class SendTimeout:
+    """How long bytes have waited to be sent to a peer that lives, sends, and reads nothing.
+
+    Linux has TCP_USER_TIMEOUT for it, other systems have nothing.
+    """
+
+    def __init__(self, allowed_s: float, now: float) -> None:
+        """Allow `allowed_s` seconds in which nothing leaves. All times are of one clock."""
+        self._allowed_s = allowed_s
+        self._since = now
+        self._looked_at = now
+        self._unsent_bytes = 0
+
+    def is_over(self, now: float, *, unsent_bytes: int) -> bool:
+        """Return whether too little has left for too long at `now`.
+
+        To be called as often as `IdleTimeout.is_over`. What is added meanwhile is no progress.
+        """
+        stood_still = now - self._looked_at > self._allowed_s / 2
+        if stood_still or unsent_bytes == 0 or unsent_bytes < self._unsent_bytes:
+            self._since = now
+        self._looked_at = now
+        self._unsent_bytes = unsent_bytes
         return now - self._since >= self._allowed_s

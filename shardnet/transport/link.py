@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from shardnet.wire.framing.frames import Frame, Limits
+from shardnet.wire.framing.frames import MIB, Frame, Limits
 from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
@@ -29,13 +29,17 @@ class LinkOptions:
     `silence_s`: a peer that sends no byte for this long fails the link (PeerSilentError).
     `handshake_s`: from the first attempt to connect to the peer's hello.
     `close_s`: how long a last word may take to leave and the peer to answer it.
-    `user_timeout_s`: TCP_USER_TIMEOUT. The kernel counts it also against a live peer that has
-    stopped reading because it is busy, so it is far longer than `silence_s`.
+    `user_timeout_s`: how long a peer may read nothing of what waits to be sent, and on Linux
+    TCP_USER_TIMEOUT. It counts also against a live peer that has stopped reading because it is
+    busy, so it is far longer than `silence_s`.
+    `unsent_bytes`: so much may wait on a control or bulk link when more is to be sent; a peer that
+    lets more wait ends the link. On data links every sender waits for `drain`.
     `receive_frames`: reading pauses while this many received frames wait; what one read of at most
     64 KiB has already brought still joins them.
     `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
-    `max_handshakes`: connections a listener lets wait for their hello at one time, and of these
-    `max_handshakes_per_host` from one host.
+    `max_unfinished`: connections that a listener holds before their hello, fewer where the process
+    may have few files open. `max_handshakes`: of these, handshakes under way at one time, TLS and
+    hello, and of them `max_handshakes_per_host` from one host; the others wait for their turn.
     `progress`: gives (epoch, last completed step) for heartbeats.
     """
 
@@ -45,9 +49,11 @@ class LinkOptions:
     handshake_s: float = 5.0
     close_s: float = 2.0
     user_timeout_s: float = 120.0
+    unsent_bytes: int = 16 * MIB
     receive_frames: int = 64
     socket_buffer_bytes: int | None = None
-    max_handshakes: int = 64
+    max_unfinished: int = 512
+    max_handshakes: int = 128
     max_handshakes_per_host: int = 16
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress

@@ -115,7 +115,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
     def eof_received(self) -> bool:
         """Note the end of the peer's bytes. True: we close the connection ourselves."""
         if self._state is _State.SHAKING_HANDS:
-            self._fail(cut_short(initiator=self._initiator))
+            self._fail(cut_short())
         self._peer_ended = True
         self._decrypt()
         return True
@@ -135,7 +135,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the connection is gone."""
         if self._state is _State.SHAKING_HANDS and not self._closing:
-            self._fail(cut_short(initiator=self._initiator))
+            self._fail(cut_short())
         self._state = _State.OVER
         self._unsent.clear()
         self._protocol.connection_lost(exc)

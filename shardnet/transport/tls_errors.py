@@ -59,15 +59,9 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
     return AuthenticationError(f"the TLS handshake failed ({reason})", remedy=remedy)
 
 
-def cut_short(*, initiator: bool) -> LinkError:
+def cut_short() -> LinkError:
     """Return the error of a connection that ends while the handshake is under way."""
-    if not initiator:
-        return LinkClosedError("the peer closed the connection during the TLS handshake")
-    return AuthenticationError(
-        "it closed the connection during the TLS handshake: most likely that node has no cluster "
-        "key",
-        remedy="run `shardnet key join` there and start it again, or look at its log",
-    )
+    return LinkClosedError("the peer closed the connection during the TLS handshake")
 
 
 def stream_error(error: ssl.SSLError) -> LinkError:

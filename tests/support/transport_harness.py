@@ -13,8 +13,9 @@ from shardnet.errors import ShardnetError
 from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.identity import Identity, make_identity
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.listener import Listener
 from shardnet.transport.memory import join, memory_pair
-from shardnet.transport.tcp import Listener, connect, listen
+from shardnet.transport.tcp import connect, listen
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import PREAMBLE, Frame, Limits, pack_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame

@@ -7,6 +7,7 @@ import os
 import struct
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -22,8 +23,10 @@ from shardnet.errors import (
     VersionMismatchError,
 )
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.memory import memory_pair
+from shardnet.transport.tcp import connect
 from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
-from shardnet.wire.messages.handshake import error_frame, hello_frame, read_error
+from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
 
 
 @pytest.fixture(params=HARNESSES.values(), ids=HARNESSES.keys())
@@ -313,6 +316,45 @@ def test_cancelling_a_send_in_the_middle_aborts_the_link(harness: Harness) -> No
     harness.run(scenario)
 
 
+# --- peers that do not read
+
+
+def test_a_control_link_to_a_peer_that_reads_nothing_holds_a_bounded_memory(
+    harness: Harness,
+) -> None:
+    """Nobody waits for `drain` there; the peer lives, and may even send."""
+
+    async def scenario(harness: Harness) -> None:
+        options = replace(SMALL_BUFFERS, unsent_bytes=100_000)
+        accepted: asyncio.Queue[Link] = asyncio.Queue()
+        if harness.tcp:
+            listener = await harness.listen(accepted.put, options=options)
+            near = await connect(
+                "127.0.0.1",
+                listener.port,
+                hello("a", Purpose.CONTROL),
+                options=replace(options, identity=harness.identity),
+            )
+            far = await accepted.get()
+        else:
+            near, far = await memory_pair(
+                hello("a", Purpose.CONTROL), hello("b", Purpose.CONTROL), options=options
+            )
+
+        async def send_much() -> None:
+            for _ in range(1000):
+                near.send(Frame(kind=FrameKind.CONTROL, meta=bytes(10_000)))
+                await asyncio.sleep(0)
+
+        with pytest.raises(PeerSilentError, match="it does not read: more than 100000 bytes"):
+            await send_much()
+        assert near.closed
+        far.abort("it has read nothing")
+        await near.close()
+
+    harness.run(scenario)
+
+
 # --- peers that break
 
 
@@ -330,6 +372,25 @@ def test_a_killed_peer(harness: Harness) -> None:
         peer, link = await harness.raw_up()
         peer.transport.abort()
         await refused(link, LinkClosedError, "raw ")
+
+    harness.run(scenario)
+
+
+def test_what_comes_after_the_end_is_discarded_unread(harness: Harness) -> None:
+    """A damaged frame would be answered with an ERROR frame, after the end of our own half."""
+
+    async def scenario(harness: Harness) -> None:
+        broken: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: broken.append(context))
+        peer, link = await harness.raw_up()
+        closing = asyncio.create_task(link.close())
+        await peer.read(HEADER.size)  # BYE
+        peer.send(b"no frame" * 10)
+        await turns()
+        peer.transport.close()
+        await closing
+        assert broken == []
 
     harness.run(scenario)
 
@@ -409,7 +470,11 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
 @pytest.mark.parametrize(
     ("data", "error", "what"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", RemoteProtocolError, "began with b'GET / HTTP/1.1"),
+        (
+            b"GET / HTTP/1.1\r\n\r\n",
+            RemoteProtocolError,
+            "does not speak the protocol",
+        ),
         (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 1"),
         (PREAMBLE + raw(frame(1)), RemoteProtocolError, "DATA frame is not allowed before the he"),
         (

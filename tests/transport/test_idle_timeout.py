@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardnet.transport.idle_timeout import IdleTimeout
+from shardnet.transport.idle_timeout import IdleTimeout, SendTimeout
 
 ALLOWED_S = 10.0
 
@@ -42,3 +42,16 @@ def test_while_we_do_not_read_bytes_that_leave_are_a_sign_of_life() -> None:
     for now in range(2, 60, 2):
         assert looks(silence, now, reading=False, unsent=1000 - now) == [False]
     assert looks(silence, 62, 66, 68, reading=False, unsent=942) == [False, False, True]
+
+
+def test_a_peer_that_lives_and_reads_nothing_is_noticed_whatever_is_added() -> None:
+    sending = SendTimeout(ALLOWED_S, 0.0)
+    assert not any(sending.is_over(now, unsent_bytes=0) for now in range(2, 40, 2))
+    waits = [sending.is_over(38.0 + 2 * n, unsent_bytes=10 * n) for n in range(6)]
+    assert waits == [False, False, False, False, False, True]
+
+
+def test_a_peer_that_reads_slowly_is_waited_for() -> None:
+    sending = SendTimeout(ALLOWED_S, 0.0)
+    for n in range(60):
+        assert not sending.is_over(2.0 * n, unsent_bytes=1000 + n - 10 * (n % 2))

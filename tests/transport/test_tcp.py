@@ -309,27 +309,6 @@ def test_a_silent_client_is_given_up_and_reported(harness: Harness) -> None:
     harness.run(scenario)
 
 
-def test_open_handshakes_are_limited(harness: Harness) -> None:
-    async def scenario(harness: Harness) -> None:
-        failures: asyncio.Queue[ShardnetError] = asyncio.Queue()
-        listener = await harness.listen(
-            keep, failures.put_nowait, replace(OPTIONS, max_handshakes=2)
-        )
-        peers = [await harness.raw_connect(listener) for _ in range(3)]
-        error = await failures.get()
-        assert type(error) is LinkError
-        assert "2 other handshakes are open" in str(error)
-        await peers[2].lost.wait()
-        peers[0].transport.abort()  # makes room
-        assert isinstance(await failures.get(), LinkClosedError)
-        link = await harness.connect(listener)
-        await link.close()
-        peers[1].transport.abort()
-        await peers[1].lost.wait()
-
-    harness.run(scenario)
-
-
 def test_a_handler_that_fails_by_name_is_reported_and_its_link_aborted(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         async def fail(link: Link) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.transport_harness import IDENTITY, RawPeer
 
-from shardnet.errors import AuthenticationError, LinkClosedError
+from shardnet.errors import LinkClosedError
 from shardnet.transport.memory import join
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import KIB
@@ -163,7 +163,7 @@ def test_a_connection_that_breaks_in_the_handshake_is_named() -> None:
         join(pair.client_tls, mute)
         mute.transport.abort()
         await pair.client.lost.wait()
-        assert isinstance(pair.client.error, AuthenticationError)
+        assert isinstance(pair.client.error, LinkClosedError)
         assert "closed the connection during the TLS handshake" in str(pair.client.error)
         other = RawPeer()
         join(other, pair.server_tls)

@@ -20,6 +20,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
+from shardnet.transport.listener import Listener
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
@@ -85,7 +86,7 @@ class Node:
         await self._services.dispatcher.accept(far)
         return near
 
-    async def listen(self, host: str, port: int) -> tcp.Listener:
+    async def listen(self, host: str, port: int) -> Listener:
         """Listen on `host`, "" for all interfaces. Raises ConfigurationError if it cannot."""
         listener = await tcp.listen(
             host,
@@ -94,6 +95,7 @@ class Node:
             self._services.dispatcher.accept,
             on_failure=lambda error: self._settings.log(f"refused a link: {error}"),
             on_refused=self._refused,
+            known=self._links.dialer.known,
             options=self._links.dialer.options,
         )
         self._links.advertisement.listening_at(listener.address)

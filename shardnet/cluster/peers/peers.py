@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+from weakref import WeakValueDictionary
 
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
@@ -71,6 +72,18 @@ class PeerReport:
     refusal: str
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Dialling:
+    """The callers that want one address dialled: one dials, the others wait for what comes of it.
+
+    `n_failed` and `error`: how often it failed while any of them waited, and why last.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    n_failed: int = 0
+    error: ShardnetError | None = None
+
+
 class Peers:
     """Keeps control links up. Runs their readers in `tasks`, a group that outlives them.
 
@@ -114,7 +127,7 @@ class Peers:
         )
         """The links that are up."""
         self._node_at: dict[str, NodeId] = {}
-        self._dialling: dict[str, asyncio.Lock] = {}
+        self._dialling: WeakValueDictionary[str, _Dialling] = WeakValueDictionary()
         self.unreached: dict[str, ShardnetError] = {}
         """Why there is no link to named peers, by the address that was named."""
         self._visiting: set[NodeId] = set()
@@ -172,14 +185,25 @@ class Peers:
     async def find(self, address: str) -> ControlLink | None:
         """Return the control link to the node at `address`, dialling it if there is none.
 
-        Returns None if this node itself answers there. Raises as `dial`.
+        Several callers at one time share what comes of it. Returns None if this node itself answers
+        there. Raises as `dial`.
         """
-        async with self._dialling.setdefault(address, asyncio.Lock()):
+        dialling = self._dialling.setdefault(address, _Dialling())
+        n_failed = dialling.n_failed
+        async with dialling.lock:
             node = self._node_at.get(address)
             linked = self.links.link_of(node) if node is not None else None
             if linked is not None:
                 return linked
-            link = await self._dial(address)
+            if dialling.error is not None and dialling.n_failed > n_failed:
+                error = dialling.error
+                raise type(error)(error.message, remedy=error.remedy) from error.__cause__
+            try:
+                link = await self._dial(address)
+            except ShardnetError as error:
+                dialling.error = error
+                dialling.n_failed += 1
+                raise
             node = self._node_at[address] = NodeId(link.peer.node)
             if node == self._node:
                 await link.close()

@@ -6,7 +6,7 @@ Must not know which node has which address (peers.py), nor what a link is used f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import replace as with_options
 
 from msgspec.structs import replace
@@ -15,7 +15,8 @@ from shardnet import __version__
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.transport import tcp
-from shardnet.transport.address import split_address
+from shardnet.transport.address import host_of, split_address
+from shardnet.transport.admission import KnownHosts
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import NodeId
@@ -35,6 +36,7 @@ both leave by one interface. Enough for 1 Gbit/s over 1 ms."""
 class Dialer:
     """Opens links for one node. `progress` returns what its heartbeats carry: (epoch, last step).
 
+    Hosts that answer join `known`: their own links to this node come up when strangers flood it.
     Every method that opens a link raises UsageError if the address is not `host:port`, and what
     tcp.connect raises.
     """
@@ -43,6 +45,7 @@ class Dialer:
     name: str
     identity: Identity | None
     progress: Callable[[], tuple[int, int]]
+    known: KnownHosts = field(default_factory=KnownHosts)
 
     @property
     def options(self) -> LinkOptions:
@@ -62,24 +65,24 @@ class Dialer:
 
     async def control(self, address: str) -> Link:
         """Open a control link to another node."""
-        return await _connect(address, self.hello(Purpose.CONTROL), self.options)
+        return await self._connect(address, self.hello(Purpose.CONTROL), self.options)
 
     async def dial_as_client(self, address: str) -> Link:
         """Open a control link as a client, to see who answers."""
         hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
-        return await _connect(address, hello, self.options)
+        return await self._connect(address, hello, self.options)
 
     async def probe(self, address: str) -> Link:
         """Open a control link as a client, with a short limit on the handshake."""
         hello = replace(self.hello(Purpose.CONTROL), role=PeerRole.CLIENT)
-        return await _connect(address, hello, with_options(self.options, handshake_s=PROBE_S))
+        return await self._connect(address, hello, with_options(self.options, handshake_s=PROBE_S))
 
     async def bulk(self, address: str) -> Link:
         """Open a link for weights."""
         options = with_options(
             self.options, receive_frames=BULK_FRAMES, socket_buffer_bytes=BULK_WINDOW_BYTES
         )
-        return await _connect(address, self.hello(Purpose.BULK), options)
+        return await self._connect(address, self.hello(Purpose.BULK), options)
 
     async def data(self, address: str, membership: RingMembership) -> Link:
         """Open the data link from this node to the next one of a ring."""
@@ -89,9 +92,10 @@ class Dialer:
             epoch=membership.epoch,
             rank=membership.rank,
         )
-        return await _connect(address, hello, self.options)
+        return await self._connect(address, hello, self.options)
 
-
-async def _connect(address: str, hello: Hello, options: LinkOptions) -> Link:
-    host, port = split_address(address)
-    return await tcp.connect(host, port, hello, options=options)
+    async def _connect(self, address: str, hello: Hello, options: LinkOptions) -> Link:
+        host, port = split_address(address)
+        link = await tcp.connect(host, port, hello, options=options)
+        self.known.add(host_of(link.peer_address))
+        return link

@@ -233,14 +233,19 @@ class LinkConnection:
     def _take_preamble(self) -> bool:
         data = self._received.peek(len(PREAMBLE))
         if bytes(data[:1]) in TLS_RECORDS:
+            if self._greeting is None:
+                self._outgoing.append(PREAMBLE)  # by which a holder of a key learns why
             raise AuthenticationError(
                 "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
                 remedy="run `shardnet key join` here",
             )
         if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
+            # Without its bytes: who had us connect there may have no business to read them.
+            error = "the peer does not speak the protocol of shardnet"
+            if self._greeting is None:
+                raise RemoteProtocolError(error)
             raise RemoteProtocolError(
-                "the peer does not speak the protocol of shardnet; it began with "
-                f"{bytes(self._received.peek(16))!r}"
+                f"{error}, something else answers there", remedy="check the address and port"
             )
         if len(data) < len(PREAMBLE):
             return False

@@ -148,6 +148,19 @@ def test_a_node_tells_of_itself_and_its_peers_with_what_its_probes_see(
     asyncio.run(main())
 
 
+def test_a_host_from_which_a_link_came_up_is_known_to_the_nodes_dialer_too(tmp_path: Path) -> None:
+    """Both give places to hosts that are known: see tests/transport/test_listener.py."""
+
+    async def main() -> None:
+        async with lab(tmp_path) as town:
+            node, anna = await town.node("anna")
+            assert "127.0.0.1" not in node._links.dialer.known
+            await own(await town.client(anna))
+            assert "127.0.0.1" in node._links.dialer.known
+
+    asyncio.run(main())
+
+
 def test_a_peer_that_does_not_report_is_named_and_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -561,6 +562,31 @@ def test_a_peer_that_does_not_answer_is_named_once_and_dialled_until_it_does() -
             a.town.owners[b.address] = b
             await a.until_linked("b")
             assert a.said("nothing listens there") == 1
+
+    asyncio.run(main())
+
+
+def test_callers_that_want_one_dead_address_wait_for_one_dial_and_leave_nothing() -> None:
+    """One after the other each would wait for its own."""
+
+    dialled: list[str] = []
+
+    async def nobody_answers(address: str) -> Link:
+        dialled.append(address)
+        await asyncio.sleep(0)
+        raise PeerUnreachableError("nobody answers")
+
+    async def main() -> None:
+        async with town("a") as (a,):
+            a.peers._dial = nobody_answers
+            for n_dialled in (1, 2):
+                finding = [a.peers.find("10.0.0.1:1") for _ in range(5)]
+                errors = await asyncio.gather(*finding, return_exceptions=True)
+                assert [type(error) for error in errors] == [PeerUnreachableError] * 5
+                assert len(dialled) == n_dialled
+            del finding, errors
+            gc.collect()
+            assert dict(a.peers._dialling) == {}
 
     asyncio.run(main())
 
