@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, open_file
 from shardnet.checkpoint.tensors.stored_tensor import MAX_FILES
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, shown
 
 MAX_HEADER_BYTES: Final = 64 << 20
 """Cap on all that comes before the tensors' bytes; Gemma 3's have 15 MB."""
@@ -249,7 +249,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
     cursor.what = "general.alignment"
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise cursor.damaged(f"{alignment!r} is not a number of bytes from 1 to 1048576")
+        raise cursor.damaged(f"{shown(alignment)} is not a number of bytes from 1 to 1048576")
     start = -(-cursor.at // alignment) * alignment
     if start > cursor.size_bytes:
         if infos:

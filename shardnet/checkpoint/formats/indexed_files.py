@@ -20,6 +20,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     FileTotals,
     StoredTensor,
     TensorFile,
+    check_name,
 )
 from shardnet.errors import CheckpointError
 
@@ -54,7 +55,8 @@ def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
         if file not in files:
             files[file] = totals.add(read(path))
         if name not in files[file].tensors:
-            raise CheckpointError(f"{path}: tensor {name:.512} is missing", remedy=AGAIN)
+            check_name(index, name)
+            raise CheckpointError(f"{path}: tensor {name} is missing", remedy=AGAIN)
         placed.setdefault(file, {})[name] = files[file].tensors[name]
     return {name: replace(file, tensors=placed[name]) for name, file in files.items()}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardnet.checkpoint.tensors.stored_tensor import MAX_AXES, MAX_NAME_CHARACTERS
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, shown
 
 MAX_PICKLE_BYTES: Final = 8 << 20
 """Cap on the pickle; a model's has some 100 KB."""
@@ -178,7 +178,7 @@ class _Machine:
             raise _Damaged(f"a name of {len(module) + len(name)} characters")
         full = f"{module}.{name}"
         if full not in _STORAGES and full not in (_DICT, _TENSOR, _PARAMETER):
-            raise self._refused(f"names {full}")
+            raise self._refused(f"names {full if full.isprintable() else shown(full)}")
         return _Name(full)
 
     def _stack_global(self) -> None:

@@ -20,7 +20,7 @@ from shardnet.tokenizers.backends.token_files import read_lines
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
-_MAX_LINE_BYTES = 1024
+_MAX_LINE_BYTES = 1 << 13
 _N_SPECIAL = 256
 _SPECIAL = {
     0: "<|begin_of_text|>",
