@@ -104,11 +104,15 @@ def gguf_files(path: Path) -> list[Path]:
                 f"{path} holds {len(wholes)} GGUF models",
                 remedy=f"name one of them with --model, as {min(wholes)}",
             )
-        return gguf_files(found[0]) if found else []
+        return _parts(found[0]) if found else []
     if path.suffix != ".gguf":
         return []
     if path.is_symlink() and path.resolve().suffix == ".gguf":
         path = path.resolve()  # named by whoever asks, as a link to a folder may be
+    return _parts(path)
+
+
+def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in part_names(path.name)]
     for part in parts:
         if len(parts) > 1 and not has_file(part):

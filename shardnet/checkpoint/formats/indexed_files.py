@@ -28,6 +28,8 @@ ReadFile = Callable[[Path], TensorFile]
 
 MAX_INDEX_BYTES: Final = 32 << 20
 """Cap on an index; that of 210 000 tensors has 25 MB."""
+MAX_FILE_NAME: Final = 255
+"""Cap on the characters of a tensor file's name, as on the wire."""
 _ROOM: Final = 1024
 """Colons and commas of an index beside one for each tensor."""
 
@@ -87,7 +89,8 @@ def weight_map(index: Path) -> dict[str, str]:
             f"{index}: {len(names)} files, at most {MAX_FILES} are read", remedy=AGAIN
         )
     for file in names:
-        if Path(file).name != file or not file.isprintable() or "\\" in file:
+        is_plain = file.isprintable() and len(file) <= MAX_FILE_NAME and "\\" not in file
+        if not is_plain or Path(file).name != file:
             raise CheckpointError(
                 f"{index}: weight_map names {file!r:.200}, expected a file name without a folder",
                 remedy=AGAIN,

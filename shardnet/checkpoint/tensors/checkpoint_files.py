@@ -129,8 +129,9 @@ def _locate(path: Path) -> _Place | None:
 def _follow(path: Path) -> tuple[str, tuple[str, ...]]:
     """Return the folder that a link stays in, and the names from there to its target."""
     folder, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    for base in (folder, _hub_blobs(folder)):
-        if base is not None and base in target.parents:
+    repo = _hub_repo(folder)
+    for base, inside in ((folder, folder), (repo, repo / "blobs" if repo is not None else None)):
+        if base is not None and inside in target.parents:
             return str(base), target.relative_to(base).parts
     raise CheckpointError(
         f"{path} is a link that leaves the checkpoint's folder",
@@ -138,12 +139,12 @@ def _follow(path: Path) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _hub_blobs(folder: Path) -> Path | None:
-    """Return the blobs of the Hub's cache if `folder` is models--NAME/snapshots/REVISION[/…]."""
+def _hub_repo(folder: Path) -> Path | None:
+    """Return models--NAME of the Hub's cache if `folder` is its snapshots/REVISION[/…]."""
     for snapshot in (folder, *folder.parents):
         repo = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and repo.name.startswith("models--"):
-            return repo / "blobs"
+            return repo
     return None
 
 

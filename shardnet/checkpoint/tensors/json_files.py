@@ -38,6 +38,7 @@ _NO_JSON: Final = (ValueError, RecursionError, msgspec.DecodeError)
 _LFS_POINTER: Final = b"version https://git-lfs"
 _ZEROS: Final = bytes(0x30 if chr(byte).isdigit() and byte < 128 else 0x20 for byte in range(256))
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_SQUARE: Final = bytes.maketrans(b"{}", b"[]")
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -119,10 +120,10 @@ def _check_bounds(text: bytes, path: Path) -> int:
     # Without escaped quotes every quote begins or ends a text: what is left lies outside of texts.
     plain = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     outside = b"".join(plain.split(b'"')[::2])
-    brackets = outside.translate(None, _NOT_BRACKETS)
+    brackets = outside.translate(_SQUARE, _NOT_BRACKETS)
     for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if b"[]" in brackets or b"{}" in brackets:
+        brackets = brackets.replace(b"[]", b"")  # the innermost
+    if b"[]" in brackets:
         raise _unreadable(path, f"nested more than {MAX_DEPTH} deep")
     if brackets:
         raise _unreadable(path, "brackets that do not match")
