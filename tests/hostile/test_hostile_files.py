@@ -437,8 +437,6 @@ def test_a_folder_of_too_many_entries(tmp_path: Path, monkeypatch: pytest.Monkey
 _OTHER_DOORS = re.compile(
     r"\.open\(\"|(?<![._\w])(?<!def )open\(|\.read_bytes\(\)|\.read_text\(|\.is_file\(\)"
 )
-    r"\.open\(\"|(?<![._\w])(?<!def )open\(|\.read_bytes\(\)|\.read_text\(|\.is_file\(\)"
-)
 _OWN_FILES = {
     "checkpoint/replica.py": 1,
     "checkpoint/replica_journal.py": 2,
