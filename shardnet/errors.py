@@ -30,9 +30,20 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import ClassVar, Self, TypeVar
 
 E = TypeVar("E", bound=BaseException)
+
+
+def shown(value: object) -> str:
+    """Format a value of somebody else for a message: its beginning, whatever its size."""
+    return _SHOWN.repr(value)
+
+
+_SHOWN = Repr()
+_SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxdict = 3, 6, 4
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 80
 
 
 class ShardnetError(Exception):

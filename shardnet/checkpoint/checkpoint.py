@@ -21,6 +21,7 @@ from shardnet.checkpoint.formats.gguf import open_gguf
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors, open_huggingface
 from shardnet.checkpoint.replica_journal import Journal, n_parts
+from shardnet.checkpoint.tensors.checkpoint_files import find_file, has_file
 from shardnet.checkpoint.tensors.json_files import read_file
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
@@ -91,7 +92,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
         for name in self._whole:
-            if (self.folder / name).is_file():
+            if has_file(self.folder / name):
                 _feed(digest, name, read_file(self.folder / name))
         for name in sorted(self._files):
             file = self._files[name]
@@ -131,14 +132,14 @@ class Checkpoint:
         Those are all bytes outside tensors, and the samples of the tensors: they suffice to compute
         the id. Raises CheckpointError if a file cannot be read.
         """
-        paths = [self.folder / name for name in self._whole]
         try:
-            sizes = {path.name: path.stat().st_size for path in paths if path.is_file()}
+            found = {name: find_file(self.folder / name) for name in self._whole}
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}", remedy=AGAIN) from error
         whole = [
-            FileHead(name=name, size_bytes=size, ranges=((0, size),))
-            for name, size in sizes.items()
+            FileHead(name=name, size_bytes=status.st_size, ranges=((0, status.st_size),))
+            for name, status in found.items()
+            if status is not None
         ]
         return (
             *whole,

@@ -12,11 +12,13 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import (
     MAX_HEADER_BYTES,
@@ -89,8 +91,8 @@ class TensorFiles:
 
     def __init__(self, folder: Path, *, writable: bool = False) -> None:
         self._folder = folder
-        self._mode = "r+b" if writable else "rb"
-        self._open: dict[str, BinaryIO] = {}
+        self._writable = writable
+        self._open: dict[str, FileIO] = {}
 
     def read(self, file: str, offset: int, n_bytes: int) -> bytes:
         """Read exactly `n_bytes` at `offset`. Raises CheckpointError if there are fewer."""
@@ -145,9 +147,9 @@ class TensorFiles:
             handle.close()
         self._open.clear()
 
-    def _handle(self, file: str) -> BinaryIO:
+    def _handle(self, file: str) -> FileIO:
         if file not in self._open:
-            self._open[file] = (self._folder / file).open(self._mode, buffering=0)  # type: ignore[assignment]
+            self._open[file] = open_file(self._folder / file, writable=self._writable)
         return self._open[file]
 
 

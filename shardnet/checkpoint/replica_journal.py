@@ -8,17 +8,42 @@ tensor files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
+import msgspec
+
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.errors import CheckpointError
 from shardnet.types import WEIGHT_PART_BYTES
 
 JOURNAL_FILE: Final = "replica.jsonl"
 
+MAX_JOURNAL_BYTES: Final = 256 << 20
+"""Cap on a journal; that of a model of 700 GB has about 30 MB."""
+MAX_LINE_BYTES: Final = 1 << 20
+"""Cap on a line; the longest has the stamps of all files."""
+
 FileStamp = tuple[int, int]
 """A file's size (bytes) and modification time (ns)."""
+
+_Sha256 = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Line(msgspec.Struct):
+    """One line of a journal; which fields it has tells what it records."""
+
+    tensor: str | None = None
+    part: _Number | None = None
+    sha256: _Sha256 | None = None
+    samples: dict[str, _Sha256] | None = None
+    seal: dict[str, tuple[_Number, int]] | None = None
+
+
+_LINE: Final = msgspec.json.Decoder(_Line)
 
 
 def n_parts(size_bytes: int) -> int:
@@ -41,7 +66,7 @@ class Journal:
         self.seals: dict[str, FileStamp] = {}
         self.samples: dict[str, str] = {}
         self.n_dropped = 0
-        for line in path.read_bytes().split(b"\n"):
+        for line in _lines(path):
             self._take(line)
 
     @classmethod
@@ -85,16 +110,28 @@ class Journal:
     def _take(self, line: bytes) -> None:
         """Apply one line; skip an unfinished one."""
         try:
-            entry = json.loads(line)
-        except ValueError:
+            entry = _LINE.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         match entry:
-            case {"tensor": str(tensor), "part": int(part), "sha256": str(sha256)}:
+            case _Line(tensor=str(tensor), part=int(part), sha256=str(sha256)):
                 self.digests.setdefault(tensor, {})[part] = sha256
-            case {"tensor": str(tensor), "part": int(part), "sha256": None}:
+            case _Line(tensor=str(tensor), part=int(part)):
                 self.n_dropped += 1
                 self.digests.get(tensor, {}).pop(part, None)
-            case {"samples": dict(samples)}:
-                self.samples = {str(file): str(sha256) for file, sha256 in samples.items()}
-            case {"seal": dict(seals)}:
-                self.seals |= {name: (size, time_ns) for name, (size, time_ns) in seals.items()}
+            case _Line(samples=dict(samples)):
+                self.samples = samples
+            case _Line(seal=dict(seals)):
+                self.seals |= seals
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Read the lines of a journal. Raises CheckpointError for a longer one than is written."""
+    with BufferedReader(open_file(path)) as file:
+        if file.seek(0, 2) > MAX_JOURNAL_BYTES:
+            raise CheckpointError(f"{path}: more than {MAX_JOURNAL_BYTES} bytes")
+        file.seek(0)
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise CheckpointError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
+            yield line

@@ -17,7 +17,8 @@ from typing import Literal, assert_never
 import tokenizers
 from tokenizers import processors
 
-from shardnet.errors import CheckpointError, UsageError
+from shardnet.errors import CheckpointError, UsageError, shown
+from shardnet.model.config.limits import MAX_EOS
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.token_files import read_object
 from shardnet.tokenizers.chat.chat_template import ChatTemplate
@@ -271,7 +272,7 @@ def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
     path = folder / "tokenizer_config.json"
     value = read_object(path).get("add_bos_token")
     if not isinstance(value, bool | None):
-        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {value!r}")
+        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {shown(value)}")
     return by_default if value is None else value
 
 
@@ -280,8 +281,10 @@ def _ids_under(path: Path, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(type(id_) is int and id_ >= 0 for id_ in ids):
-        raise CheckpointError(f"{path}: {key} must be a token id or a list of them, not {value!r}")
+    if len(ids) > MAX_EOS or not all(type(id_) is int and 0 <= id_ < 1 << 31 for id_ in ids):
+        raise CheckpointError(
+            f"{path}: {key} must be a token id or a list of at most {MAX_EOS}, not {shown(value)}"
+        )
     return tuple(ids)
 
 
@@ -294,5 +297,5 @@ def _named_token(folder: Path, key: str, id_of: Callable[[str], int | None]) -> 
     if value is None:
         return None
     if not isinstance(value, str):
-        raise CheckpointError(f"{path}: {key} must be a token's text, not {value!r}")
+        raise CheckpointError(f"{path}: {key} must be a token's text, not {shown(value)}")
     return id_of(value)

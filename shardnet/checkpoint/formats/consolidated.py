@@ -18,6 +18,7 @@ from shardnet.checkpoint.formats.consolidated_params import config_of_params
 from shardnet.checkpoint.formats.indexed_files import read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, Contents
 from shardnet.checkpoint.tensors.model_tensor import (
@@ -27,7 +28,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
     rotary_halves,
     unchanged,
 )
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileTotals, StoredTensor, TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
@@ -73,7 +74,7 @@ _IN_LAYER: Final = {
 def has_consolidated_files(folder: Path) -> bool:
     """Return whether `folder` has a checkpoint of this layout."""
     files = (SINGLE_FILE, INDEX_FILE, "consolidated.00.pth", "consolidated.00.safetensors")
-    return (folder / PARAMS_FILE).is_file() and any((folder / name).is_file() for name in files)
+    return has_file(folder / PARAMS_FILE) and any(has_file(folder / name) for name in files)
 
 
 def open_consolidated(folder: Path) -> Contents:
@@ -113,16 +114,20 @@ def open_consolidated(folder: Path) -> Contents:
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     """Read the headers of all tensor files; return them and the name of the index, if any."""
-    if (folder / SINGLE_FILE).is_file():
+    if has_file(folder / SINGLE_FILE):
         return [], {SINGLE_FILE: read_safetensors_file(folder / SINGLE_FILE)}
-    if (folder / INDEX_FILE).is_file():
+    if has_file(folder / INDEX_FILE):
         return [INDEX_FILE], read_indexed_files(folder / INDEX_FILE, read_safetensors_file)
-    paths = [folder / name for name in part_files([path.name for path in folder.iterdir()])]
+    try:
+        paths = [folder / name for name in part_files(folder_entries(folder))]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
     for number, path in enumerate(paths):
         expected = f"consolidated.{number:02}{paths[0].suffix}"
         if path.name != expected:
             raise CheckpointError(f"{folder / expected}: this part is missing", remedy=AGAIN)
-    return [], {path.name: _read_part(path, len(paths)) for path in paths}
+    totals = FileTotals(folder)
+    return [], {path.name: totals.add(_read_part(path, len(paths))) for path in paths}
 
 
 def part_files(names: Iterable[str]) -> list[str]:

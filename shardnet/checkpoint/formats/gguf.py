@@ -23,12 +23,15 @@ from shardnet.checkpoint.formats.gguf_header import (
 )
 from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
 from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
+    FileTotals,
     StoredTensor,
     TensorFile,
+    check_name,
     end_of,
     hash_ranges,
 )
@@ -59,10 +62,12 @@ def open_gguf(path: Path) -> Contents:
     UnsupportedModelError for an architecture or a type that is not implemented.
     """
     paths = gguf_files(path)
-    headers = [read_gguf_header(part) for part in paths]
-    files = {
-        part.name: _tensor_file(part, header) for part, header in zip(paths, headers, strict=True)
-    }
+    headers: list[GgufHeader] = []
+    files: dict[str, TensorFile] = {}
+    totals = FileTotals(paths[0])
+    for part in paths:
+        headers.append(read_gguf_header(part))
+        files[part.name] = totals.add(_tensor_file(part, headers[-1]))
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     factors = {
         info.name: _read_factors(part, info)
@@ -120,6 +125,7 @@ def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
 
 
 def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
+    check_name(path, tensor.name)
     kind = type_name(tensor.type_number)
     where = f"{path}: tensor {tensor.name}"
     if _ONE_EXPERT.fullmatch(tensor.name):
@@ -155,7 +161,7 @@ def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
             f"{path}: tensor {tensor.name} is not a list of F32 factors", remedy=AGAIN
         )
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(tensor.offset)
             return struct.unpack(f"<{n}f", file.read(4 * n))
     except (OSError, struct.error) as error:

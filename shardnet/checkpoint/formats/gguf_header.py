@@ -7,20 +7,32 @@ know what a key means, nor how values of a tensor are packed. Imports neither to
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from shardnet.errors import CheckpointError
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, open_file
+from shardnet.checkpoint.tensors.stored_tensor import MAX_FILES
+from shardnet.errors import CheckpointError, shown
 
-MAX_HEADER_BYTES: Final = 100_000_000
-"""Cap on all that comes before the tensors' bytes."""
-MAX_ELEMENTS: Final = 1 << 23
-"""Cap on the elements of all arrays of a header together."""
+MAX_HEADER_BYTES: Final = 64 << 20
+"""Cap on all that comes before the tensors' bytes; Gemma 3's have 15 MB."""
+MAX_ELEMENTS: Final = 1 << 22
+"""Cap on the elements of all arrays of a header together; Gemma 3's have 1.3 million."""
+MAX_TEXTS: Final = 1 << 21
+"""Cap on those of them that are texts; Gemma 3's have 800 000."""
+MAX_KEYS: Final = 4096
+MAX_TENSORS: Final = 1 << 16
+"""Cap on the tensors of one file, in which all experts of a layer are one."""
+MAX_NAME_BYTES: Final = 512
+"""Cap on the name of a key or of a tensor."""
+_AT_ONCE: Final = 1 << 16
+"""Elements that are unpacked in one call, while other threads wait."""
 MAX_DIMENSIONS: Final = 4
 MAX_SIZE: Final = 1 << 44
 """Cap on a dimension and on an offset, far above any file."""
@@ -79,19 +91,31 @@ def gguf_files(path: Path) -> list[Path]:
     Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        try:
+            names = folder_entries(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: {error.strerror}", remedy="check the path of --model"
+            ) from error
+        found = [path / name for name in names if name.endswith(".gguf")]
         wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
                 f"{path} holds {len(wholes)} GGUF models",
                 remedy=f"name one of them with --model, as {min(wholes)}",
             )
-        return gguf_files(found[0]) if found else []
+        return _parts(found[0]) if found else []
     if path.suffix != ".gguf":
         return []
+    if path.is_symlink() and path.resolve().suffix == ".gguf":
+        path = path.resolve()  # named by whoever asks, as a link to a folder may be
+    return _parts(path)
+
+
+def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in part_names(path.name)]
     for part in parts:
-        if len(parts) > 1 and not part.is_file():
+        if len(parts) > 1 and not has_file(part):
             raise CheckpointError(
                 f"{part}: this part is missing", remedy=f"fetch all {len(parts)} parts"
             )
@@ -101,7 +125,7 @@ def gguf_files(path: Path) -> list[Path]:
 def part_names(name: str) -> list[str]:
     """List the names of all files of the GGUF model with the file `name`, in order."""
     match = _SHARD.fullmatch(name)
-    if match is None or int(match[3]) < 1:
+    if match is None or not 1 <= int(match[3]) <= MAX_FILES:
         return [name]
     return [f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1)]
 
@@ -128,8 +152,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
     claims what cannot be.
     """
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with io.BufferedReader(open_file(path)) as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(0)
             return _read(_Cursor(file, path, size_bytes))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", remedy="fetch it again") from error
@@ -145,7 +170,7 @@ class _Cursor:
         self.at = 0
         self.what = "its first bytes"
         """The item being read, for messages."""
-        self.n_elements = 0
+        self.n_elements = self.n_texts = 0
 
     def damaged(self, why: str) -> CheckpointError:
         """Make an error that names the file and the item being read."""
@@ -179,12 +204,25 @@ class _Cursor:
         """Read a count of entries: at most `cap`, each of at least `at_least` bytes."""
         value = self.number("Q")
         if value > cap or value * at_least > self.left:
-            raise self.damaged(f"claims {value} entries, but only {self.left} bytes remain")
+            raise self.damaged(
+                f"claims {value} entries, but only {self.left} bytes remain and at most {cap} "
+                "entries are read"
+            )
         return value
 
     def text(self) -> str:
         """Read a string."""
         return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
+
+    def name(self) -> str:
+        """Read the name of a key or of a tensor, which is UTF-8."""
+        n_bytes = self.number("Q")
+        if MAX_NAME_BYTES < n_bytes <= self.left:
+            raise self.damaged(f"a name of {n_bytes} bytes, at most {MAX_NAME_BYTES} are read")
+        try:
+            return self.take(n_bytes).decode()
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"a name that is not UTF-8 ({error.reason})") from error
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
@@ -198,12 +236,12 @@ def _read(cursor: _Cursor) -> GgufHeader:
             "little-endian"
         )
     cursor.what = "the number of tensors"
-    n_tensors = cursor.count(24, MAX_ELEMENTS)
+    n_tensors = cursor.count(24, MAX_TENSORS)
     cursor.what = "the number of metadata keys"
-    n_keys = cursor.count(13, MAX_ELEMENTS)
+    n_keys = cursor.count(13, MAX_KEYS)
     metadata: dict[str, MetadataValue] = {}
     for _ in range(n_keys):
-        key = cursor.text()
+        key = cursor.name()
         if key in metadata:
             raise cursor.damaged(f"the key {key!r} occurs twice")
         cursor.what = f"key {key!r}"
@@ -215,7 +253,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
     cursor.what = "general.alignment"
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise cursor.damaged(f"{alignment!r} is not a number of bytes from 1 to 1048576")
+        raise cursor.damaged(f"{shown(alignment)} is not a number of bytes from 1 to 1048576")
     start = -(-cursor.at // alignment) * alignment
     if start > cursor.size_bytes:
         if infos:
@@ -243,13 +281,21 @@ def _value(cursor: _Cursor) -> MetadataValue:
         return _scalar(cursor, kind)
     kind = cursor.number("I")
     if kind == _STRING:
-        return [cursor.text() for _ in range(_length(cursor, 8))]
+        return [cursor.text() for _ in range(_n_texts(cursor))]
     if kind not in _SCALARS:
         raise cursor.damaged(f"an array of type {kind}, which is not known")
     letter = _SCALARS[kind]
     size = struct.calcsize("<" + letter)
-    n_elements = _length(cursor, size)
-    return list(struct.unpack(f"<{n_elements}{letter}", cursor.take(n_elements * size)))
+    return [value for part in _numbers(cursor, letter, size) for value in part]
+
+
+def _numbers(cursor: _Cursor, letter: str, size: int) -> Iterator[tuple[Scalar, ...]]:
+    """Read an array of numbers, some at a time."""
+    left = _length(cursor, size)
+    while left:
+        n = min(left, _AT_ONCE)
+        yield struct.unpack(f"<{n}{letter}", cursor.take(n * size))
+        left -= n
 
 
 def _scalar(cursor: _Cursor, kind: int) -> Scalar:
@@ -266,10 +312,18 @@ def _length(cursor: _Cursor, element_bytes: int) -> int:
     return n_elements
 
 
+def _n_texts(cursor: _Cursor) -> int:
+    n_texts = _length(cursor, 8)
+    cursor.n_texts += n_texts
+    if cursor.n_texts > MAX_TEXTS:
+        raise cursor.damaged(f"{cursor.n_texts} texts with it, at most {MAX_TEXTS} are read")
+    return n_texts
+
+
 def _tensor(cursor: _Cursor, number: int) -> GgufTensor:
     """Read one entry; its offset counts from the start of the tensors' bytes."""
     cursor.what = f"the entry of tensor {number}"
-    name = cursor.text()
+    name = cursor.name()
     cursor.what = f"tensor {name!r}"
     n_dimensions = cursor.number("I")
     if not 1 <= n_dimensions <= MAX_DIMENSIONS:

@@ -16,6 +16,7 @@ from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.stacked_experts import split_experts
 from shardnet.checkpoint.formats.stored_quantization import combine, plain, read_quantization
 from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
@@ -35,7 +36,7 @@ HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
 
 def has_huggingface_tensors(folder: Path) -> bool:
     """Return whether there are tensor files with the names used by transformers."""
-    return any((folder / name).is_file() for name in (*SINGLE_FILES, *HF_INDEX_FILES))
+    return any(has_file(folder / name) for name in (*SINGLE_FILES, *HF_INDEX_FILES))
 
 
 def open_huggingface(folder: Path) -> Contents:
@@ -74,9 +75,9 @@ def open_huggingface(folder: Path) -> Contents:
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     """Read the headers of all tensor files; return them and the name of the index, if any."""
     for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
-        if (folder / single).exists():
+        if has_file(folder / single):
             return [], {single: read(folder / single)}
-        if (folder / index).exists():
+        if has_file(folder / index):
             return [index], read_indexed_files(folder / index, read)
     names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
     raise CheckpointError(

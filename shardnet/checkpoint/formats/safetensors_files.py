@@ -7,18 +7,45 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated, Final
 
-from shardnet.checkpoint.tensors.json_files import parse_object
+import msgspec
+
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
+from shardnet.checkpoint.tensors.json_files import bound_counts
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ITEM_BYTES,
+    MAX_AXES,
+    MAX_FILE_TENSORS,
     MAX_HEADER_BYTES,
     StoredTensor,
     TensorFile,
+    check_name,
     end_of,
     hash_ranges,
+    is_possible,
 )
 from shardnet.errors import CheckpointError
+
+MAX_ENTRY_BYTES: Final = 1024
+"""Cap on what the header says of one tensor, its name aside."""
+_MOST: Final = {b":": 5 * MAX_FILE_TENSORS, b",": 10 * MAX_FILE_TENSORS}
+"""An entry has four colons and, with MAX_AXES, eleven commas; metadata has some of both."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct):
+    """What the header says of one tensor."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[list[_Number], msgspec.Meta(max_length=MAX_AXES)]
+    data_offsets: tuple[_Number, _Number]
+
+
+_HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
 def read_safetensors_file(path: Path) -> TensorFile:
@@ -27,20 +54,20 @@ def read_safetensors_file(path: Path) -> TensorFile:
     Raises CheckpointError, which names the file, when it is truncated or damaged.
     """
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size_bytes < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
                 raise CheckpointError(
                     f"{path}: truncated or not a safetensors file ({size_bytes} bytes, "
-                    f"header claims {length})",
+                    f"header claims {length}, at most {MAX_HEADER_BYTES} are read)",
                     remedy=AGAIN,
                 )
             header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
-    entries = parse_object(header, path)
-    entries.pop("__metadata__", None)
+    entries = _entries(header, path)
     tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
     end = end_of(path, tensors.values(), 8 + length)
     if end != size_bytes:
@@ -58,22 +85,49 @@ def read_safetensors_file(path: Path) -> TensorFile:
     )
 
 
-def _tensor(name: str, entry: object, path: Path, data_start: int) -> StoredTensor:
+def _entries(header: bytes, path: Path) -> dict[str, msgspec.Raw]:
+    """Split a header, within bounds that are checked first, into its entries."""
+    bound_counts(header, path, _MOST)
+    try:
+        entries = _HEADER.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})", remedy=AGAIN) from error
+    entries.pop("__metadata__", None)
+    if len(entries) > MAX_FILE_TENSORS:
+        raise CheckpointError(
+            f"{path}: {len(entries)} tensors, at most {MAX_FILE_TENSORS} are read", remedy=AGAIN
+        )
+    return entries
+
+
+def _tensor(name: str, raw: msgspec.Raw, path: Path, data_start: int) -> StoredTensor:
     """Check one header entry."""
-    match entry:
-        case {
-            "dtype": str(dtype),
-            "shape": [*shape],
-            "data_offsets": [int(begin), int(stop)],
-        } if all(isinstance(n, int) and n >= 0 for n in shape):
-            size_bytes = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
-            if 0 <= begin <= stop and (dtype not in ITEM_BYTES or stop - begin == size_bytes):
-                return StoredTensor(
-                    name=name,
-                    dtype=dtype,
-                    shape=tuple(shape),
-                    size_bytes=stop - begin,
-                    file=path.name,
-                    offset=data_start + begin,
-                )
-    raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged", remedy=AGAIN)
+    check_name(path, name)
+    entry = _decode(raw)
+    if entry is None:
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged", remedy=AGAIN)
+    begin, stop = entry.data_offsets
+    return StoredTensor(
+        name=name,
+        dtype=entry.dtype,
+        shape=tuple(entry.shape),
+        size_bytes=stop - begin,
+        file=path.name,
+        offset=data_start + begin,
+    )
+
+
+def _decode(raw: msgspec.Raw) -> _Entry | None:
+    """Decode one entry; None if it is malformed or contradicts itself."""
+    if len(memoryview(raw)) > MAX_ENTRY_BYTES:
+        return None
+    try:
+        entry = _ENTRY.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    begin, stop = entry.data_offsets
+    if begin > stop or not is_possible(entry.shape):
+        return None
+    item_bytes = ITEM_BYTES.get(entry.dtype)
+    is_size = item_bytes is None or math.prod(entry.shape) * item_bytes == stop - begin
+    return entry if is_size else None

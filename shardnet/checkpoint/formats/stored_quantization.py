@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
-from shardnet.errors import CheckpointError
-from shardnet.model.config.fields import Fields
+from shardnet.errors import CheckpointError, shown
+from shardnet.model.config.fields import MAX_SIZE, Fields
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,10 @@ def read_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization:
 
 def _block_size(fields: Fields) -> tuple[int, int]:
     sizes = fields.take("weight_block_size", list, [1, 1])
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise fields.damaged(f"quantization_config.weight_block_size is {sizes!r}, expected [n, n]")
+    if len(sizes) != 2 or not all(isinstance(n, int) and 0 < n <= MAX_SIZE for n in sizes):
+        raise fields.damaged(
+            f"quantization_config.weight_block_size is {shown(sizes)}, expected [n, n]"
+        )
     return sizes[0], sizes[1]
 
 
@@ -104,7 +106,7 @@ def _awq(fields: Fields) -> StoredQuantization:
 def _group_size(fields: Fields) -> int:
     """Read the number of inputs that share a scale; 0 for all of them."""
     size = fields.take("group_size", int, 128)
-    if size != -1 and size < 1:
+    if size != -1 and not 1 <= size <= MAX_SIZE:
         raise fields.damaged(f"quantization_config.group_size is {size}, expected -1 or 1 on")
     return 0 if size == -1 else int(size)
 

@@ -21,6 +21,7 @@ from shardnet.checkpoint.formats.torch_pickle import (
     PickledTensor,
     pickled_tensors,
 )
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ITEM_BYTES,
@@ -28,13 +29,15 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     ByteRange,
     StoredTensor,
     TensorFile,
+    check_name,
     hash_ranges,
+    is_possible,
 )
 from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES
 from shardnet.errors import CheckpointError
 
-MAX_DIRECTORY_BYTES: Final = 16 << 20
-"""Cap on the archive's list of members before memory is taken for it."""
+MAX_DIRECTORY_BYTES: Final = 2 << 20
+"""Cap on the archive's list of members before memory is taken for it: some 18 000 of torch's."""
 MAX_HEAD_RANGES: Final = (1 << 16) - MAX_SAMPLES
 """Cap on the byte ranges between a file's storages: with the samples 65536, as on the wire."""
 
@@ -59,8 +62,8 @@ def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
     pickle is more than a dict of tensors. Nothing of it is executed.
     """
     try:
-        with _CappedReader(io.FileIO(path)) as file:
-            size_bytes = path.stat().st_size
+        with _CappedReader(open_file(path)) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
             if file.read(4) != _SIGNATURE:
                 raise CheckpointError(
                     f"{path}: not a zip archive of torch.save: damaged, or of torch before 1.6",
@@ -120,27 +123,29 @@ def _read_members(path: Path, file: _CappedReader, size_bytes: int) -> dict[str,
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 if info.filename in members:
-                    raise zipfile.BadZipFile(f"member {info.filename!r} is there twice")
+                    raise zipfile.BadZipFile(f"member {info.filename!r:.80} is there twice")
                 if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                     raise zipfile.BadZipFile(
-                        f"member {info.filename!r} is compressed, which torch never does"
+                        f"member {info.filename!r:.80} is compressed, which torch never does"
                     )
                 members[info.filename] = _locate(file, info, size_bytes)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: damaged zip archive: {error}", remedy=AGAIN) from error
     return members
 
 
 def _locate(file: _CappedReader, info: zipfile.ZipInfo, size_bytes: int) -> Member:
     """Find the bytes of a member, which follow its own header."""
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER.size)
+    header = b""
+    if info.header_offset < size_bytes:
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER.size)
     if len(header) == _LOCAL_HEADER.size:
         signature, n_name, n_extra = _LOCAL_HEADER.unpack(header)
         offset = info.header_offset + _LOCAL_HEADER.size + n_name + n_extra
         if signature == _SIGNATURE and offset + info.file_size <= size_bytes:
             return Member(offset, info.file_size)
-    raise zipfile.BadZipFile(f"member {info.filename!r} is not where the directory says")
+    raise zipfile.BadZipFile(f"member {info.filename!r:.80} is not where the directory says")
 
 
 def _find_pickle(path: Path, members: Mapping[str, Member]) -> tuple[str, Member]:
@@ -157,14 +162,19 @@ def _stored(
     path: Path, name: str, tensor: PickledTensor, storages: Mapping[str, Member]
 ) -> StoredTensor:
     """Locate a tensor's bytes: from its first element to its last."""
+    check_name(path, name)
     storage = tensor.storage
     member = storages.get(storage.key)
     item_bytes = ITEM_BYTES[storage.dtype]
     if member is None or member.size_bytes != storage.n_elements * item_bytes:
         raise CheckpointError(
-            f"{path}: the storage {storage.key!r} of tensor {name} is missing or of another size "
-            f"than {storage.n_elements} elements",
+            f"{path}: the storage {storage.key!r:.80} of tensor {name} is missing or of another "
+            f"size than {storage.n_elements} elements",
             remedy=AGAIN,
+        )
+    if not is_possible(tensor.shape):
+        raise CheckpointError(
+            f"{path}: tensor {name} of shape {list(tensor.shape)} is impossible", remedy=AGAIN
         )
     steps = zip(tensor.shape, tensor.strides, strict=True)
     n_elements = 1 + sum((n - 1) * stride for n, stride in steps) if all(tensor.shape) else 0

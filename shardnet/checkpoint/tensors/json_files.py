@@ -1,39 +1,70 @@
-"""Read the small files of a checkpoint, JSON above all, within a cap.
+"""Read the small files of a checkpoint, JSON above all, within bounds that are checked first.
 
-Must not know configs, tensors or tokenizers.
+Knows how much a JSON text may hold before any of it is parsed: bytes, values, digits and nesting.
+A parser in C keeps all other threads waiting, so it is given a part of a large text at a time. Must
+not know configs, tensors or tokenizers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.errors import CheckpointError
 
-MAX_JSON_BYTES: Final = 100_000_000
-_NO_JSON: Final = (json.JSONDecodeError, UnicodeDecodeError)
+MAX_WHOLE_BYTES: Final = 64 << 20
+"""Cap on a file that is not parsed here; the largest tokenizer.json known has 33 MB."""
+MAX_JSON_BYTES: Final = 16 << 20
+"""Cap on a file of JSON; the largest known, a vocab.json, has 7 MB."""
+MAX_VALUES: Final = 1 << 18
+"""Cap on the commas, colons and brackets of each kind in such a file, those in texts included."""
+MAX_DEPTH: Final = 32
+MAX_DIGITS: Final = 400
+"""Cap on digits in a row: a float64 has at most 309 before its point."""
+
+_PIECE_VALUES: Final = 1 << 14
+"""Commas in a text that is parsed at once."""
+_SMALL_BYTES: Final = 64
+"""A text that is parsed faster by msgspec, which is slow at numbers of many digits."""
+_NO_JSON: Final = (ValueError, RecursionError, msgspec.DecodeError)
 _LFS_POINTER: Final = b"version https://git-lfs"
+_ZEROS: Final = bytes(0x30 if chr(byte).isdigit() and byte < 128 else 0x20 for byte in range(256))
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_SQUARE: Final = bytes.maketrans(b"{}", b"[]")
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_BEGINNING: Final = re.compile(rb"[ \t\r\n]*(.?)", re.S)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError, which names the file, when it is none."""
-    return parse_object(read_file(path), path)
+    return parse_object(read_file(path, MAX_JSON_BYTES), path)
 
 
-def read_file(path: Path, cap: int = MAX_JSON_BYTES) -> bytes:
+def read_file(path: Path, cap: int = MAX_WHOLE_BYTES) -> bytes:
     """Read a file of at most `cap` bytes.
 
-    Raises CheckpointError when it is missing or larger, or is a Git LFS pointer to the file.
+    Raises CheckpointError when it is missing or larger, is a Git LFS pointer to the file, or is
+    refused by `open_file`.
     """
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > cap:
-            raise CheckpointError(
-                f"{path} has {size_bytes} bytes, at most {cap} are read", remedy=AGAIN
-            )
-        data = path.read_bytes()
+        with open_file(path) as file:
+            size_bytes = file.seek(0, 2)
+            if size_bytes > cap:
+                raise CheckpointError(
+                    f"{path} has {size_bytes} bytes, at most {cap} are read", remedy=AGAIN
+                )
+            file.seek(0)
+            data = file.read(size_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
     if data.startswith(_LFS_POINTER):
@@ -44,20 +75,12 @@ def read_file(path: Path, cap: int = MAX_JSON_BYTES) -> bytes:
 
 
 def parse_object(text: bytes, path: Path, *, distinct: bool = False) -> dict[str, Any]:
-    """Parse a JSON object that is part of the file `path`.
+    """Parse a JSON object, the content of the file `path`, in UTF-8.
 
-    Raises CheckpointError where it is none, with `distinct` also for a key that comes twice.
+    Raises CheckpointError where it is none or exceeds a bound, with `distinct` also for a key that
+    comes twice in one object.
     """
-    try:
-        value = json.loads(text, object_pairs_hook=_distinct if distinct else None)
-    except _DuplicateKey as error:
-        raise CheckpointError(f"{path}: {error}", remedy=AGAIN) from error
-    except (ValueError, RecursionError) as error:
-        # Python's words for what is not JSON; any other ValueError is a number of thousands of
-        # digits, for which its advice is of no use here.
-        is_json = isinstance(error, ValueError) and not isinstance(error, _NO_JSON)
-        why = "a number of more than 4300 digits" if is_json else str(error)
-        raise CheckpointError(f"{path}: not readable as JSON ({why})", remedy=AGAIN) from error
+    value = parse_value(text, path, distinct=distinct)
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path}: expected a JSON object, found {type(value).__name__}", remedy=AGAIN
@@ -65,14 +88,94 @@ def parse_object(text: bytes, path: Path, *, distinct: bool = False) -> dict[str
     return value
 
 
-class _DuplicateKey(ValueError):
-    """A key of an object comes twice."""
+def parse_value(text: bytes, path: Path, *, distinct: bool = False) -> Any:
+    """Parse any JSON value of the file `path`. Raises as `parse_object` does."""
+    n_pairs = _check_bounds(text, path)
+    try:
+        value = _parse(text.removeprefix(b"\xef\xbb\xbf"))
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # fails for half of a pair
+    except _NO_JSON as error:
+        raise _unreadable(path, str(error)) from error
+    if distinct and sum(len(found) for found in _objects(value)) != n_pairs:
+        _name_duplicate(text, path)
+    return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _DuplicateKey(f"the key {key!r:.80} is there twice")
-        found[key] = value
-    return found
+def bound_counts(text: bytes, path: Path, most: dict[bytes, int]) -> None:
+    """Raise CheckpointError if a character of `most` occurs more often than it says there."""
+    for character, cap in most.items():
+        if text.count(character) > cap:
+            raise _unreadable(path, f"more than {cap} times {character.decode()!r}")
+
+
+def _check_bounds(text: bytes, path: Path) -> int:
+    """Check the bounds of a text before it is parsed; return its number of key-value pairs."""
+    if len(text) > MAX_JSON_BYTES:
+        raise _unreadable(path, f"{len(text)} bytes, at most {MAX_JSON_BYTES} are read")
+    bound_counts(text, path, dict.fromkeys((b",", b":", b"[", b"{"), MAX_VALUES))
+    bound_counts(text, path, {b'"': 4 * MAX_VALUES})
+    if b"0" * (MAX_DIGITS + 1) in text.translate(_ZEROS):
+        raise _unreadable(path, f"a number of more than {MAX_DIGITS} digits")
+    # Without escaped quotes every quote begins or ends a text: what is left lies outside of texts.
+    plain = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+    outside = b"".join(plain.split(b'"')[::2])
+    brackets = outside.translate(_SQUARE, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # the innermost
+    if b"[]" in brackets:
+        raise _unreadable(path, f"nested more than {MAX_DEPTH} deep")
+    if brackets:
+        raise _unreadable(path, "brackets that do not match")
+    return outside.count(b":")
+
+
+def _parse(text: bytes) -> Any:
+    """Parse a text within the bounds, a piece at a time if it is large."""
+    if text.count(b",") <= _PIECE_VALUES:
+        return json.loads(text.decode())
+    found = _BEGINNING.match(text)
+    begins = found[1] if found is not None else b""
+    if begins == b"{":
+        return {key: _parse_part(part) for key, part in _OBJECT.decode(text).items()}
+    if begins == b"[":
+        return [_parse_part(part) for part in _LIST.decode(text)]
+    return json.loads(text.decode())
+
+
+def _parse_part(part: msgspec.Raw) -> Any:
+    text = bytes(part)
+    if len(text) <= _SMALL_BYTES:
+        with contextlib.suppress(msgspec.DecodeError):  # what only Python accepts, as NaN
+            return msgspec.json.decode(text)
+    return _parse(text)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects in a parsed value, itself included."""
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            yield found
+            left.extend(found.values())
+        elif isinstance(found, list):
+            left.extend(found)
+
+
+def _name_duplicate(text: bytes, path: Path) -> None:
+    """Raise CheckpointError, which names the key that an object of `text` has twice."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise CheckpointError(f"{path}: the key {key!r:.80} is there twice", remedy=AGAIN)
+            found[key] = value
+        return found
+
+    json.loads(text, object_pairs_hook=distinct)
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path}: not readable as JSON ({why})", remedy=AGAIN)

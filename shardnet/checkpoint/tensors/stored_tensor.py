@@ -9,21 +9,39 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
+import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES: Final = 100_000_000
-"""Cap on all of one file that is no tensor, before memory is taken for it; safetensors' own."""
+MAX_HEADER_BYTES: Final = 32 << 20
+"""Cap on all of one file that is no tensor, before memory is taken for it."""
+MAX_HEADERS_BYTES: Final = 256 << 20
+"""Cap on all of a checkpoint's files that is no tensor; the largest known has 30 MB."""
+MAX_FILE_TENSORS: Final = 1 << 17
+"""Cap on the tensors of one file; DeepSeek-V3 has 91 000 in all of its files."""
+MAX_TENSORS: Final = 1 << 18
+"""Cap on the tensors of a checkpoint; the largest known, Kimi-K2-Thinking, has 210 000."""
+MAX_FILES: Final = 4096
+"""Cap on the tensor files of a checkpoint."""
+MAX_AXES: Final = 8
+MAX_ELEMENTS: Final = 1 << 48
+"""Cap on a tensor's elements, and on the product of its axes that are not empty."""
+MAX_NAME_CHARACTERS: Final = 512
+"""Cap on a tensor's name."""
+
+Item = TypeVar("Item")
 
 AGAIN: Final = "fetch the checkpoint again"
 
@@ -35,6 +53,8 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 
 READ_AT_A_TIME: Final = 1 << 23
 """Bytes that are read from a disk between two reports of it."""
+
+_SORTED_AT_ONCE: Final = 1 << 14
 
 ByteRange = tuple[int, int]
 """(offset, number of bytes) in a file."""
@@ -80,6 +100,31 @@ class TensorFile:
     tensors: Mapping[str, StoredTensor] = field(repr=False)
 
 
+class FileTotals:
+    """Adds up what the files of one checkpoint hold, to stop at the first beyond the caps."""
+
+    def __init__(self, where: Path) -> None:
+        """Begin at nothing; `where` names the checkpoint in errors."""
+        self._where = where
+        self._n_files = self._n_tensors = self._head_bytes = 0
+
+    def add(self, file: TensorFile) -> TensorFile:
+        """Count a file and return it. Raises CheckpointError above a cap."""
+        self._n_files += 1
+        self._n_tensors += len(file.tensors)
+        self._head_bytes += sum(n_bytes for _, n_bytes in file.heads)
+        for what, n, most in (
+            ("tensor files", self._n_files, MAX_FILES),
+            ("tensors", self._n_tensors, MAX_TENSORS),
+            ("bytes of headers", self._head_bytes, MAX_HEADERS_BYTES),
+        ):
+            if n > most:
+                raise CheckpointError(
+                    f"{self._where}: more than {most} {what} up to {file.name}", remedy=AGAIN
+                )
+        return file
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHead:
     """A file of a checkpoint, and the byte ranges that its id covers: in order, without overlap.
@@ -118,7 +163,7 @@ def read_stored(
     if not tensor.size_bytes:
         return torch.empty(tensor.shape, dtype=kind or torch.uint8)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             if file.seek(0, 2) != file_bytes:
                 raise CheckpointError(
                     f"{path}: its size has changed since it was opened", remedy=AGAIN
@@ -155,7 +200,7 @@ def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    with contextlib.suppress(OSError), (folder / tensor.file).open("rb", buffering=0) as file:
+    with contextlib.suppress(OSError, CheckpointError), open_file(folder / tensor.file) as file:
         soon = min(n_bytes, tensor.size_bytes)
         os.posix_fadvise(file.fileno(), tensor.offset, soon, os.POSIX_FADV_WILLNEED)
 
@@ -166,7 +211,7 @@ def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
     Raises CheckpointError if tensors overlap each other, or the bytes before `start`.
     """
     end = start
-    for info in sorted(tensors, key=lambda info: (info.offset, info.size_bytes)):
+    for info in in_order(tensors, lambda info: (info.offset, info.size_bytes)):
         if info.offset < end:
             raise CheckpointError(f"{path}: tensor {info.name} lies over another one", remedy=AGAIN)
         end = info.offset + info.size_bytes
@@ -176,11 +221,39 @@ def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
 def hash_ranges(path: Path, ranges: Iterable[ByteRange]) -> str:
     """Return the SHA-256 of some bytes of a file, in hex. Raises OSError."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for offset, n_bytes in ranges:
             file.seek(offset)
-            digest.update(file.read(n_bytes))
+            left = n_bytes
+            while left and (piece := file.read(min(left, READ_AT_A_TIME))):
+                digest.update(piece)
+                left -= len(piece)
     return digest.hexdigest()
+
+
+def in_order(items: Iterable[Item], key: Callable[[Item], Any]) -> Iterable[Item]:
+    """Sort `items`, which may be many, without keeping other threads from running meanwhile."""
+    listed = list(items)
+    cuts = range(0, len(listed), _SORTED_AT_ONCE)
+    parts = [sorted(listed[at : at + _SORTED_AT_ONCE], key=key) for at in cuts]
+    return parts[0] if len(parts) == 1 else heapq.merge(*parts, key=key)
+
+
+def check_name(path: Path, name: str) -> None:
+    """Raise CheckpointError for a tensor's name that is too long, or unfit for a message."""
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+        raise CheckpointError(
+            f"{path}: {name!r:.80} cannot name a tensor: it has {len(name)} characters, expected "
+            f"at most {MAX_NAME_CHARACTERS} that can be printed",
+            remedy=AGAIN,
+        )
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """Return whether a tensor can have this shape, whose numbers are any integers."""
+    if len(shape) > MAX_AXES or any(not 0 <= n <= MAX_ELEMENTS for n in shape):
+        return False
+    return math.prod(n for n in shape if n) <= MAX_ELEMENTS
 
 
 def _torch_types() -> Mapping[str, torch.dtype]:

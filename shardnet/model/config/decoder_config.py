@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.errors import shown
+from shardnet.model.config.fields import MAX_SIZE, Fields
+from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.config.rope import reach, read_rope
 from shardnet.types import DType
@@ -135,6 +136,13 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise fields.damaged(f"eos_token_id {value!r} is neither a token id nor a list of them")
+    if len(ids) > MAX_EOS or not all(_is_token_id(token_id) for token_id in ids):
+        raise fields.damaged(
+            f"eos_token_id {shown(value)} is neither a token id nor a list of at most {MAX_EOS}"
+        )
     return tuple(ids)
+
+
+def _is_token_id(value: object) -> bool:
+    """Whether `value` is an id, or one of the negative numbers that stand for none."""
+    return isinstance(value, int) and abs(value) <= MAX_SIZE

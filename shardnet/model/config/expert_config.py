@@ -5,6 +5,7 @@ Knows what these keys mean. Must not know which family reads them, nor its defau
 
 from __future__ import annotations
 
+from shardnet.errors import shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import MAX_EXPERTS
 
@@ -32,5 +33,6 @@ def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     step = fields.positive("decoder_sparse_step", 1)
     dense = fields.take("mlp_only_layers", list, [])
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
-        raise fields.damaged(f"mlp_only_layers is {dense!r}, expected numbers of layers")
-    return tuple(n for n in range(n_layers) if n not in dense and (n + 1) % step == 0)
+        raise fields.damaged(f"mlp_only_layers is {shown(dense)}, expected numbers of layers")
+    left_out = frozenset(dense)
+    return tuple(n for n in range(n_layers) if n not in left_out and (n + 1) % step == 0)

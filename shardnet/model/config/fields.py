@@ -10,10 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 
 MAX_SIZE = 2**31 - 1
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
+
+MAX_KEY = 200
+"""Characters of an unknown key that a message repeats."""
 
 _MAX_FLOAT_INT = 2**1000
 """Larger integers do not fit a float."""
@@ -57,14 +60,16 @@ class Fields:
             value = value if isinstance(value, bool) else float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
-            raise self.damaged(f"{self._prefix}{key} is {value!r}, expected {' or '.join(names)}")
+            raise self.damaged(
+                f"{self._prefix}{key} is {shown(value)}, expected {' or '.join(names)}"
+            )
         return value
 
     def positive(self, key: str, *default: int, at_most: int = MAX_SIZE) -> int:
         """Return an integer from 1 to `at_most`."""
         value: int = self.take(key, int, *default)
         if not 1 <= value <= at_most:
-            raise self.damaged(f"{self._prefix}{key} is {value}, expected 1 to {at_most}")
+            raise self.damaged(f"{self._prefix}{key} is {shown(value)}, expected 1 to {at_most}")
         return value
 
     def optional(self, key: str) -> int | None:
@@ -89,8 +94,10 @@ class Fields:
             raise self.damaged(f"{self._prefix}{key} has {len(values)} numbers, expected {count}")
         for value in values:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                raise self.damaged(f"{self._prefix}{key} holds {value!r}, expected numbers above 0")
+            if not is_number or not 0 < value < _MAX_FLOAT_INT:
+                raise self.damaged(
+                    f"{self._prefix}{key} holds {shown(value)}, expected numbers above 0"
+                )
         return tuple(float(value) for value in values)
 
     def require(self, key: str, only: bool | float) -> None:
@@ -108,9 +115,10 @@ class Fields:
         for key, value in self._raw.items():
             if key in self._taken or key in HARMLESS or _says_nothing(value):
                 continue
+            named = key if key.isprintable() and len(key) <= MAX_KEY else shown(key)
             raise UnsupportedModelError(
-                f"{self.where}: {self._prefix}{key} = {value!r} is not known to shardnet and may "
-                "change what the model computes",
+                f"{self.where}: {self._prefix}{named} = {shown(value)} is not known to shardnet "
+                "and may change what the model computes",
                 remedy="use a checkpoint without it",
             )
 
@@ -123,7 +131,7 @@ class Fields:
     def unsupported(self, key: str, value: object, supported: str) -> UnsupportedModelError:
         """Make the error for a value that is not implemented; `supported` lists those that are."""
         return UnsupportedModelError(
-            f"{self.where}: {self._prefix}{key} = {value!r} is not supported; "
+            f"{self.where}: {self._prefix}{key} = {shown(value)} is not supported; "
             f"supported: {supported}"
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
     deepseek_v2,
@@ -77,7 +78,19 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(raw, where)
     config = _find_family(fields).read_config(fields)
     fields.refuse_the_rest()
+    _check_counts(fields, config)
     return config
+
+
+def _check_counts(fields: Fields, config: ModelConfig) -> None:
+    """Raise CheckpointError for counts that only a damaged config has, whatever the family."""
+    n_experts = len(config.sparse_layers) * (config.experts.n_experts if config.experts else 0)
+    for what, n, most in (
+        ("tokens", config.vocab_size, MAX_VOCABULARY),
+        ("experts in all layers", n_experts, MAX_LAYER_EXPERTS),
+    ):
+        if n > most:
+            raise fields.damaged(f"it claims {n} {what}, expected at most {most}")
 
 
 def _find_family(fields: Fields) -> Family:

@@ -21,6 +21,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.replica_journal import Journal
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
@@ -190,7 +191,7 @@ def stamp(path: Path) -> Stamp:
     if journal is not None:
         return (("replica", journal.n_dropped, 0),)
     try:
-        files = gguf_files(path) if path.is_file() else [*path.iterdir()]
+        files = gguf_files(path) if path.is_file() else [path / n for n in folder_entries(path)]
         files = sorted(file for file in files if file.is_file())
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:

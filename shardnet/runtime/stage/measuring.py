@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
@@ -152,12 +153,12 @@ def measure_disk(path: Path) -> float | None:
     there is no tensor file or it cannot be read.
     """
     try:
-        found = path.iterdir() if path.is_dir() else [path]
+        found = [path / name for name in folder_entries(path)] if path.is_dir() else [path]
         files = [file for file in found if file.suffix in TENSOR_SUFFIXES]
         if not files:
             return None
         return _read_rate(max(files, key=lambda file: file.stat().st_size))
-    except OSError:
+    except (OSError, CheckpointError):
         return None
 
 
@@ -225,8 +226,8 @@ def _threads(n_threads: int) -> Iterator[None]:
 
 def _read_rate(path: Path) -> float | None:
     size_bytes = min(DISK_BYTES, path.stat().st_size)
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with open_file(path) as opened:
+        file = opened.fileno()
         if sys.platform == "linux":
             os.posix_fadvise(file, 0, size_bytes, os.POSIX_FADV_DONTNEED)
         done_bytes, began = 0, time.perf_counter()
@@ -236,6 +237,4 @@ def _read_rate(path: Path) -> float | None:
                 break
             done_bytes += len(piece)
         took_s = time.perf_counter() - began
-    finally:
-        os.close(file)
     return rounded(done_bytes / took_s) if done_bytes else None

@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
+from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.errors import CheckpointError
 from shardnet.model.kernels.library import SCRATCH
 from shardnet.model.kernels.linear import Linear
@@ -244,7 +245,7 @@ def _bring(buffer: Tensor, piece: _Piece) -> None:
     if _stamp(part.path) != part.stamp:
         raise _changed(part)
     try:
-        with part.path.open("rb", buffering=0) as file:
+        with open_file(part.path) as file:
             file.seek(part.offset)
             if packing is None:
                 _read(file, part, target)

@@ -6,6 +6,7 @@ added_tokens.json. Must not know how other tokens are stored.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +87,9 @@ def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, 
     for text in special & vocabulary.keys():
         named = NamedToken(text=text, token_id=vocabulary[text], special=True)
         found.setdefault(vocabulary[text], named)
-    texts = [token.text for token in found.values()]
-    if len(set(texts)) < len(texts):
-        twice = next(text for text in texts if texts.count(text) > 1)
+    texts = Counter(token.text for token in found.values())
+    if len(texts) < len(found):
+        twice = texts.most_common(1)[0][0]
         raise CheckpointError(f"{folder}: the added token {twice!r:.80} has two ids")
     return found
 

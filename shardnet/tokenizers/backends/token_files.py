@@ -8,10 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from shardnet.checkpoint.tensors.json_files import parse_object, read_file
+from shardnet.checkpoint.tensors.checkpoint_files import has_file
+from shardnet.checkpoint.tensors.json_files import MAX_JSON_BYTES, parse_object, read_file
+from shardnet.errors import CheckpointError
 
-MAX_FILE_BYTES: Final = 64 << 20
-"""Limit of a tokenizer's file; the largest known has 33 MB."""
+MAX_FILE_BYTES: Final = 16 << 20
+"""Limit of a tokenizer's file but tokenizer.json and tekken.json; the largest known has 7 MB."""
+MAX_LINES: Final = 1 << 20
+"""Limit of the lines of a file; the longest known has 515 000."""
 
 
 def read_bytes(path: Path, cap: int = MAX_FILE_BYTES) -> bytes:
@@ -19,9 +23,23 @@ def read_bytes(path: Path, cap: int = MAX_FILE_BYTES) -> bytes:
     return read_file(path, cap)
 
 
+def read_lines(path: Path) -> list[bytes]:
+    """Read a file's lines, without their ends. Raises CheckpointError for more than MAX_LINES."""
+    data = read_file(path, MAX_FILE_BYTES)
+    n_lines = data.count(b"\n")
+    if n_lines > MAX_LINES:
+        raise CheckpointError(
+            f"{path} has {n_lines} lines, at most {MAX_LINES} are read",
+            remedy="fetch the file again",
+        )
+    return data.split(b"\n")
+
+
 def read_object(path: Path, *, distinct: bool = False) -> dict[str, Any]:
     """Read a JSON object, {} where the file is missing.
 
     Raises CheckpointError for anything else, with `distinct` also for duplicate keys.
     """
-    return parse_object(read_bytes(path), path, distinct=distinct) if path.is_file() else {}
+    if not has_file(path):
+        return {}
+    return parse_object(read_file(path, MAX_JSON_BYTES), path, distinct=distinct)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardnet.checkpoint.tensors.checkpoint_files import has_file
+from shardnet.checkpoint.tensors.json_files import read_file, read_json
 from shardnet.errors import CheckpointError, UsageError
 
 MAX_TEMPLATE_BYTES = 2**20
@@ -61,7 +63,7 @@ class ChatTemplate:
         config = _read_json(folder / "tokenizer_config.json")
         tokens = _special_tokens(folder, config)
         file = folder / "chat_template.jinja"
-        if file.is_file():
+        if has_file(file):
             return cls(source=_read_text(file), where=str(file), tokens=tokens)
         for name, content in (
             ("tokenizer_config.json", config),
@@ -171,34 +173,11 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} if the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path, most_bytes=100 * MAX_TEMPLATE_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not readable as JSON ({error})",
-            remedy=_AGAIN,
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: expected a JSON object",
-            remedy=_AGAIN,
-        )
-    return value
+    return read_json(path) if has_file(path) else {}
 
 
-def _read_text(path: Path, most_bytes: int = MAX_TEMPLATE_BYTES) -> str:
+def _read_text(path: Path) -> str:
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > most_bytes:
-            raise CheckpointError(
-                f"{path} has {size_bytes} bytes, at most {most_bytes} are read",
-                remedy=_AGAIN,
-            )
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error})",
-            remedy=_AGAIN,
-        ) from error
+        return read_file(path, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", remedy=_AGAIN) from error

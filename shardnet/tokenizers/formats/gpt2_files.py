@@ -13,7 +13,7 @@ from shardnet.model.families.registry import FAMILIES
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
-from shardnet.tokenizers.backends.token_files import read_bytes, read_object
+from shardnet.tokenizers.backends.token_files import read_lines, read_object
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
@@ -96,15 +96,14 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = read_bytes(path).decode().replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{path} is not UTF-8: {error}",
-            remedy=_AGAIN,
-        ) from error
     merges = []
-    for number, line in enumerate(lines, 1):
+    for number, data in enumerate(read_lines(path), 1):
+        try:
+            line = data.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{path}: line {number} is not UTF-8: {error}", remedy=_AGAIN
+            ) from error
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         first, _, second = line.partition(" ")

@@ -16,15 +16,18 @@ Value = int | memoryview
 """An integer, or the bytes of a text, a message or a fixed-width number."""
 
 
-def fields(message: memoryview) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of each field.
+def fields(message: memoryview, most: int) -> Iterator[tuple[int, Value]]:
+    """Yield number and value of each field, of at most `most`.
 
-    Raises ValueError, which names the offset, for a length beyond the end of the message, an
-    unterminated varint, and an unknown wire type or a group.
+    Raises ValueError, which names the offset, for more of them, for a length beyond the end of the
+    message, an unterminated varint, and an unknown wire type or a group.
     """
-    at = 0
+    at = n_fields = 0
     while at < len(message):
         start = at
+        n_fields += 1
+        if n_fields > most:
+            raise ValueError(f"byte {start}: more than {most} fields")
         key, at = _varint(message, at)
         number, wire_type = key >> 3, key & 7
         if wire_type == _VARINT:

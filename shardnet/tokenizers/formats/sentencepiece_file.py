@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers.backends.added_tokens import MAX_ID, read_added_tokens
+from shardnet.tokenizers.backends.added_tokens import read_added_tokens
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.token_files import read_bytes, read_object
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
@@ -20,6 +20,10 @@ from shardnet.tokenizers.formats.protobuf import Value, fields
 
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 _UNIGRAM, _BPE = 1, 2
+_MAX_PIECES = 1 << 19
+"""Limit of pieces; the largest known vocabulary has 262 144."""
+_MAX_FIELDS = 1 << 14
+"""Limit of a message's fields, and of the model's beside its pieces."""
 _AGAIN = "fetch the file again"
 
 
@@ -60,7 +64,7 @@ class _Message:
                 remedy=_AGAIN,
             )
         self.where = where
-        self._values: dict[int, Value] = dict(_fields(data, where))
+        self._values: dict[int, Value] = dict(_fields(data, where, _MAX_FIELDS))
 
     def number(self, field: int, default: int) -> int:
         """Return an integer, enumeration value or boolean."""
@@ -99,9 +103,9 @@ class _Message:
         )
 
 
-def _fields(data: memoryview, where: str) -> Iterator[tuple[int, Value]]:
+def _fields(data: memoryview, where: str, most: int) -> Iterator[tuple[int, Value]]:
     try:
-        yield from fields(data)
+        yield from fields(data, most)
     except ValueError as error:
         raise CheckpointError(
             f"{where}: truncated or no sentencepiece model: {error}",
@@ -115,13 +119,13 @@ def _read_model(data: memoryview, where: str) -> tuple[Pieces, _Message]:
     scores: list[float] = []
     kinds: list[int] = []
     specs: dict[int, Value] = {}
-    for number, value in _fields(data, where):
+    for number, value in _fields(data, where, _MAX_PIECES + _MAX_FIELDS):
         if number != _PIECES:
             specs[number] = value
             continue
-        if len(texts) == MAX_ID:
+        if len(texts) == _MAX_PIECES:
             raise CheckpointError(
-                f"{where}: more than {MAX_ID} pieces",
+                f"{where}: more than {_MAX_PIECES} pieces",
                 remedy=_AGAIN,
             )
         piece = _Message(value, f"{where}: pieces[{len(texts)}]")

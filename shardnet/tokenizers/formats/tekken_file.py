@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from shardnet.checkpoint.tensors.json_files import bound_counts, parse_value
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import TEKKEN
-from shardnet.tokenizers.backends.token_files import read_object
+from shardnet.tokenizers.backends.token_files import read_bytes
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _MAX_PATTERN_CHARACTERS = 10_000
+_MAX_BYTES = 32 << 20
+"""Limit of the file; the largest known has 19 MB."""
+_MOST = {b",": 1 << 20, b":": 1 << 20}
+"""Limits of characters; 150 000 ranks have 450 000 of each."""
 _UNNAMED = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
@@ -30,10 +37,34 @@ _UNNAMED = (
 """The special tokens of a file that lists none, from id 0 on."""
 
 
+class _Rank(msgspec.Struct):
+    """An entry of `vocab`."""
+
+    rank: int
+    token_bytes: str
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_RANK = msgspec.json.Decoder(_Rank)
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 def read_tekken(path: Path) -> LoadedTokenizer:
     """Read a tekken.json. Raises CheckpointError, which names the file and the field."""
-    document = read_object(path)
-    config = document.get("config")
+    text = read_bytes(path, _MAX_BYTES)
+    bound_counts(text, path, _MOST)
+    try:
+        document = _OBJECT.decode(text)
+        vocab = _LIST.decode(document.get("vocab", b"[]"))
+    except _NO_JSON as error:
+        raise CheckpointError(
+            f"{path}: not readable as JSON, or vocab is no list ({error})",
+            remedy="fetch the file again",
+        ) from error
+    config, listed = (
+        parse_value(bytes(document.get(key, b"null")), path) for key in ("config", "special_tokens")
+    )
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{path}: config is missing",
@@ -50,8 +81,8 @@ def read_tekken(path: Path) -> LoadedTokenizer:
         raise CheckpointError(
             f"{path}: config.pattern must be a text of 1 to {_MAX_PATTERN_CHARACTERS} characters"
         )
-    ranks = _ranks(document.get("vocab"), n_tokens - n_special, path)
-    special = _special_tokens(document.get("special_tokens"), n_special, path)
+    ranks = _ranks(vocab, n_tokens - n_special, path)
+    special = _special_tokens(listed, n_special, path)
     ids = {token.text: token_id for token_id, token in special.items()}
     backend = ranked_backend(
         ranks,
@@ -75,22 +106,22 @@ def _count(config: Mapping[str, Any], key: str, path: Path) -> int:
     return value
 
 
-def _ranks(vocab: object, n_ranks: int, path: Path) -> list[bytes]:
+def _ranks(vocab: Sequence[msgspec.Raw], n_ranks: int, path: Path) -> list[bytes]:
     """Read the first `n_ranks` entries; a file may list more than the model has."""
-    if not isinstance(vocab, list) or len(vocab) < n_ranks:
-        n_listed = len(vocab) if isinstance(vocab, list) else 0
+    if len(vocab) < n_ranks:
         raise CheckpointError(
-            f"{path}: vocab lists {n_listed} tokens, config.default_vocab_size needs {n_ranks}"
+            f"{path}: vocab lists {len(vocab)} tokens, config.default_vocab_size needs {n_ranks}"
         )
     ranks = []
-    for place, entry in enumerate(vocab[:n_ranks]):
-        match entry:
-            case {"rank": int(rank), "token_bytes": str(text)} if rank == place:
-                pass
-            case _:
-                raise CheckpointError(f"{path}: vocab[{place}] is not a token of rank {place}")
+    for place, raw in enumerate(vocab[:n_ranks]):
         try:
-            ranks.append(base64.b64decode(text, validate=True))
+            entry = _RANK.decode(raw)
+        except _NO_JSON:
+            entry = None
+        if entry is None or entry.rank != place:
+            raise CheckpointError(f"{path}: vocab[{place}] is not a token of rank {place}")
+        try:
+            ranks.append(base64.b64decode(entry.token_bytes, validate=True))
         except (binascii.Error, ValueError) as error:
             raise CheckpointError(f"{path}: vocab[{place}].token_bytes: {error}") from error
     return ranks

@@ -16,10 +16,11 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3
-from shardnet.tokenizers.backends.token_files import read_bytes
+from shardnet.tokenizers.backends.token_files import read_lines
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
+_MAX_LINE_BYTES = 1 << 13
 _N_SPECIAL = 256
 _SPECIAL = {
     0: "<|begin_of_text|>",
@@ -46,7 +47,7 @@ def read_tiktoken(path: Path) -> LoadedTokenizer:
     tokenizer_config.json beside it may rename them. Raises CheckpointError, which names the file
     and the line.
     """
-    ranks = _ranks(read_bytes(path), str(path))
+    ranks = _ranks(read_lines(path), str(path))
     special = _special_tokens(len(ranks))
     for token_id, token in read_added_tokens(path.parent, {}).items():
         if token_id < len(ranks):
@@ -74,12 +75,15 @@ def _special_tokens(first_id: int) -> dict[int, NamedToken]:
     }
 
 
-def _ranks(data: bytes, where: str) -> list[bytes]:
+def _ranks(lines: list[bytes], where: str) -> list[bytes]:
     ranks: list[bytes] = []
-    for line in data.splitlines():
+    if not lines[-1]:
+        lines.pop()
+    for line in lines:
         text, _, rank = line.partition(b" ")
         place = f"{where}: line {len(ranks) + 1}"
-        if _LINE.fullmatch(line) is None or len(rank) > 10:
+        is_line = len(line) <= _MAX_LINE_BYTES and _LINE.fullmatch(line) is not None
+        if not is_line or len(rank) > 10:
             raise CheckpointError(
                 f"{place} is not a token in base64 and its rank",
                 remedy=_AGAIN,

@@ -12,6 +12,8 @@ import tokenizers
 
 from shardnet.checkpoint.checkpoint import gguf_file
 from shardnet.checkpoint.formats.gguf_header import read_gguf_header
+from shardnet.checkpoint.tensors.checkpoint_files import has_file
+from shardnet.checkpoint.tensors.json_files import MAX_WHOLE_BYTES
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.token_files import read_bytes
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
@@ -49,14 +51,14 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
     if place.is_file():
         return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
     folder = place
-    if (folder / "tokenizer.json").is_file():
+    if has_file(folder / "tokenizer.json"):
         return LoadedTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
-    if (folder / "tekken.json").is_file():
+    if has_file(folder / "tekken.json"):
         return read_tekken(folder / "tekken.json")
     for name in MODEL_FILES:
-        if (folder / name).is_file():
+        if has_file(folder / name):
             return _read_model_file(folder / name)
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if has_file(folder / "vocab.json") and has_file(folder / "merges.txt"):
         return read_gpt2_files(folder)
     return None
 
@@ -67,8 +69,9 @@ def _read_model_file(path: Path) -> LoadedTokenizer:
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    content = read_bytes(path, MAX_WHOLE_BYTES)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
     backend.no_truncation()

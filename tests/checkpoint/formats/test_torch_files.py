@@ -265,7 +265,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "big-endian": (lambda p: rezip(p, byteorder=b"big"), "not little-endian"),
     "a directory of 2 GiB": (
         lambda p: insert_hole(p, 1 << 31),
-        "a directory of 2147483648 bytes, at most 16777216",
+        "a directory of 2147483648 bytes, at most 2097152",
     ),
     "a directory larger than the file": (
         lambda p: (rezip(p), patch_end(p, 12, struct.pack("<I", 1 << 31))),

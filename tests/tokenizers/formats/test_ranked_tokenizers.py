@@ -227,7 +227,7 @@ BAD_TEKKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a rank that is another's": (vocab(7, rank=8), r"vocab\[7\] is not a token of rank 7"),
     "bytes that are none": (vocab(7, token_bytes="A"), r"vocab\[7\]\.token_bytes"),
     "bytes that are no ASCII": (vocab(7, token_bytes="é"), r"vocab\[7\]\.token_bytes"),
-    "vocab is no list": ({"vocab": {"a": 1}}, "vocab lists 0 tokens"),
+    "vocab is no list": ({"vocab": {"a": 1}}, "vocab is no list"),
     "special tokens are no list": ({"special_tokens": {"a": 1}}, "special_tokens must be a list"),
     "a special token twice": (
         {"special_tokens": [{"rank": 0, "token_str": "a"}, {"rank": 1, "token_str": "a"}]},
