@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardnet.errors import CheckpointError
 from shardnet.guard.job_loop import serve
+from shardnet.tokenizers.formats.tokenizer_files import tokenizer_files
 
 if TYPE_CHECKING:
     from shardnet.tokenizers.text_backend import TextBackend
@@ -31,7 +33,10 @@ class _Jobs:
         self._backend = TextBackend.load_optional(Path(place))
         if self._backend is None:
             return None, b""
-        return described(self._backend)
+        try:
+            return described(self._backend)
+        except CheckpointError as error:
+            raise error.at(str(next(tokenizer_files(Path(place))))) from error
 
     def encode(self, text: str, bos: Bos, parse_special: bool) -> tuple[object, bytes]:
         """Give the ids as 32-bit numbers."""

@@ -18,11 +18,7 @@ from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
 from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage
 from shardnet.tokenizers.chat.template_process import TemplateProcess
-from shardnet.tokenizers.formats.tokenizer_files import (
-    NAMES,
-    TOKENIZER_FILES,
-    tokenizer_place,
-)
+from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.text_process import TextProcess, digest_of
 from shardnet.tokenizers.token_table import HAS_TOKEN, IS_BYTE, Bos, Joins, TokenTable
 
@@ -125,7 +121,7 @@ class Tokenizer:
         CheckpointError as `load` does, except for a missing tokenizer.
         """
         place = tokenizer_place(path)  # a GGUF file has nothing beside it
-        if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
+        if not any(tokenizer_files(place)):
             return None
         key = (place, _stamp(place))
         description = _KNOWN.get(key)

@@ -7,6 +7,7 @@ those know the `tokenizers` library and a node looks for files only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardnet.tokenizers.backends.token_files import read_bytes
@@ -32,6 +33,14 @@ def tokenizer_place(path: Path) -> Path:
     from shardnet.checkpoint.checkpoint import gguf_file
 
     return gguf_file(path) or path
+
+
+def tokenizer_files(place: Path) -> Iterator[Path]:
+    """List a tokenizer's files that are there, the first in order of precedence."""
+    if place.is_file():
+        yield place
+    else:
+        yield from (place / name for name in TOKENIZER_FILES if (place / name).is_file())
 
 
 def read_tokenizer(place: Path) -> LoadedTokenizer | None:
