@@ -88,7 +88,9 @@ class HelperProcess:
         """End the process. A job that runs fails; later ones too."""
         with self._starting:
             self._closed = True
-        self._end()
+        child = self._end()
+        if child is not None:
+            child.join()
 
     def _call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
         n_started = self.n_started
@@ -104,17 +106,20 @@ class HelperProcess:
             value, block = child.ask(request, limits.reply_bytes, wall_s)
         except TimeoutError:
             self._end()
-            raise JobFailedError(
-                f"it took more than {limits.wall_s:g} s", out_of_time=True
-            ) from None
-        except (EOFError, OSError, ValueError) as error:
-            raise _failure(self._end(is_ending=True), error, limits) from None
+            why = f"it took more than {limits.wall_s:g} s"
+            raise JobFailedError(why, out_of_time=True) from None
+        except _EndedError as error:
+            self._end()
+            raise _failure(error.code, limits) from None
+        except ValueError as error:
+            self._end()
+            raise JobFailedError(str(error)) from None
         if "error" in value:
             named = value["error"]
             raise error_for_code(named["code"], named["message"], remedy=named["remedy"])
         if "failed" in value:
             if value["is_last"]:
-                self._end(is_ending=True)
+                self._end()
             raise JobFailedError(value["failed"])
         return value["value"], block
 
@@ -127,16 +132,16 @@ class HelperProcess:
                 self.n_started += 1
             return self._child
 
-    def _end(self, *, is_ending: bool = False) -> int | None:
-        """End the process. Returns its exit code, None if it has none."""
+    def _end(self) -> _Child | None:
+        """Have the process end, if there is one. Does not wait."""
         child, self._child = self._child, None
-        return child.end(is_ending=is_ending) if child is not None else None
+        if child is not None:
+            child.end()
+        return child
 
 
-def _failure(code: int | None, error: Exception, limits: JobLimits) -> JobFailedError:
-    """Say why a process gave no reply."""
-    if isinstance(error, ValueError):
-        return JobFailedError(str(error))
+def _failure(code: int | None, limits: JobLimits) -> JobFailedError:
+    """Say why a process ended. `code` is None if it still has not."""
     if code is not None and code == _OUT_OF_TIME:
         return JobFailedError(
             f"it took more than {limits.cpu_s} s of processor time", out_of_time=True
@@ -175,8 +180,8 @@ class _Child:
     def ask(self, request: dict[str, Any], most_bytes: int, wall_s: float) -> tuple[Any, bytes]:
         """Send a request and wait for the reply.
 
-        Raises TimeoutError, EOFError or OSError if the process ended, ValueError for a reply of
-        more than `most_bytes`.
+        Raises TimeoutError, _EndedError if the process ended, ValueError for a reply of more than
+        `most_bytes`.
         """
         self._requests.put((request, most_bytes))
         try:
@@ -187,23 +192,14 @@ class _Child:
             raise reply
         return reply
 
-    def end(self, *, is_ending: bool = False) -> int | None:
-        """End the process, its thread and its pipes.
-
-        `is_ending`: it ends by itself. Returns the exit code, None if the process hangs.
-        """
+    def end(self) -> None:
+        """Have the process, its thread and its pipes end. Does not wait."""
         self._requests.put(None)
-        code = self._wait(ENDED_S) if is_ending else None
-        if code is None:
-            self._process.kill()
-            code = self._wait(ENDED_S)
-        self._thread.join(ENDED_S)
-        return code
+        self._process.kill()
 
-    def _wait(self, seconds: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
-        return None
+    def join(self) -> None:
+        """Wait until they have ended, unless the process hangs."""
+        self._thread.join(2 * ENDED_S)
 
     def _talk(self) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -215,6 +211,24 @@ class _Child:
                 try:
                     write_frame(stdin.fileno(), request)
                     self._replies.put(read_frame(stdout.fileno(), most_bytes))
-                except (EOFError, OSError, ValueError) as error:
+                except ValueError as error:
                     self._replies.put(error)
-                    return
+                except (EOFError, OSError):
+                    break
+        self._replies.put(_EndedError(self._wait()))
+
+    def _wait(self) -> int | None:
+        """Wait until the process has ended; return its exit code, None if it hangs."""
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(ENDED_S)
+            self._process.kill()
+        return None
+
+
+class _EndedError(Exception):
+    """The process ended without a reply."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(code)
+        self.code = code

@@ -21,7 +21,7 @@ LOAD = JobLimits(cpu_s=30, wall_s=300.0, memory_bytes=2 << 30, reply_bytes=224 <
 """A tokenizer.json of 23 MB with 262 144 tokens takes 4 s and 0.3 GiB."""
 ENCODE = JobLimits(cpu_s=10, wall_s=120.0, memory_bytes=1 << 30, reply_bytes=64 << 20)
 """A million characters in one word take 1.3 s."""
-DECODE = JobLimits(cpu_s=1, wall_s=0.25, memory_bytes=1 << 30, reply_bytes=1 << 20)
+DECODE = JobLimits(cpu_s=1, wall_s=0.5, memory_bytes=1 << 30, reply_bytes=1 << 20)
 """The wall time is the longest that a token may stop the event loop."""
 
 _MODULE = "shardnet.tokenizers.text_program"

@@ -212,11 +212,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD.
 
-        Raises CheckpointError where the table cannot decode and the library fails, within 0.25 s.
+        Raises CheckpointError where the table cannot decode and the library fails, within 0.5 s.
         """
         if self._table.joins is Joins.OTHERWISE:
             known = [token_id for token_id in token_ids if self.has_token(token_id)]
-            return self._decoder.decode(known, keep_special_tokens)
+            return self._decoder.decode(known, keep_special_tokens) if known else ""
         return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
