@@ -1,4 +1,4 @@
-"""Decoding by the table: as the library decodes, for every kind of tokenizer, whole and in parts."""
+"""Decoding by the table: as the library decodes, for every kind of tokenizer, and in parts."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ DECODERS: dict[str, tuple[Any, Joins]] = {
     "nothing": ([], Joins.PIECES),
     "byte level": ([decoders.ByteLevel()], Joins.BYTES),
     "strips each": ([SPACES, decoders.Strip(" ", 1, 0)], Joins.OTHERWISE),
-    "strips behind": ([decoders.Fuse(), decoders.Strip("t", 0, 1)], Joins.OTHERWISE),
     "expressions": ([decoders.Replace(tokenizers.Regex("▁+"), " ")], Joins.OTHERWISE),
     "replaces late": ([decoders.ByteFallback(), SPACES], Joins.OTHERWISE),
     "two byte levels": ([decoders.ByteLevel(), decoders.ByteLevel()], Joins.OTHERWISE),
 }
-NOT_IN_PARTS = {"strips two", "strips behind"}
+NOT_IN_PARTS = {"strips two"}
 """Here what a token adds depends on more than the tokens just before it."""
 OTHER_KINDS = {
     "wordpiece": Joins.OTHERWISE,
