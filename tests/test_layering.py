@@ -21,11 +21,12 @@ PACKAGES: dict[str, set[str]] = {
     "assets": set(),
     "files": set(),
     "__init__": set(),
+    "guard": {"errors"},
     "wire": {*BASE},
     "transport": {"wire", *BASE},
     "model": {*BASE},
     "checkpoint": {"model", "files", *BASE},
-    "tokenizers": {"checkpoint", "model", "files", *BASE},
+    "tokenizers": {"guard", "checkpoint", "model", "files", *BASE},
     "stage": {"checkpoint", "model", "files", *BASE},
 }
 PACKAGES["runtime"] = {"wire", "transport", "model", "checkpoint", "tokenizers", "stage", *BASE}
@@ -35,6 +36,7 @@ PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 
 # Low to high: a room may import those before it. "" is the package's own folder.
 ROOMS: dict[str, list[str]] = {
+    "guard": [""],
     "wire": ["framing", "messages", "payloads", "connection"],
     "transport": [""],
     "model": ["config", "kernels", "layers", "fused", "families", "sampling"],

@@ -233,9 +233,8 @@ async def deterministic(bench: Bench) -> dict[str, Any]:
 
 async def speculation(bench: Bench) -> dict[str, Any]:
     """Look-up on given texts: the sampled tokens are replaced by the text's, all else is real."""
-    tokenizer = Tokenizer.load_optional(DEFAULT_MODEL_PATH)
-    assert tokenizer is not None
     report = {}
+    tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH)
     async with open_ring(bench.checkpoint, 2, bench.threads) as engine:
         for path in bench.scripts:
             prompt, _, said = path.read_text(encoding="utf-8").partition(PROMPT_MARK)
@@ -246,6 +245,7 @@ async def speculation(bench: Bench) -> dict[str, Any]:
         plain = await follow(engine, request(opening, 300))
         guessed = await follow(engine, request(opening, 300, speculation=LOOK_UP))
         report["bundled model, its own greedy text"] = _spec_row([plain], [guessed])
+    tokenizer.close()
     return report
 
 

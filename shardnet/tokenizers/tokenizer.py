@@ -1,72 +1,107 @@
-"""The tokenizer of a checkpoint: text to token ids and back, and its bos and eos ids.
+"""The tokenizer of a checkpoint in a node: text to token ids and back, and its bos and eos ids.
 
-Knows the `tokenizers` library, and the few keys of the files beside a tokenizer that name bos and
-eos. Must not know the formats of tokenizer files (tokenizers/formats/tokenizer_files.py), nor
+Decodes by a table of its own and encodes in another process, since a stranger's file may have the
+`tokenizers` library end, block or bloat the process that uses it. Must not know that library, nor
 prompts, sequences or streams: tokenizers/detokenizer.py decodes tokens incrementally.
 """
 
 from __future__ import annotations
 
-import re
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Any, Protocol, Self
+from weakref import WeakValueDictionary
 
-import tokenizers
-from tokenizers import processors
+from shardnet.checkpoint.tensors.manifest import ID_FILES
+from shardnet.errors import CapacityError, CheckpointError, UsageError
+from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
+from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage
+from shardnet.tokenizers.chat.template_process import TemplateProcess
+from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
+from shardnet.tokenizers.text_process import TextProcess, digest_of
+from shardnet.tokenizers.token_table import HAS_TOKEN, IS_BYTE, Bos, Joins, TokenTable
 
-from shardnet.errors import CheckpointError, UsageError, shown
-from shardnet.model.config.limits import MAX_EOS
-from shardnet.tokenizers.backends.byte_level import byte_of_character
-from shardnet.tokenizers.backends.token_files import read_object
-from shardnet.tokenizers.chat.chat_template import ChatTemplate
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
-from shardnet.tokenizers.formats.tokenizer_files import NAMES, read_tokenizer, tokenizer_place
 
-Bos = Literal["auto", "on", "off"]
+class TextCoder(Protocol):
+    """What encodes text, and decodes what no table can."""
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-_ANCHOR = "a"  # a first piece, so that the probed one is not at the start of the text
+    def ready(self) -> None:
+        """Be ready to decode; may block."""
+
+    def encode(self, text: str, bos: Bos, parse_special: bool) -> list[int]:
+        """Encode as `Tokenizer.encode`."""
+
+    def decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
+        """Decode as `Tokenizer.decode`."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Description:
+    """What the process that reads a tokenizer tells of it. `digest` is that of all of it."""
+
+    table: TokenTable
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    template: ChatTemplate | None
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], block: bytes) -> Description:
+        """Read what `text_program.described` gives."""
+        template = said["template"]
+        return cls(
+            table=TokenTable.unpack(said["table"], block),
+            bos_id=said["bos_id"],
+            eos_ids=tuple(said["eos_ids"]),
+            template=None if template is None else ChatTemplate(**template),
+            digest=digest_of(said, block),
+        )
 
 
 class Tokenizer:
-    """Text to token ids and back. Thread-safe."""
+    """Text to token ids and back. Thread-safe. To be closed: it has a process of its own."""
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        description: Description,
+        coder: TextCoder,
         *,
-        bos_id: int | None,
-        eos_ids: tuple[int, ...],
-        template: ChatTemplate | None = None,
+        decoder: TextCoder | None = None,
+        path: Path = Path(),
     ) -> None:
-        self._backend = backend
-        self._lock = threading.Lock()  # encode_special_tokens is a setting of the whole backend
-        added = backend.get_added_tokens_decoder()
-        decoder = backend.decoder
-        self.bos_id = bos_id
+        """Take what encodes, and what decodes where the table cannot: `coder` too by default.
+
+        `path` is the checkpoint, whose files may have a chat template.
+        """
+        self._description = description
+        self._table = description.table
+        self._coder = coder
+        self._decoder = decoder or coder
+        self._path = path
+        self._templates = TemplateProcess()
+        self.bos_id = description.bos_id
         """The id that begins a text, or None."""
-        self.eos_ids = eos_ids
+        self.eos_ids = description.eos_ids
         """The ids that end a text, see `read_eos_ids`; may be empty."""
-        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        """Ids that `decode` omits by default."""
-        self.template = template
+        self.template = description.template
         """The chat template in the tokenizer's own file, or None."""
-        self._ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
-        self.n_tokens = max(self._ids, default=-1) + 1
+        self.special_ids = self._table.special_ids()
+        """Ids that `decode` omits by default."""
+        self.n_tokens = self._table.n_tokens
         """One more than the largest id with a token; a model's vocabulary may be padded."""
-        self.is_byte_level = decoder is not None and decoder.decode(["Ġ"]) == " "
+        self.is_byte_level = self._table.is_byte_level
         """Whether the characters of a piece stand for bytes, as in GPT-2."""
-        self._has_byte_pieces = decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
+    def load(cls, path: Path) -> Self:
         """Load the tokenizer of a checkpoint, a folder or a GGUF file.
 
-        Raises CheckpointError if there is none, a file is damaged, or a file beside it has an
-        invalid entry for bos or eos.
+        Raises CheckpointError if there is none, a file is damaged, a file beside it has an invalid
+        entry for bos or eos, or the library fails or exceeds its limits.
         """
         tokenizer = cls.load_optional(path)
         if tokenizer is None:
@@ -77,70 +112,73 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def load_optional(cls, path: Path) -> Tokenizer | None:
+    def load_optional(
+        cls, path: Path, *, begun: Callable[[TextProcess], object] = lambda _: None
+    ) -> Self | None:
         """Load the tokenizer of a checkpoint; None if it has none.
 
-        Raises CheckpointError as `load` does, except for a missing tokenizer.
+        `begun` gets the processes before they load: another thread may close them. Raises
+        CheckpointError as `load` does, except for a missing tokenizer.
         """
-        folder = tokenizer_place(path)  # a GGUF file has nothing beside it
-        loaded = read_tokenizer(folder)
-        if loaded is None:
+        place = tokenizer_place(path)  # a GGUF file has nothing beside it
+        if not any(tokenizer_files(place)):
             return None
-        id_of = loaded.backend.token_to_id
-        if not loaded.backend.get_vocab_size():
-            raise CheckpointError(
-                f"{folder}: the tokenizer has no tokens",
-                remedy="fetch its files again",
-            )
-        bos_id = _read_bos_id(folder, id_of)
-        return cls.of(
-            replace(
-                loaded,
-                bos_id=loaded.bos_id if bos_id is None else bos_id,
-                eos_ids=_read_eos_ids(folder, id_of) or loaded.eos_ids,
-                adds_bos=_adds_bos(folder, loaded.adds_bos),
-            )
-        )
+        key = (place, _stamp(place))
+        description = _KNOWN.get(key)
+        coder = TextProcess(place, b"" if description is None else description.digest)
+        begun(coder)
+        decoder: TextProcess | None = None
+        try:
+            if description is None:
+                said, block = coder.load()
+                if said is None:
+                    coder.close()
+                    return None
+                description = _KNOWN[key] = Description.of(said, block)
+            if description.table.joins is Joins.OTHERWISE:
+                # Its own process: no prompt may delay the tokens of other requests.
+                decoder = TextProcess(place, description.digest)
+                begun(decoder)
+                decoder.ready()
+        except BaseException:
+            for process in (coder, decoder):
+                if process is not None:
+                    process.close()
+            raise
+        return cls(description, coder, decoder=decoder, path=path)
 
-    @classmethod
-    def of(cls, loaded: LoadedTokenizer) -> Tokenizer:
-        """Make the tokenizer from its file alone, without the files beside it."""
-        if loaded.adds_bos and loaded.bos_id is not None:
-            loaded.backend.post_processor = processors.TemplateProcessing(
-                single="bos $A", special_tokens=[("bos", loaded.bos_id)]
-            )
-        return cls(
-            loaded.backend, bos_id=loaded.bos_id, eos_ids=loaded.eos_ids, template=loaded.template
-        )
+    def close(self) -> None:
+        """End the processes that encode and render. Blocks until they have ended."""
+        self._coder.close()
+        self._decoder.close()
+        self._templates.close()
 
-    def encode(self, text: str, *, bos: Bos = "auto", parse_special: bool = True) -> list[int]:
-        """Encode text to token ids.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def encode(
+        self,
+        text: str,
+        *,
+        bos: Bos = "auto",
+        parse_special: bool = True,
+        most_tokens: int | None = None,
+    ) -> list[int]:
+        """Encode text to token ids. Blocks.
 
         `bos`: "auto" adds what the tokenizer's post-processor adds; "on" prepends exactly one bos;
         "off" adds nothing. A bos that the text itself contains is kept and never doubled.
         `parse_special`: True parses text like `<|end|>` as the special token, as transformers does;
-        False encodes it as plain text, for user input in a template.
+        False encodes it as plain text, for user input in a template. `most_tokens` is the context
+        that the text should fit: one that is longer than that many of the longest token is refused
+        before it is encoded.
 
-        Raises UsageError if the text is not valid Unicode, or for "on" without a bos token.
+        Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
+        CapacityError if the text is too long; CheckpointError if the library fails.
         """
-        match bos:
-            case "auto":
-                token_ids = self._encode(text, add_special=True, parse_special=parse_special)
-                return self._without_double_bos(token_ids, text, parse_special)
-            case "on":
-                if self.bos_id is None:
-                    raise UsageError(
-                        "--bos on: this model's tokenizer has no bos token",
-                        remedy="use off",
-                    )
-                token_ids = self._encode(text, add_special=False, parse_special=parse_special)
-                return token_ids if token_ids[:1] == [self.bos_id] else [self.bos_id, *token_ids]
-            case "off":
-                return self._encode(text, add_special=False, parse_special=parse_special)
-            case _:
-                assert_never(bos)
-
-    def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -149,46 +187,44 @@ class Tokenizer:
                 "valid Unicode",
                 remedy="send the whole character",
             ) from error
-        with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        return token_ids
+        longest = self._table.longest
+        if most_tokens is not None and len(text) > most_tokens * longest:
+            raise CapacityError(
+                f"the prompt has {len(text)} characters and the context holds {most_tokens} "
+                f"tokens, of {longest} characters at most",
+                remedy="shorten the prompt or raise --context",
+            )
+        return self._coder.encode(text, bos, parse_special)
 
-    def _without_double_bos(
-        self, token_ids: list[int], text: str, parse_special: bool
-    ) -> list[int]:
-        """Drop the bos that the post-processor added before one in the text itself."""
-        if self.bos_id is None or token_ids[:2] != [self.bos_id, self.bos_id]:
-            return token_ids
-        plain = self._encode(text, add_special=False, parse_special=parse_special)
-        return token_ids[1:] if token_ids[1 : 1 + len(plain)] == plain else token_ids
+    def chat_prompt(self, messages: Sequence[TemplateMessage]) -> str:
+        """Render messages by the checkpoint's chat template. Blocks.
+
+        Raises as `TemplateProcess.find` and `render`.
+        """
+        template = self._templates.find(self._path, self._description.template)
+        return self._templates.render(template, messages)
+
+    def ready(self) -> None:
+        """Have what decodes, after it failed too. Blocks; raises CheckpointError as `load`."""
+        if self._table.joins is Joins.OTHERWISE:
+            self._decoder.ready()
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD."""
-        text: str = self._backend.decode(
-            list(token_ids), skip_special_tokens=not keep_special_tokens
-        )
-        return text
+        """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD.
+
+        Raises CheckpointError where the table cannot decode and the library fails, within 0.5 s.
+        """
+        if self._table.joins is Joins.OTHERWISE:
+            known = [token_id for token_id in token_ids if self.has_token(token_id)]
+            return self._decoder.decode(known, keep_special_tokens) if known else ""
+        return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds when it is not the first of a text.
 
         They may be a part of a character, and are empty for an id without a token.
         """
-        piece: str | None = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if self.is_byte_level:
-            table = byte_of_character()
-            if all(character in table for character in piece):
-                return bytes(table[character] for character in piece)
-            return piece.encode()
-        if self.is_byte_piece(token_id):
-            return bytes([int(piece[3:5], 16)])
-        if self._backend.decoder is None:
-            return piece.encode()
-        decode: Callable[[list[str]], str] = self._backend.decoder.decode
-        return decode([_ANCHOR, piece])[len(decode([_ANCHOR])) :].encode()
+        return self._table.later[token_id] if self.has_token(token_id) else b""
 
     def token_text(self, token_id: int) -> str:
         """Return `token_bytes` as text; incomplete characters become U+FFFD."""
@@ -196,28 +232,28 @@ class Tokenizer:
 
     def has_token(self, token_id: int) -> bool:
         """Say whether this id has a token."""
-        return token_id in self._ids
+        return 0 <= token_id < self.n_tokens and self._table.flags[token_id] & HAS_TOKEN != 0
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""
-        return tuple(id_ for id_ in range(n_rows) if id_ not in self._ids)
+        return self._table.ids_without_token(n_rows)
 
     def is_byte_piece(self, token_id: int) -> bool:
         """Say whether the token is a fallback byte such as `<0xE2>`, decoded as part of its run."""
-        if not self._has_byte_pieces:
-            return False
-        piece = self._backend.id_to_token(token_id)
-        return piece is not None and _BYTE_PIECE.fullmatch(piece) is not None
+        return 0 <= token_id < self.n_tokens and self._table.flags[token_id] & IS_BYTE != 0
 
 
-def read_eos_ids(path: Path) -> tuple[int, ...]:
-    """Read the eos ids of a checkpoint that may have no tokenizer.
+_Stamp = tuple[tuple[str, int, int], ...]
 
-    They come from generation_config.json, else from config.json: one id or a list. Empty if neither
-    has any. Raises CheckpointError if a file cannot be read. `Tokenizer.eos_ids` also considers
-    tokenizer_config.json.
-    """
-    return _read_eos_ids(tokenizer_place(path), lambda token: None)
+_KNOWN: WeakValueDictionary[tuple[Path, _Stamp], Description] = WeakValueDictionary()
+"""The descriptions in use: a node that has the head and the tail of a ring reads files once."""
+
+
+def _stamp(place: Path) -> _Stamp:
+    """Return name, size and time of change of a tokenizer's files and those beside it."""
+    files = [place] if place.is_file() else sorted(place / name for name in ID_FILES)
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def check_token_ids(
@@ -243,59 +279,3 @@ def check_token_ids(
             "vocabulary",
             remedy=f"ids go from 0 to {n_rows - 1}",
         )
-
-
-def _read_eos_ids(folder: Path, id_of: Callable[[str], int | None]) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        ids = _ids_under(folder / name, "eos_token_id")
-        if ids:
-            return ids
-    token_id = _named_token(folder, "eos_token", id_of)
-    return () if token_id is None else (token_id,)
-
-
-def _read_bos_id(folder: Path, id_of: Callable[[str], int | None]) -> int | None:
-    named = _named_token(folder, "bos_token", id_of)
-    if named is not None:
-        return named
-    for name in ("generation_config.json", "config.json"):
-        ids = _ids_under(folder / name, "bos_token_id")
-        if ids:
-            return ids[0]
-    return None
-
-
-def _adds_bos(folder: Path, by_default: bool | None) -> bool | None:
-    """Say whether to prepend bos; None leaves it to the backend, as with tokenizer.json."""
-    if by_default is None:
-        return None
-    path = folder / "tokenizer_config.json"
-    value = read_object(path).get("add_bos_token")
-    if not isinstance(value, bool | None):
-        raise CheckpointError(f"{path}: add_bos_token must be true or false, not {shown(value)}")
-    return by_default if value is None else value
-
-
-def _ids_under(path: Path, key: str) -> tuple[int, ...]:
-    value = read_object(path).get(key)
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if len(ids) > MAX_EOS or not all(type(id_) is int and 0 <= id_ < 1 << 31 for id_ in ids):
-        raise CheckpointError(
-            f"{path}: {key} must be a token id or a list of at most {MAX_EOS}, not {shown(value)}"
-        )
-    return tuple(ids)
-
-
-def _named_token(folder: Path, key: str, id_of: Callable[[str], int | None]) -> int | None:
-    """Look up a token named in tokenizer_config.json: a string, or an object with `content`."""
-    path = folder / "tokenizer_config.json"
-    value = read_object(path).get(key)
-    if isinstance(value, dict):
-        value = value.get("content")
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise CheckpointError(f"{path}: {key} must be a token's text, not {shown(value)}")
-    return id_of(value)

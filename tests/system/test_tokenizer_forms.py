@@ -13,14 +13,13 @@ import pytest
 from support.models import trained_tokenizers as trained
 from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
+from support.models.loaded_tokenizers import gguf_tokenizer_of, load_here
 from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import UsageError
-from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
-from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.wire.messages.plans import ModelChoice
 
 BEYOND_ID = 258
@@ -48,7 +47,7 @@ FORMS: dict[str, Callable[[Path], object]] = {
 def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: str) -> None:
     folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
     FORMS[form](folder)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load_here(folder)
     where = ["--nodes", trio.addresses(0), "--json", "--ignore-eos", "--max-tokens", "12"]
     said = trio.generate("Café: the cat 你好", folder, *where, "--logprobs", "2").json
     assert said["prompt_token_ids"] == tokenizer.encode("Café: the cat 你好")
@@ -82,7 +81,7 @@ def test_a_gguf_brings_its_tokenizer_and_its_template(
     path = write_gguf(source, folder / "small.gguf", tokenizer=metadata)
     shutil.copy(DEFAULT_MODEL_PATH / "tokenizer.json", folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "bos_token_id": 7}')
-    tokenizer = Tokenizer.of(read_gguf_tokenizer(metadata, ""))
+    tokenizer = gguf_tokenizer_of(metadata)
     where = ["--nodes", trio.addresses(0), "--json", "--max-tokens", "30"]
     plain = trio.generate("Café: the  cat", path, *where, "--ignore-eos").json
     assert plain["prompt_token_ids"] == tokenizer.encode("Café: the  cat")
@@ -93,7 +92,7 @@ def test_a_gguf_brings_its_tokenizer_and_its_template(
     want = tokenizer.encode(f"{begin}[the cat]{end}", bos="off")
     assert chatted["prompt_token_ids"] == want
     assert want[0] == tokenizer.bos_id
-    assert Tokenizer.load(folder).encode("Café: the  cat") == plain["prompt_token_ids"]
+    assert load_here(folder).encode("Café: the  cat") == plain["prompt_token_ids"]
 
 
 @pytest.fixture

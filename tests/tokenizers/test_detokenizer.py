@@ -9,11 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
-from support.models.loaded_tokenizers import KINDS, tokenizer_of
+from support.models.loaded_tokenizers import KINDS, in_this_process, tokenizer_of
 from support.text_parts import parts_of
 
 from shardnet.errors import SamplingError
 from shardnet.tokenizers.detokenizer import StopScanner, TextStream
+from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 # --- incremental decoder
@@ -78,7 +79,8 @@ class CountingTokenizer(Tokenizer):
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
-    tokenizer = CountingTokenizer(small.KINDS[kind](), bos_id=1, eos_ids=(2,))
+    backend = TextBackend(small.KINDS[kind](), bos_id=1, eos_ids=(2,))
+    tokenizer = in_this_process(backend, CountingTokenizer)
     tokenizer.lengths = []
     ids = tokenizer.encode(" ".join(small.TEXT[:2] * 20), bos="off")
     parts_of(tokenizer, ids)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
-from support.models.loaded_tokenizers import KINDS, tokenizer_of
+from support.models.loaded_tokenizers import KINDS, load_here, made_tokenizer, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
 from shardnet.errors import CheckpointError, UsageError
@@ -43,7 +43,7 @@ def test_encode_is_that_of_transformers(kind: str, text: str) -> None:
 
 def test_bos_is_as_the_post_processor_says() -> None:
     with_bos, without = (
-        Tokenizer(small.byte_level(bos=True), bos_id=1, eos_ids=()),
+        made_tokenizer(small.byte_level(bos=True), bos_id=1, eos_ids=()),
         tokenizer_of("byte_level"),
     )
     plain = without.encode("the cat", bos="off")
@@ -57,7 +57,7 @@ def test_bos_is_as_the_post_processor_says() -> None:
 
 
 def test_bos_is_never_doubled() -> None:
-    with_bos = Tokenizer(small.byte_level(bos=True), bos_id=1, eos_ids=())
+    with_bos = made_tokenizer(small.byte_level(bos=True), bos_id=1, eos_ids=())
     plain = with_bos.encode("the cat", bos="off")
     for bos in ("auto", "on", "off"):
         assert with_bos.encode("<s>the cat", bos=bos) == [1, *plain]
@@ -69,7 +69,7 @@ def test_bos_that_the_text_spells_twice_is_left_alone_without_a_post_processor()
 
 
 def test_bos_on_without_a_bos_token_is_refused() -> None:
-    tokenizer = Tokenizer(small.byte_level(), bos_id=None, eos_ids=())
+    tokenizer = made_tokenizer(small.byte_level(), bos_id=None, eos_ids=())
     with pytest.raises(UsageError, match="no bos token"):
         tokenizer.encode("the cat", bos="on")
 
@@ -92,7 +92,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     backend = small.byte_level()
     backend.enable_truncation(3)
     backend.enable_padding(length=64)
-    tokenizer = Tokenizer.load(small.save(tmp_path, backend))
+    tokenizer = load_here(small.save(tmp_path, backend))
     text = small.TEXT[1]
     assert tokenizer.encode(text) == tokenizer_of("byte_level").encode(text)
 
@@ -190,7 +190,7 @@ EOS_FILES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 def test_eos_ids_come_from_the_first_file_that_names_them(
     tmp_path: Path, files: dict[str, Any], eos_ids: tuple[int, ...]
 ) -> None:
-    tokenizer = Tokenizer.load(small.save(tmp_path, small.byte_level(), **files))
+    tokenizer = load_here(small.save(tmp_path, small.byte_level(), **files))
     assert tokenizer.eos_ids == eos_ids
     if "tokenizer_config" not in files or "eos_token_id" in files.get("config", {}):
         (tmp_path / "tokenizer.json").unlink()
@@ -208,7 +208,7 @@ def test_eos_ids_come_from_the_first_file_that_names_them(
     ],
 )
 def test_bos_id(tmp_path: Path, files: dict[str, Any], bos_id: int | None) -> None:
-    assert Tokenizer.load(small.save(tmp_path, small.byte_level(), **files)).bos_id == bos_id
+    assert load_here(small.save(tmp_path, small.byte_level(), **files)).bos_id == bos_id
 
 
 @pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.0, True, {"id": 2}])

@@ -22,6 +22,7 @@ from shardnet.cluster.ring.ring import OnStageProgress, Ring
 from shardnet.cluster.ring.stage_host import StageHost, generating_with
 from shardnet.errors import BusyError, ShardnetError, error_for_code
 from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import ModelChoice
@@ -135,7 +136,7 @@ class Head:
                 return None
             self.check_idle()
             await self._lead.ring.unload()
-            self._lead = None
+            await self._forget()
             return None
 
     async def close(self) -> None:
@@ -147,7 +148,13 @@ class Head:
             async with asyncio.timeout(CLOSE_S), self._changing:
                 if self._lead is not None:
                     await self._lead.ring.unload()
-        self._lead = None
+        await self._forget()
+
+    async def _forget(self) -> None:
+        """Drop the ring, which has ended, and end the processes of its tokenizer."""
+        lead, self._lead = self._lead, None
+        if lead is not None:
+            await _close(lead.tokenizer)
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """End `ring`, built or being built, since one of its stages reported it broken."""
@@ -232,14 +239,17 @@ class Head:
         Nodes with which another head builds a ring are waited for, unless that ring would do.
         """
         prepared = await self._builder.prepare(plan)
-        if self._lead is not None:
-            await self._lead.ring.unload(keep={node.address for node in plan.nodes})
-            self._lead = None
-        self._epoch += 1
-        backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
-        ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
         try:
+            if self._lead is not None:
+                await self._lead.ring.unload(keep={node.address for node in plan.nodes})
+                await self._forget()
+            self._epoch += 1
+            backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
+            ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
             load_s = await ring.build(on_progress)
+        except BaseException:
+            await _close(prepared.tokenizer)
+            raise
         finally:
             self._building = None
         self._lead = Lead(
@@ -250,3 +260,9 @@ class Head:
             load_s=0.0,
         )
         return replace(self._lead, load_s=load_s)
+
+
+async def _close(tokenizer: Tokenizer | None) -> None:
+    """End a tokenizer's processes, off the loop."""
+    if tokenizer is not None:
+        await finish(asyncio.to_thread(tokenizer.close))

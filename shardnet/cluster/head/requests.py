@@ -5,8 +5,6 @@ Must not send anything, nor know links.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from shardnet.cluster.head.head import Lead
@@ -16,7 +14,6 @@ from shardnet.runtime.engine.requests import (
     GenerationRequest,
 )
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
-from shardnet.tokenizers.chat.chat_template import ChatTemplate
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids
 from shardnet.types import OutputKind
@@ -30,7 +27,7 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
     Raises UsageError for an id the model does not have, an empty prompt, or text where the
-    checkpoint has no tokenizer; for messages what ChatTemplate.find and render raise.
+    checkpoint has no tokenizer; otherwise what Tokenizer.encode, chat_prompt and ready raise.
     """
     vocab_size = lead.ring.spec.vocab_size
     if message.token_ids is not None:
@@ -40,15 +37,18 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             f"{lead.plan.facts.path} has no tokenizer", remedy="give the prompt as --token-ids"
         )
     elif message.messages is not None:
-        template = ChatTemplate.find(Path(lead.plan.facts.path), lead.tokenizer.template)
-        text = template.render([msgspec.to_builtins(said) for said in message.messages])
-        token_ids = lead.tokenizer.encode(
-            text, bos="off"
-        )  # the template writes it where it belongs
+        text = lead.tokenizer.chat_prompt([msgspec.to_builtins(said) for said in message.messages])
+        token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
+            text, bos="off", most_tokens=lead.ring.spec.context
+        )
     elif not message.prompt:
         raise UsageError("the prompt is empty", remedy="give some text, or ids with --token-ids")
     else:
-        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos)
+        token_ids = lead.tokenizer.encode(
+            message.prompt, bos=message.bos, most_tokens=lead.ring.spec.context
+        )
+    if lead.tokenizer is not None:
+        lead.tokenizer.ready()
     check_token_ids(token_ids, vocab_size, lead.tokenizer)
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:

@@ -5,9 +5,11 @@ Knows how this node reaches each stage, itself included. Must not plan, nor know
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.peers.peers import Peers
@@ -18,8 +20,9 @@ from shardnet.cluster.ring.stage_port import LocalPort, PhaseProgress, RemotePor
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
-from shardnet.runtime.stage.executor import Executor
+from shardnet.tokenizers.text_process import TextProcess
 from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
+from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.membership import NodeInfo
@@ -28,7 +31,10 @@ from shardnet.wire.messages.stages import LoadStage, StageReady
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRing:
-    """All that building a ring needs. `sources` are addresses that have the model's weights."""
+    """All that building a ring needs. `sources` are addresses that have the model's weights.
+
+    Its tokenizer is to be closed.
+    """
 
     plan: Plan
     ports: tuple[StagePort, ...]
@@ -57,7 +63,6 @@ class RingBuilder:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
-        reader: Executor,
         on_broken: Callable[[str, ShardnetError], None],
     ) -> None:
         self._node = node
@@ -66,7 +71,6 @@ class RingBuilder:
         self._orders = orders
         self._sharing = sharing
         self._peers = peers
-        self._reader = reader
         self._on_broken = on_broken
 
     async def prepare(self, plan: Plan) -> PreparedRing:
@@ -79,14 +83,13 @@ class RingBuilder:
         replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(replicas[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
-        folder = plan.facts.path
-        tokenizer = await self._reader.run(lambda: Tokenizer.load_optional(folder))
+        tokenizer, eos_ids = await _open_tokenizer(plan.facts.path)
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
             sources=tuple(sources),
             tokenizer=tokenizer,
-            eos_ids=tokenizer.eos_ids if tokenizer else read_eos_ids(folder),
+            eos_ids=eos_ids,
         )
 
     async def _port(self, node: NodeInfo) -> StagePort:
@@ -104,6 +107,35 @@ class RingBuilder:
             progress=progress,
             broken=partial(self._on_broken, message.ring),
         )
+
+
+async def _open_tokenizer(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """Open the tokenizer of a checkpoint, and read its eos ids.
+
+    On a thread of its own: a stranger's may take its time, and must not delay other clients. If
+    this is cancelled, its processes are ended.
+    """
+    processes: list[TextProcess] = []
+
+    def read() -> tuple[Tokenizer | None, tuple[int, ...]]:
+        tokenizer = Tokenizer.load_optional(path, begun=processes.append)
+        return tokenizer, tokenizer.eos_ids if tokenizer else read_eos_ids(path)
+
+    async def abandon() -> None:
+        while True:
+            for process in processes:
+                await asyncio.to_thread(process.close)
+            if reading.done():
+                break
+            await asyncio.wait([reading], timeout=0.1)
+
+    reading = asyncio.create_task(asyncio.to_thread(read))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        await finish(abandon())
+        reading.exception()  # no caller is left to get it
+        raise
 
 
 def ring_spec(plan: Plan) -> RingSpec:

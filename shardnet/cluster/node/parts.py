@@ -184,7 +184,6 @@ def build_services(
         orders=stage.orders,
         sharing=stage.sharing,
         peers=links.peers,
-        reader=stage.reader,
         on_broken=events.ring_broken,
     )
     head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)

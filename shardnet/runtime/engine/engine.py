@@ -274,7 +274,13 @@ class Engine:
             match outcome:
                 case TokenSampled(row=row):
                     logprobs = answered.answer.logprobs[row] if answered else None
-                    if live.take_token(outcome.token_id, logprobs, self._clock_ns()):
+                    try:
+                        stopped = live.take_token(outcome.token_id, logprobs, self._clock_ns())
+                    except ShardnetError as error:  # its text cannot be decoded
+                        self._scheduler.end(outcome.sequence_id)
+                        self._live.pop(outcome.sequence_id).fail(error)
+                        continue
+                    if stopped:
                         self._scheduler.end(outcome.sequence_id)
                         self._finish(outcome.sequence_id, FinishReason.STOP)
                 case SequenceFinished(reason=reason):
@@ -285,4 +291,8 @@ class Engine:
                     assert_never(outcome)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
-        self._live.pop(sequence_id).finish(reason, self._clock_ns())
+        live = self._live.pop(sequence_id)
+        try:
+            live.finish(reason, self._clock_ns())
+        except ShardnetError as error:  # its text cannot be decoded
+            live.fail(error)

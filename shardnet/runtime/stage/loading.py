@@ -284,8 +284,10 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
     from shardnet.tokenizers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load_optional(path)
-    holes = tokenizer.ids_without_token(config.vocab_size) if tokenizer else ()
-    return Sampler(config.vocab_size, holes)
+    if tokenizer is None:
+        return Sampler(config.vocab_size, ())
+    with tokenizer:
+        return Sampler(config.vocab_size, tokenizer.ids_without_token(config.vocab_size))
 
 
 def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:

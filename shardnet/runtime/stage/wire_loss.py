@@ -231,5 +231,6 @@ def _rows(path: Path, config: ModelConfig) -> list[int]:
     tokenizer = Tokenizer.load_optional(path)
     if tokenizer is None:
         return [(place * 7919 + 13) % config.vocab_size for place in range(n_rows)]
-    ids = tokenizer.encode(TEXT)
+    with tokenizer:
+        ids = tokenizer.encode(TEXT)
     return [ids[place % len(ids)] for place in range(n_rows)]

@@ -1,16 +1,13 @@
-"""Renders one chat template in a separate process: the program that chat_template.py runs.
+"""Renders one chat template, in the process that does nothing else (template_program.py).
 
-Reads a JSON object from standard input and writes one to standard output. Knows jinja2 and nothing
-of shardnet. The template is untrusted: it runs in jinja2's sandbox, and this process has limits of
-memory and CPU time, so that no expression can exceed its deadline.
+Knows jinja2. The template is untrusted: it runs in jinja2's sandbox, and its process has limits of
+memory and processor time, so that no expression can exceed them.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import sys
-import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +16,12 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.tokenizers.chat.chat_template import AGAIN, ChatTemplate, TemplateMessage
+
+MAX_TEXT_BYTES = 8 * 2**20
+"""Limit of a rendered prompt: more than any context holds."""
 
 
 class RefusedByTemplateError(Exception):
@@ -36,46 +39,37 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def main() -> None:
-    """Render the request on standard input."""
-    request = json.load(sys.stdin)
-    limit(request["memory_bytes"], request["seconds"])
-    reply: dict[str, Any]
-    try:
-        reply = {"text": render(request["template"], request["variables"], request["most_bytes"])}
-    except RefusedByTemplateError as error:
-        reply = {"refused": str(error)}
-    except jinja2.TemplateSyntaxError as error:
-        reply = {"failed": error.message or "syntax error", "line": error.lineno}
-    except MemoryError:
-        reply = {"failed": f"it needs more than {request['memory_bytes'] >> 20} MiB"}
-    except RecursionError:
-        reply = {"failed": "it calls itself without end"}
-    except Exception as error:  # an untrusted expression may raise anything
-        reply = {"failed": f"{type(error).__name__}: {error}"[:500], "line": line_of(error)}
-    json.dump(reply, sys.stdout)
+def render_template(
+    template: ChatTemplate, messages: Sequence[TemplateMessage], memory_bytes: int
+) -> str:
+    """Render a conversation to a prompt, up to the start of the model's reply.
 
-
-def limit(memory_bytes: int, seconds: int) -> None:
-    """Limit this process' memory and its further CPU time, where the system supports it.
-
-    The system ends it with SIGXCPU at the limit, and with SIGKILL a second later, without a core
-    dump.
+    `memory_bytes` is this process' limit, for the error. Raises UsageError for messages that the
+    template refuses, with its own text, CheckpointError for a template that is damaged, does
+    something forbidden, or needs too much memory.
     """
+    variables = {
+        **template.tokens,
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    line: int | None = None
     try:
-        import resource
-    except ImportError:  # Windows: only the parent's deadline applies
-        return
-    most_s = math.ceil(time.process_time() + seconds)
-    for what, soft, hard in (
-        (resource.RLIMIT_AS, memory_bytes, memory_bytes),
-        (resource.RLIMIT_CPU, most_s, most_s + 1),
-        (resource.RLIMIT_CORE, 0, 0),
-    ):
-        try:
-            resource.setrlimit(what, (soft, hard))
-        except (ValueError, OSError):  # macOS refuses some
-            continue
+        return render(template.source, variables, MAX_TEXT_BYTES)
+    except RefusedByTemplateError as error:
+        raise UsageError(f"{template.where} refuses these messages: {error}") from None
+    except jinja2.TemplateSyntaxError as error:
+        failed, line = error.message or "syntax error", error.lineno
+    except MemoryError:
+        failed = f"it needs more than {memory_bytes >> 20} MiB"
+    except RecursionError:
+        failed = "it calls itself without end"
+    except Exception as error:  # an untrusted expression may raise anything
+        failed, line = f"{type(error).__name__}: {error}"[:500], line_of(error)
+    where = f"{template.where} line {line}" if line else template.where
+    raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
 
 
 def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:
@@ -116,7 +110,3 @@ def line_of(error: BaseException) -> int | None:
             line = trace.tb_lineno
         trace = trace.tb_next
     return line
-
-
-if __name__ == "__main__":
-    main()

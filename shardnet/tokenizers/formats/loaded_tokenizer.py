@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import tokenizers
-
 if TYPE_CHECKING:
+    import tokenizers
+
     from shardnet.tokenizers.chat.chat_template import ChatTemplate
 
 

@@ -1,27 +1,18 @@
 """Finds and reads the tokenizer of a checkpoint.
 
 Knows the names of the files, their order, and how to distinguish two formats with one name. Must
-not know their contents: each format has its own module.
+not know their contents: each format has its own module, which is imported when one is read, since
+those know the `tokenizers` library and a node looks for files only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-import tokenizers
-
-from shardnet.checkpoint.checkpoint import gguf_file
-from shardnet.checkpoint.formats.gguf_header import read_gguf_header
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
-from shardnet.checkpoint.tensors.json_files import MAX_WHOLE_BYTES
-from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.token_files import read_bytes
-from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
-from shardnet.tokenizers.formats.gpt2_files import read_gpt2_files
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
-from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
-from shardnet.tokenizers.formats.tekken_file import read_tekken
-from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_tiktoken
 
 MODEL_FILES = (
     "tokenizer.model",
@@ -40,7 +31,17 @@ def tokenizer_place(path: Path) -> Path:
 
     A GGUF holds its own tokenizer, and files beside it are not part of the model.
     """
+    from shardnet.checkpoint.checkpoint import gguf_file
+
     return gguf_file(path) or path
+
+
+def tokenizer_files(place: Path) -> Iterator[Path]:
+    """List a tokenizer's files that are there, the first in order of precedence."""
+    if place.is_file():
+        yield place
+    else:
+        yield from (place / name for name in TOKENIZER_FILES if has_file(place / name))
 
 
 def read_tokenizer(place: Path) -> LoadedTokenizer | None:
@@ -49,31 +50,32 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
     Raises CheckpointError, which names file and field, if it is damaged or not supported.
     """
     if place.is_file():
+        from shardnet.checkpoint.formats.gguf_header import read_gguf_header
+        from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+
         return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
     folder = place
     if has_file(folder / "tokenizer.json"):
-        return LoadedTokenizer(backend=_read_tokenizer_json(folder / "tokenizer.json"))
+        from shardnet.tokenizers.formats.tokenizer_json import read_tokenizer_json
+
+        return read_tokenizer_json(folder / "tokenizer.json")
     if has_file(folder / "tekken.json"):
+        from shardnet.tokenizers.formats.tekken_file import read_tekken
+
         return read_tekken(folder / "tekken.json")
     for name in MODEL_FILES:
         if has_file(folder / name):
             return _read_model_file(folder / name)
     if has_file(folder / "vocab.json") and has_file(folder / "merges.txt"):
+        from shardnet.tokenizers.formats.gpt2_files import read_gpt2_files
+
         return read_gpt2_files(folder)
     return None
 
 
 def _read_model_file(path: Path) -> LoadedTokenizer:
+    from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
+    from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_tiktoken
+
     beginning = read_bytes(path)[:1024]
     return read_tiktoken(path) if looks_like_ranks(beginning) else read_sentencepiece(path)
-
-
-def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    content = read_bytes(path, MAX_WHOLE_BYTES)
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend

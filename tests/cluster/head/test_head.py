@@ -5,6 +5,7 @@ heard, and what can be refused is refused before anything is freed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ class Alone:
     def __init__(self, ring: type[EndlessRing]) -> None:
         self.n_freed = 0
         self.why_not: ShardnetError | None = None
+        self.n_closed = 0
         self._ring = ring
 
     def head(self) -> Head:
@@ -55,7 +57,11 @@ class Alone:
         """Give the ring, or raise why there is none."""
         if self.why_not is not None:
             raise self.why_not
-        return SimpleNamespace(ring=self._ring, tokenizer=None, eos_ids=(0,))
+        return SimpleNamespace(ring=self._ring, tokenizer=self, eos_ids=(0,))
+
+    def close(self) -> None:
+        """Count the tokenizers that were closed."""
+        self.n_closed += 1
 
 
 class EndlessRing:
@@ -83,6 +89,24 @@ class EndlessRing:
             await asyncio.sleep(0)  # stages of other nodes are freed
             self.causes.append("freed")
         return 0.0
+
+
+class StandingRing(EndlessRing):
+    """A ring that stands at once."""
+
+    broken = None
+    is_busy = False
+
+    async def build(self, on_progress: object) -> float:
+        """Stand."""
+        return 0.0
+
+    async def unload(self, **_: object) -> None:
+        """Nothing has to be freed."""
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Count nobody."""
+        return contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -121,12 +145,14 @@ def test_a_head_that_leaves_waits_until_what_it_was_building_is_freed(
     endless: type[EndlessRing],
 ) -> None:
     async def main() -> None:
-        head = Alone(endless).head()
+        alone = Alone(endless)
+        head = alone.head()
         asking = asyncio.create_task(ask(head))
         await endless.begun.wait()
         asking.cancel()  # the client is told, and hangs up
         await head.close()
         assert endless.causes == ["freed"]
+        assert alone.n_closed == 1
         with pytest.raises(asyncio.CancelledError):
             await asking
 
@@ -144,6 +170,31 @@ def test_what_breaks_a_ring_that_is_being_built_is_heard(endless: type[EndlessRi
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+    asyncio.run(main())
+
+
+def test_the_tokenizer_of_a_ring_is_closed_with_it() -> None:
+    """When another ring takes its place, when it is unloaded, and when the node leaves."""
+
+    async def main() -> None:
+        alone = Alone(StandingRing)
+        head = alone.head()
+
+        async def lead() -> None:
+            choice = ModelChoice(model=MODEL, quant="int8")
+            async with head.lead(choice, on_plan=lambda _: None, on_progress=lambda *_: None):
+                pass
+
+        await lead()
+        assert alone.n_closed == 0
+        await lead()  # what was asked for differs from what stands: another is built
+        assert alone.n_closed == 1
+        await head.unload()
+        assert alone.n_closed == 2
+        await lead()
+        await head.close()
+        assert alone.n_closed == 3
 
     asyncio.run(main())
 

@@ -6,13 +6,15 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from support.rings import fake_ring as rings
 from support.rings.fake_ring import FakeRing, expected_tokens, fake_ring, request_of
+from support.rings.rings import NoText
 from support.soak import cases
 
-from shardnet.errors import DeadlineError, ShardnetError
+from shardnet.errors import CheckpointError, DeadlineError, ShardnetError
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
@@ -255,5 +257,42 @@ def test_a_broken_ring_ends_each_request_once() -> None:
                 with pytest.raises(ShardnetError, match="gone"):
                     await until_it_runs(events)
             assert await asyncio.gather(*running) == [1] * 5
+
+    asyncio.run(main())
+
+
+class FailingText(NoText):
+    """A tokenizer that cannot decode its `n`th token, or the end of the text if that is 0."""
+
+    def __init__(self, n: int) -> None:
+        self._left = n
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        self._left -= 1
+        if self._left == 0:
+            raise CheckpointError("this token cannot be decoded")
+        return super().push(token_id)
+
+    def finish(self) -> str:
+        if self._left < 0:
+            raise CheckpointError("this end cannot be decoded")
+        return super().finish()
+
+
+@pytest.mark.parametrize(
+    ("n", "n_tokens", "words"),
+    [(3, 20, "this token"), (20, 20, "this token"), (0, 5, "this end")],
+)
+def test_text_that_cannot_be_decoded_ends_its_request_alone(
+    n: int, n_tokens: int, words: str
+) -> None:
+    async def main() -> None:
+        async with ring_of_three() as ring:
+            other = asyncio.create_task(ring.generate([7, 8], 60))
+            request = replace(request_of([1], n_tokens), text=FailingText(n))
+            with pytest.raises(CheckpointError, match=words):
+                await events_of(ring, request)
+            assert await other == expected_tokens([7, 8], 60)
+            check_nothing_is_left(ring)
 
     asyncio.run(main())

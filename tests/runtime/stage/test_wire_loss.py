@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_llama
+from support.models.loaded_tokenizers import load_here
 from support.rings.stage_chain import CPU, RoundingChain, StageChain, probed
 
 from shardnet.errors import CheckpointError, NumericalError
@@ -24,7 +25,6 @@ from shardnet.runtime.stage.wire_loss import (
     measure_wire_loss,
 )
 from shardnet.stage import load as loading
-from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.types import DType, LayerRange, WireDType
 
 
@@ -41,9 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_what_the_whole_model_says(folder: Path, dtype: DType) -> None:
     wire = WireDType.INT8
     found = measure_wire_loss(identify(folder), dtype, (1, 3), wire, no_report)
-    tokenizer = Tokenizer.load_optional(folder)
-    assert tokenizer is not None
-    ids = tokenizer.encode(TEXT)[:N_ROWS]
+    ids = load_here(folder).encode(TEXT)[:N_ROWS]
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
     stages = StageChain.load(folder, ranges, probed(CPU, dtype, None)).stages
     exact = StageChain(stages).prefill(0, ids)

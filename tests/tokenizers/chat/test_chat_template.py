@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardnet.errors import CheckpointError, UsageError
-from shardnet.tokenizers.chat import chat_template
 from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from shardnet.tokenizers.chat.template_process import TemplateProcess
 
 SHORT_TALK = [{"role": "user", "content": ' Hello <there> & "you"\n'}]
 TALK = [
@@ -68,15 +72,32 @@ def make_template(source: str) -> ChatTemplate:
     return ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    """One for all tests that do not end it; it runs before the first begins."""
+    process = TemplateProcess()
+    assert process.render(make_template("a"), TALK, seconds=PATIENCE_S) == "a"
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def own_process() -> Iterator[TemplateProcess]:
+    """One for a test that ends it."""
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
 @pytest.mark.parametrize("messages", [SHORT_TALK, TALK])
 @pytest.mark.parametrize("source", [CHATML, HEADERS, INST, TURNS])
 def test_a_template_gives_the_text_that_transformers_gives(
-    source: str, messages: list[dict[str, str]]
+    process: TemplateProcess, source: str, messages: list[dict[str, str]]
 ) -> None:
     [expected], _ = render_jinja_template(
         [messages], chat_template=source, add_generation_prompt=True, **TOKENS
     )
-    assert make_template(source).render(messages, seconds=PATIENCE_S) == expected
+    assert process.render(make_template(source), messages, seconds=PATIENCE_S) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,10 +115,14 @@ def test_a_template_gives_the_text_that_transformers_gives(
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "without end"),
     ],
 )
-def test_what_a_template_may_not_do_is_named(source: str, words: str) -> None:
+def test_what_a_template_may_not_do_is_named(
+    process: TemplateProcess, source: str, words: str
+) -> None:
+    pid = process.pid
     with pytest.raises(CheckpointError, match=r"^chat_template\.jinja") as caught:
-        make_template(source).render(SHORT_TALK, seconds=PATIENCE_S)
+        process.render(make_template(source), SHORT_TALK, seconds=PATIENCE_S)
     assert words in str(caught.value)
+    assert process.pid == pid
 
 
 @pytest.mark.parametrize(
@@ -107,35 +132,39 @@ def test_what_a_template_may_not_do_is_named(source: str, words: str) -> None:
         "{{ 10 ** (10 ** 9) }}",
     ],
 )
-def test_a_template_that_takes_too_long_is_given_up(source: str) -> None:
-    with pytest.raises(CheckpointError, match="not done after 1 s: it loops"):
-        make_template(source).render(SHORT_TALK, seconds=1)
-
-
-def test_a_process_that_gets_no_processor_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_takes_too_long_is_given_up(
+    own_process: TemplateProcess, source: str
 ) -> None:
+    """The next is rendered by another process."""
+    with pytest.raises(CheckpointError, match="not done after 1 s: it loops"):
+        own_process.render(make_template(source), SHORT_TALK, seconds=1)
+    assert own_process.pid is None
+    assert own_process.render(make_template("b"), TALK, seconds=PATIENCE_S) == "b"
+
+
+def test_a_process_that_gets_no_processor_is_waited_for(process: TemplateProcess) -> None:
     """It is the template's own time that counts."""
-    late = tmp_path / "late.py"
-    late.write_text(
-        "import runpy, time\ntime.sleep(1.2)\n"
-        f"runpy.run_path({str(chat_template._PROGRAM)!r}, run_name='__main__')\n"
-    )
-    monkeypatch.setattr(chat_template, "_PROGRAM", late)
-    assert make_template("{{ messages | length }}").render(SHORT_TALK, seconds=1) == "1"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(1.2, os.kill, (process.pid, signal.SIGCONT)).start()
+    assert process.render(make_template("{{ messages | length }}"), SHORT_TALK, seconds=1) == "1"
 
 
-def test_a_template_may_refuse_messages_in_its_own_words() -> None:
+def test_a_template_may_refuse_messages_in_its_own_words(process: TemplateProcess) -> None:
     template = make_template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
-        template.render(TALK, seconds=PATIENCE_S)
+        process.render(template, TALK, seconds=PATIENCE_S)
 
 
-def test_the_environment_of_the_node_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_node_is_not_there(
+    own_process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor would jinja2 give it: two walls."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     template = make_template("{{ HF_TOKEN }}{{ environ }}|")
-    assert template.render(TALK, seconds=PATIENCE_S) == "|"
+    assert own_process.render(template, TALK, seconds=PATIENCE_S) == "|"
+    environ = Path(f"/proc/{own_process.pid}/environ")
+    assert not environ.exists() or b"secret" not in environ.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -164,13 +193,16 @@ def test_where_templates_are_found(files: dict[str, Any], source: str, tmp_path:
     assert ChatTemplate.find(tmp_path).source == source
 
 
-def test_special_tokens_come_from_the_files_beside_it(tmp_path: Path) -> None:
+def test_special_tokens_come_from_the_files_beside_it(
+    process: TemplateProcess, tmp_path: Path
+) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}|{{ pad_token }}")
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<a>", "eos_token": "<b>"}')
     (tmp_path / "tokenizer_config.json").write_text(
         '{"eos_token": {"content": "<c>", "lstrip": false}, "pad_token": null}'
     )
-    assert ChatTemplate.find(tmp_path).render(TALK, seconds=PATIENCE_S) == "<a>|<c>|"
+    template = process.find(tmp_path)
+    assert process.render(template, TALK, seconds=PATIENCE_S) == "<a>|<c>|"
 
 
 @pytest.mark.parametrize(

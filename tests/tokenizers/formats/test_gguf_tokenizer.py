@@ -18,6 +18,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, LLAMA3, QWEN2
 from shardnet.tokenizers.chat.chat_template import ChatTemplate
+from shardnet.tokenizers.chat.template_renderer import render_template
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 from shardnet.tokenizers.tokenizer import Tokenizer
 
@@ -125,7 +126,9 @@ def test_words_of_a_text(pre: str) -> None:
 def test_the_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer("llama")
     assert tokenizer.template is not None
-    assert tokenizer.template.render([{"role": "user", "content": "hi"}]) == "<s>[hi]</s>"
+    assert (
+        render_template(tokenizer.template, [{"role": "user", "content": "hi"}], 0) == "<s>[hi]</s>"
+    )
     assert ChatTemplate.find(tmp_path, tokenizer.template) is tokenizer.template
     (tmp_path / "chat_template.jinja").write_text("beside")
     assert ChatTemplate.find(tmp_path, tokenizer.template).source == "beside"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from support.models import trained_tokenizers as trained
+from support.models.loaded_tokenizers import load_here
 from support.models.trained_tokenizers import gpt2_backend
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
@@ -60,7 +61,7 @@ def pair_of(folder_of: Callable[[str], Path]) -> Callable[[str], tuple[Tokenizer
         if name == "Qwen2Tokenizer":
             other.add_special_tokens({"extra_special_tokens": [*added.values()][:2]})
             other.add_tokens([added["422"]])
-        return Tokenizer.load(folder), other
+        return load_here(folder), other
 
     return load
 
@@ -78,11 +79,11 @@ def test_ids_are_those_of_transformers(
 
 
 def test_special_tokens(folder_of: Callable[[str], Path]) -> None:
-    gpt2 = Tokenizer.load(folder_of("GPT2Tokenizer"))
+    gpt2 = load_here(folder_of("GPT2Tokenizer"))
     end_id = gpt2_backend().token_to_id(END)
     assert (gpt2.bos_id, gpt2.eos_ids, gpt2.special_ids) == (end_id, (end_id,), {end_id})
     assert gpt2.encode(f"the{END}", bos="on")[0] == end_id
-    qwen = Tokenizer.load(folder_of("Qwen2Tokenizer"))
+    qwen = load_here(folder_of("Qwen2Tokenizer"))
     assert (qwen.bos_id, qwen.eos_ids) == (None, (421,))
     assert qwen.special_ids == {end_id, 420, 421}
     assert qwen.encode("<|im_start|>a<think>")[::2] == [420, 422]
@@ -93,15 +94,15 @@ def test_special_tokens(folder_of: Callable[[str], Path]) -> None:
 
 def test_the_model_type_stands_in_for_the_class(tmp_path: Path) -> None:
     trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "gpt2"})
-    assert Tokenizer.load(tmp_path).encode("e\u0301") == gpt2_backend().encode("e\u0301").ids
+    assert load_here(tmp_path).encode("e\u0301") == gpt2_backend().encode("e\u0301").ids
     trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "qwen3"})
-    assert Tokenizer.load(tmp_path).encode("e\u0301") == gpt2_backend().encode("é").ids
+    assert load_here(tmp_path).encode("e\u0301") == gpt2_backend().encode("é").ids
 
 
 def test_a_space_before_the_text_and_a_bos_where_the_config_says_so(tmp_path: Path) -> None:
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, "add_bos_token": True}
     trained.write_gpt2(tmp_path, gpt2_backend(), tokenizer_config=config)
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     assert tokenizer.encode("the cat") == [0, *gpt2_backend().encode(" the cat").ids]
 
 
@@ -205,7 +206,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     trained.write_gpt2(tmp_path, gpt2_backend(), config={"model_type": "gpt2"})
     spoil(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
     assert file in str(caught.value)
     assert why in str(caught.value)
     assert str(tmp_path) in str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 import tiktoken
 from hypothesis import example, given, settings
 from support.models import trained_tokenizers as trained
+from support.models.loaded_tokenizers import load_here
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.byte_level import ranked_backend
@@ -37,14 +38,14 @@ def oracle(split: Pretokenizer, n_unused: int = 0) -> tiktoken.Encoding:
 def llama3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("llama3")
     trained.write_tiktoken(folder)
-    return Tokenizer.load(folder)
+    return load_here(folder)
 
 
 @pytest.fixture(scope="module")
 def tekken(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tekken")
     trained.write_tekken(folder)
-    return Tokenizer.load(folder)
+    return load_here(folder)
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -120,7 +121,7 @@ def test_special_tokens_may_be_renamed_beside_the_file(tmp_path: Path) -> None:
         "add_bos_token": False,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     assert tokenizer.encode("<|mine|>") == [N_RANKS + 20]
     assert tokenizer.eos_ids == (N_RANKS + 20,)
 
@@ -146,7 +147,7 @@ def test_tekken_files_name_their_special_tokens(tmp_path: Path) -> None:
         {"rank": 5, "token_str": "[THINK]", "is_control": False},
     ]
     trained.write_tekken(tmp_path, special_tokens=listed)
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     assert tokenizer.encode("<s>[THINK]") == [1, 5]
     assert tokenizer.decode([1, 5]) == "[THINK]"
     assert tokenizer.token_text(3) == "<SPECIAL_3>"
@@ -188,7 +189,7 @@ def test_a_bad_file_of_ranks_is_refused_by_line(tmp_path: Path, name: str) -> No
     path = trained.write_tiktoken(tmp_path)
     path.write_bytes(b"\n".join(spoil(path.read_bytes().splitlines())) + b"\n")
     with pytest.raises(CheckpointError, match=why) as caught:
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -197,7 +198,7 @@ def test_added_tokens_do_not_take_the_place_of_ranks(tmp_path: Path) -> None:
     trained.write_tiktoken(tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": 9}))
     with pytest.raises(CheckpointError, match="id 9 is a rank, and '<x>'"):
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -249,6 +250,6 @@ def test_a_bad_tekken_is_refused_by_field(tmp_path: Path, name: str) -> None:
     changes, why = BAD_TEKKEN[name]
     path = trained.write_tekken(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=why) as caught:
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.models import trained_tokenizers as trained
+from support.models.loaded_tokenizers import load_here
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.formats.protobuf import fields
@@ -30,7 +31,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
     def load(kind: str) -> Tokenizer:
         folder = tmp_path_factory.mktemp(kind)
         trained.write_sentencepiece(folder, kind)
-        return Tokenizer.load(folder)
+        return load_here(folder)
 
     return load
 
@@ -85,12 +86,12 @@ def test_special_ids_are_those_of_sentencepiece(
 def test_bos_stands_before_a_text_unless_the_config_says_otherwise(tmp_path: Path) -> None:
     trained.write_sentencepiece(tmp_path, "llama")
     ids = oracle("llama").encode("the cat")
-    assert Tokenizer.load(tmp_path).encode("the cat") == [1, *ids]
+    assert load_here(tmp_path).encode("the cat") == [1, *ids]
     for said, want in ((False, ids), (True, [1, *ids]), (None, [1, *ids])):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": said}))
-        assert Tokenizer.load(tmp_path).encode("the cat") == want
-        assert Tokenizer.load(tmp_path).encode("the cat", bos="on") == [1, *ids]
-        assert Tokenizer.load(tmp_path).encode("<s>the cat", bos="auto") == [1, *ids]
+        assert load_here(tmp_path).encode("the cat") == want
+        assert load_here(tmp_path).encode("the cat", bos="on") == [1, *ids]
+        assert load_here(tmp_path).encode("<s>the cat", bos="auto") == [1, *ids]
 
 
 def test_every_part_between_special_tokens_begins_with_a_space(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_every_part_between_special_tokens_begins_with_a_space(tmp_path: Path) -
     begin, end = other.piece_to_id("[INST]"), other.piece_to_id("[/INST]")
     text = "<s>[INST]the cat[/INST]hello</s>"
     each = [1, begin, *other.encode("the cat"), end, *other.encode("hello"), 2]
-    assert Tokenizer.load(tmp_path).encode(text) == each
+    assert load_here(tmp_path).encode(text) == each
 
 
 def test_only_the_beginning_has_a_space_where_the_config_says_so(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_only_the_beginning_has_a_space_where_the_config_says_so(tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
     other = oracle("mistral")
     begin = other.piece_to_id("[INST]")
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     behind = [token_id for token_id in other.encode("xthe cat") if token_id]
     assert other.decode(behind) == "xthe cat"
     the_cat = tokenizer.encode("[INST]the cat", bos="off")
@@ -121,7 +122,7 @@ def test_only_the_beginning_has_a_space_where_the_config_says_so(tmp_path: Path)
 def test_no_space_is_put_before_a_text_where_the_config_says_so(tmp_path: Path) -> None:
     trained.write_sentencepiece(tmp_path, "llama")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": False}))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     assert tokenizer.encode(" the cat", bos="off") == oracle("llama").encode("the cat")
     assert tokenizer.decode(tokenizer.encode(" the cat")) == " the cat"
 
@@ -139,7 +140,7 @@ def test_tokens_that_files_add(tmp_path: Path) -> None:
         "added_tokens_decoder": {str(inst): {"content": "[BEGIN]", "special": True}},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_here(tmp_path)
     ids = tokenizer.encode("[BEGIN]the cat<|im_start|>a word", bos="off")
     assert ids == [inst, *oracle("mistral").encode("the cat"), n_pieces + 3, n_pieces]
     assert tokenizer.eos_ids == (n_pieces + 3,)
@@ -276,7 +277,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(spoil(trained.sentencepiece_model("llama")))
     with pytest.raises(CheckpointError, match=why) as caught:
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -296,7 +297,7 @@ def test_damage_ends_in_a_tokenizer_or_in_a_named_error(
     (damaged / "tokenizer.model").write_bytes(content)
     refused = ""
     try:
-        Tokenizer.load(damaged).encode("the cat")
+        load_here(damaged).encode("the cat")
     except CheckpointError as error:
         refused = str(error)
     assert not refused or str(damaged) in refused

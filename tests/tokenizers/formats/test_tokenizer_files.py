@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import small_tokenizers as small
 from support.models import trained_tokenizers as trained
-from support.models.loaded_tokenizers import gguf_tokenizer
+from support.models.loaded_tokenizers import gguf_tokenizer, load_here
 from support.text_parts import parts_of
 
 from shardnet.checkpoint.tensors.manifest import ID_FILES
@@ -40,7 +40,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
             return gguf_tokenizer(form.removeprefix("gguf "))
         folder = tmp_path_factory.mktemp(form)
         FORMS[form](folder)
-        return Tokenizer.load(folder)
+        return load_here(folder)
 
     return load
 
@@ -81,24 +81,24 @@ def test_the_first_of_several_tokenizers_is_taken(tmp_path: Path) -> None:
     """Each added in front of those before it; the newest of Mistral's, but the plain name first."""
     n_llama3 = len(trained.ranks(trained.LLAMA3)) + 256
     trained.write_gpt2(tmp_path, trained.gpt2_backend(), config={"model_type": "gpt2"})
-    assert Tokenizer.load(tmp_path).n_tokens == trained.gpt2_backend().get_vocab_size()
+    assert load_here(tmp_path).n_tokens == trained.gpt2_backend().get_vocab_size()
     trained.write_sentencepiece(tmp_path, "no_bytes", "tokenizer.model.v1")
-    assert Tokenizer.load(tmp_path).n_tokens not in (420, n_llama3)
+    assert load_here(tmp_path).n_tokens not in (420, n_llama3)
     trained.write_sentencepiece(tmp_path, "mistral", "tokenizer.model.v3")
-    assert Tokenizer.load(tmp_path).n_tokens == 420
+    assert load_here(tmp_path).n_tokens == 420
     trained.write_tiktoken(tmp_path)
-    assert Tokenizer.load(tmp_path).n_tokens == n_llama3
+    assert load_here(tmp_path).n_tokens == n_llama3
     trained.write_tekken(tmp_path)
-    assert Tokenizer.load(tmp_path).token_text(3) == "[INST]"
+    assert load_here(tmp_path).token_text(3) == "[INST]"
     small.byte_level().save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).token_text(3) == "<|end|>"
+    assert load_here(tmp_path).token_text(3) == "<|end|>"
 
 
 def test_ranks_and_pieces_share_a_name(tmp_path: Path) -> None:
     trained.write_tiktoken(tmp_path)
-    assert Tokenizer.load(tmp_path).is_byte_level
+    assert load_here(tmp_path).is_byte_level
     trained.write_sentencepiece(tmp_path, "llama")
-    assert not Tokenizer.load(tmp_path).is_byte_level
+    assert not load_here(tmp_path).is_byte_level
 
 
 def test_merges_without_a_vocabulary_are_no_tokenizer(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_a_gigantic_file_is_refused_before_it_is_read(tmp_path: Path, name: str,
     with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(CheckpointError, match=f"{name} has 1099511627776 bytes, at most {most}"):
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)
 
 
 def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
     small.Tokenizer(small.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="the tokenizer has no tokens"):
-        Tokenizer.load(tmp_path)
+        load_here(tmp_path)

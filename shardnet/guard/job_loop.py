@@ -1,0 +1,98 @@
+"""The helper's side: does one job after another, each under its limits, until nobody asks.
+
+Runs in the helper process alone. Must not know what the jobs do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardnet.errors import ShardnetError
+from shardnet.guard.frames import read_frame, write_frame
+
+Job = Callable[..., tuple[object, bytes]]
+"""Takes the arguments of a request by name; gives a JSON value and a block of bytes."""
+
+
+def serve(jobs: Mapping[str, Job]) -> None:
+    """Do the jobs that standard input asks for until it ends.
+
+    A job that runs out of memory, or whose library panics, is answered and ends the process. The
+    system ends it with SIGXCPU when a job has used up its processor time.
+    """
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)  # what a library prints is no reply
+    _be_expendable()
+    while True:
+        try:
+            request, _ = read_frame(requests)
+        except EOFError:
+            return
+        _limit(request["cpu_s"], request["memory_bytes"])
+        reply, block = _answer(jobs, request)
+        write_frame(replies, reply, block)
+        if reply.get("is_last"):
+            return
+
+
+def _answer(jobs: Mapping[str, Job], request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Do one job. Returns the reply, with `is_last` if the process should end with it."""
+    try:
+        value, block = jobs[request["job"]](**request["arguments"])
+    except ShardnetError as error:
+        named = {"code": error.code, "message": error.message, "remedy": error.remedy}
+        return {"error": named}, b""
+    except MemoryError:
+        why = f"it needs more than {request['memory_bytes'] >> 20} MiB"
+        return {"failed": why, "is_last": True}, b""
+    except RecursionError:
+        return {"failed": "it is nested too deeply", "is_last": False}, b""
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        why = f"{type(error).__name__}: {error}"[:500]
+        return {"failed": why, "is_last": not isinstance(error, Exception)}, b""
+    return {"value": value}, block
+
+
+def _be_expendable() -> None:
+    """Write no core dump, and be what Linux ends first when memory runs out."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _limit(cpu_s: int, memory_bytes: int) -> None:
+    """Limit this process to further `cpu_s` and `memory_bytes`, where the system supports it."""
+    try:
+        import resource
+    except ImportError:  # Windows: only the deadline of whoever asks applies
+        return
+    for what, most in (
+        (resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s)),
+        (resource.RLIMIT_AS, _address_space_bytes() + memory_bytes),
+    ):
+        _, hard = resource.getrlimit(what)
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses some
+            resource.setrlimit(what, (most, hard))
+
+
+def _address_space_bytes() -> int:
+    """Return the size of this process' address space; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
