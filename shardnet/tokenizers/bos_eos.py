@@ -65,12 +65,10 @@ def _ids_under(path: Path, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(type(id_) is int and 0 <= id_ < 1 << 31 for id_ in ids):
+    if len(ids) > MAX_EOS or not all(type(id_) is int and 0 <= id_ < 1 << 31 for id_ in ids):
         raise CheckpointError(
-            f"{path}: {key} must be a token id or a list of them, not {shown(value)}"
+            f"{path}: {key} must be a token id or a list of at most {MAX_EOS}, not {shown(value)}"
         )
-    if len(ids) > MAX_EOS:
-        raise CheckpointError(f"{path}: {key} has {len(ids)} ids, at most {MAX_EOS} are read")
     return tuple(ids)
 
 

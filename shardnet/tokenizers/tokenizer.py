@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 from weakref import WeakValueDictionary
 
+from shardnet.checkpoint.tensors.checkpoint_files import find_file
 from shardnet.checkpoint.tensors.manifest import ID_FILES
 from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
@@ -251,9 +252,9 @@ _KNOWN: WeakValueDictionary[tuple[Path, _Stamp], Description] = WeakValueDiction
 
 def _stamp(place: Path) -> _Stamp:
     """Return name, size and time of change of a tokenizer's files and those beside it."""
-    files = [place] if place.is_file() else sorted(place / name for name in ID_FILES)
-    stats = [(file.name, file.stat()) for file in files if file.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    files = sorted(place / name for name in ID_FILES) if place.is_dir() else [place]
+    found = [(file.name, find_file(file)) for file in files]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found if stat)
 
 
 def check_token_ids(

@@ -441,7 +441,6 @@ _OWN_FILES = {
     "checkpoint/replica.py": 1,
     "checkpoint/replica_journal.py": 2,
     "checkpoint/hub_cache.py": 2,
-    "tokenizers/formats/tokenizer_files.py": 1,
 }
 """What does without the one door: files that this node itself writes, and listings."""
 

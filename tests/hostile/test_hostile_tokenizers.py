@@ -20,7 +20,7 @@ from shardnet.tokenizers import text_process
 from shardnet.tokenizers.detokenizer import IncrementalDecoder
 from shardnet.tokenizers.tokenizer import Tokenizer
 
-FILES = Path(__file__).parent / "files" / "tokenizers"
+FILES = Path(__file__).parent / "tokenizers"
 
 AT_LOAD = {
     "charsmap_cut_short": "Cannot parse precompiled_charsmap",

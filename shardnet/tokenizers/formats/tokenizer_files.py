@@ -38,7 +38,7 @@ def tokenizer_place(path: Path) -> Path:
 
 def tokenizer_files(place: Path) -> Iterator[Path]:
     """List a tokenizer's files that are there, the first in order of precedence."""
-    if place.is_file():
+    if not place.is_dir():
         yield place
     else:
         yield from (place / name for name in TOKENIZER_FILES if has_file(place / name))
@@ -49,7 +49,7 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
 
     Raises CheckpointError, which names file and field, if it is damaged or not supported.
     """
-    if place.is_file():
+    if not place.is_dir():
         from shardnet.checkpoint.formats.gguf_header import read_gguf_header
         from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 
