@@ -103,7 +103,7 @@ LARGE_HEADERS: dict[str, Callable[[], bytes]] = {
 def test_a_large_header_is_refused_before_it_is_parsed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_files, "_HEADER", Never())
+    monkeypatch.setattr(safetensors_files, "_entries", Never())
     folder = make(tmp_path, **{"model.safetensors": small.safetensors(LARGE_HEADERS[name]())})
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .* \(more than \d+ times"):
         Checkpoint.open(folder)
@@ -149,18 +149,20 @@ def test_a_json_text_is_refused_before_it_is_parsed(
         json_files.parse_object(text, Path("x.json"))
 
 
-def test_the_largest_json_that_is_allowed_is_parsed_in_pieces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole: list[int] = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda text: whole.append(text.count(",")) or loads(text))
+def test_large_json_is_not_parsed_in_c_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     value: dict[str, Any] = {str(n): n for n in range(20_000)}
-    value |= {"deep": {"a": [[0.5, "]}", {"b": "\\"}]] * 9000}, "long": 10**300}
+    value |= {"deep": {"a": [[0.5, "]}", {"b": "\\"}, None]] * 900}, "odd": float("-inf")}
     text = json.dumps(value).encode()
-    found = json_files.parse_object(text, Path("x.json"), distinct=True)
-    assert json.dumps(found) == json.dumps(value)
-    assert max(whole) <= 1 << 14
+    monkeypatch.setattr(json_files, "_AT_ONCE", 1 << 20)
+    in_c = json_files.parse_object(text, Path("x.json"), distinct=True)
+    monkeypatch.undo()
+    monkeypatch.setattr("json.decoder.scanner.c_make_scanner", Never())
+    monkeypatch.setattr("json.scanner.make_scanner", Never())
+    monkeypatch.setattr(json, "JSONDecoder", Never())
+    assert json_files.parse_object(text, Path("x.json"), distinct=True) == in_c == value
+
+
+def test_the_most_that_is_allowed() -> None:
     near = b'{"a":' + b"[" * 31 + b"]" * 31 + b',"b":' + b"1" * 400 + b"}"
     assert json_files.parse_object(near, Path("x.json"))["b"] == int("1" * 400)
 
@@ -174,7 +176,7 @@ def test_a_key_that_comes_twice_deep_inside_is_named() -> None:
 def test_a_large_index_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_files, "_INDEX", Never())
+    monkeypatch.setattr(indexed_files, "YIELDING", Never())
     folder = make(tmp_path, "indexed")
     index = folder / "model.safetensors.index.json"
     index.write_bytes(b'{"weight_map":' + entries(stored_tensor.MAX_TENSORS + 1200, b'"a"') + b"}")

@@ -27,7 +27,7 @@ MAX_ELEMENTS: Final = 1 << 22
 MAX_TEXTS: Final = 1 << 21
 """Cap on those of them that are texts; Gemma 3's have 800 000."""
 MAX_KEYS: Final = 4096
-MAX_TENSORS: Final = 1 << 16
+MAX_TENSORS: Final = 1 << 15
 """Cap on the tensors of one file, in which all experts of a layer are one."""
 MAX_NAME_BYTES: Final = 512
 """Cap on the name of a key or of a tensor."""

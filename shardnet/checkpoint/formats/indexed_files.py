@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from shardnet.checkpoint.tensors.json_files import bound_counts, read_file
+from shardnet.checkpoint.tensors.json_files import YIELDING, bound_counts, read_file
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     MAX_FILES,
@@ -22,7 +20,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     TensorFile,
     check_name,
 )
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, shown
 
 ReadFile = Callable[[Path], TensorFile]
 
@@ -32,15 +30,6 @@ MAX_FILE_NAME: Final = 255
 """Cap on the characters of a tensor file's name, as on the wire."""
 _ROOM: Final = 1024
 """Colons and commas of an index beside one for each tensor."""
-
-
-class _Index(msgspec.Struct):
-    """What is read of an index."""
-
-    weight_map: dict[str, str] = {}
-
-
-_INDEX: Final = msgspec.json.Decoder(_Index)
 
 
 def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
@@ -72,17 +61,15 @@ def weight_map(index: Path) -> dict[str, str]:
     text = read_file(index, MAX_INDEX_BYTES).removeprefix(b"\xef\xbb\xbf")
     bound_counts(text, index, dict.fromkeys((b":", b","), MAX_TENSORS + _ROOM))
     try:
-        files = _INDEX.decode(text).weight_map
-    except msgspec.ValidationError as error:
-        raise CheckpointError(
-            f"{index}: expected a file name without a folder for each tensor of weight_map "
-            f"({error})",
-            remedy=AGAIN,
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        document = YIELDING.decode(text.decode())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: not readable as JSON ({error})", remedy=AGAIN) from error
-    if not files:
+    files = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{index}: weight_map is missing or empty", remedy=AGAIN)
+    for file in files.values():
+        if not isinstance(file, str):
+            raise _no_file_name(index, file)
     names = set(files.values())
     if len(names) > MAX_FILES:
         raise CheckpointError(
@@ -91,8 +78,12 @@ def weight_map(index: Path) -> dict[str, str]:
     for file in names:
         is_plain = file.isprintable() and len(file) <= MAX_FILE_NAME and "\\" not in file
         if not is_plain or Path(file).name != file:
-            raise CheckpointError(
-                f"{index}: weight_map names {file!r:.200}, expected a file name without a folder",
-                remedy=AGAIN,
-            )
+            raise _no_file_name(index, file)
     return files
+
+
+def _no_file_name(index: Path, found: object) -> CheckpointError:
+    return CheckpointError(
+        f"{index}: weight_map names {shown(found)}, expected a file name without a folder",
+        remedy=AGAIN,
+    )

@@ -6,13 +6,15 @@ Knows the byte layout (github.com/huggingface/safetensors). Must not know names 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
-from shardnet.checkpoint.tensors.json_files import bound_counts
+from shardnet.checkpoint.tensors.json_files import YIELDING, bound_counts, scan_text
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ITEM_BYTES,
@@ -44,7 +46,10 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Number, _Number]
 
 
-_HEADER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BEGIN: Final = re.compile(r"[ \t\r\n]*\{[ \t\r\n]*")
+_NAME: Final = re.compile(r'[ \t\r\n]*"')
+_COLON: Final = re.compile(r"[ \t\r\n]*:[ \t\r\n]*")
+_NEXT: Final = re.compile(r"[ \t\r\n]*([,}])")
 _ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
@@ -67,8 +72,17 @@ def read_safetensors_file(path: Path) -> TensorFile:
             header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
-    entries = _entries(header, path)
-    tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in entries.items()}
+    bound_counts(header, path, _MOST)
+    tensors: dict[str, StoredTensor] = {}
+    try:
+        for name, entry in _entries(header.decode()):
+            tensors[name] = _tensor(name, entry, path, 8 + length)
+            if len(tensors) > MAX_FILE_TENSORS:
+                raise CheckpointError(
+                    f"{path}: more than {MAX_FILE_TENSORS} tensors in one file", remedy=AGAIN
+                )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})", remedy=AGAIN) from error
     end = end_of(path, tensors.values(), 8 + length)
     if end != size_bytes:
         raise CheckpointError(
@@ -85,25 +99,42 @@ def read_safetensors_file(path: Path) -> TensorFile:
     )
 
 
-def _entries(header: bytes, path: Path) -> dict[str, msgspec.Raw]:
-    """Split a header, within bounds that are checked first, into its entries."""
-    bound_counts(header, path, _MOST)
-    try:
-        entries = _HEADER.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})", remedy=AGAIN) from error
-    entries.pop("__metadata__", None)
-    if len(entries) > MAX_FILE_TENSORS:
-        raise CheckpointError(
-            f"{path}: {len(entries)} tensors, at most {MAX_FILE_TENSORS} are read", remedy=AGAIN
-        )
-    return entries
+def _entries(header: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor and what a header says of it. Raises ValueError if damaged.
+
+    Other threads run between any two: a parser of the whole would keep them waiting.
+    """
+    at = _after(_BEGIN, header, 0)
+    more = header[at : at + 1] != "}"
+    while more:
+        name, at = scan_text(header, _after(_NAME, header, at))
+        at = _after(_COLON, header, at)
+        if name == "__metadata__":
+            _, end = YIELDING.raw_decode(header, at)
+        else:
+            end = header.find("}", at) + 1
+            if not end:
+                raise ValueError(f"the entry at character {at} does not end")
+            yield name, header[at:end]
+        at = _after(_NEXT, header, end)
+        more = header[at - 1] == ","
+    at += header[at : at + 1] == "}"  # of an empty header
+    if header[at:].strip(" \t\r\n"):
+        raise ValueError(f"more follows after character {at}")
 
 
-def _tensor(name: str, raw: msgspec.Raw, path: Path, data_start: int) -> StoredTensor:
+def _after(what: re.Pattern[str], header: str, at: int) -> int:
+    """Return where the match of `what` at `at` ends."""
+    found = what.match(header, at)
+    if found is None:
+        raise ValueError(f"damaged at character {at}")
+    return found.end()
+
+
+def _tensor(name: str, text: str, path: Path, data_start: int) -> StoredTensor:
     """Check one header entry."""
     check_name(path, name)
-    entry = _decode(raw)
+    entry = _decode(text)
     if entry is None:
         raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged", remedy=AGAIN)
     begin, stop = entry.data_offsets
@@ -117,12 +148,12 @@ def _tensor(name: str, raw: msgspec.Raw, path: Path, data_start: int) -> StoredT
     )
 
 
-def _decode(raw: msgspec.Raw) -> _Entry | None:
+def _decode(text: str) -> _Entry | None:
     """Decode one entry; None if it is malformed or contradicts itself."""
-    if len(memoryview(raw)) > MAX_ENTRY_BYTES:
+    if len(text) > MAX_ENTRY_BYTES:
         return None
     try:
-        entry = _ENTRY.decode(raw)
+        entry = _ENTRY.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     begin, stop = entry.data_offsets

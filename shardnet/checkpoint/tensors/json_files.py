@@ -1,20 +1,19 @@
 """Read the small files of a checkpoint, JSON above all, within bounds that are checked first.
 
 Knows how much a JSON text may hold before any of it is parsed: bytes, values, digits and nesting.
-A parser in C keeps all other threads waiting, so it is given a part of a large text at a time. Must
-not know configs, tensors or tokenizers.
+A parser in C keeps all other threads waiting, so it is given small texts only. Must not know
+configs, tensors or tokenizers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import json.decoder
+import json.scanner
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
-
-import msgspec
 
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
@@ -30,19 +29,29 @@ MAX_DEPTH: Final = 32
 MAX_DIGITS: Final = 400
 """Cap on digits in a row: a float64 has at most 309 before its point."""
 
-_PIECE_VALUES: Final = 1 << 14
-"""Commas in a text that is parsed at once."""
-_SMALL_BYTES: Final = 64
-"""A text that is parsed faster by msgspec, which is slow at numbers of many digits."""
-_NO_JSON: Final = (ValueError, RecursionError, msgspec.DecodeError)
+_AT_ONCE: Final = 1 << 14
+"""Commas in a text that is parsed in C, while all other threads wait."""
+_NO_JSON: Final = (ValueError, RecursionError)
 _LFS_POINTER: Final = b"version https://git-lfs"
 _ZEROS: Final = bytes(0x30 if chr(byte).isdigit() and byte < 128 else 0x20 for byte in range(256))
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE: Final = bytes.maketrans(b"{}", b"[]")
-_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-_BEGINNING: Final = re.compile(rb"[ \t\r\n]*(.?)", re.S)
+
+
+class _YieldingDecoder(json.JSONDecoder):
+    """Parses in Python, so that other threads run meanwhile; only texts are scanned in C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+scan_text: Callable[[str, int], tuple[str, int]] = json.decoder.scanstring  # type: ignore[attr-defined]
+"""Maps a JSON text and the place after a quote to the text that begins there, and to its end."""
+YIELDING: Final = _YieldingDecoder()
+"""Its `raw_decode` parses one value of a text. Threads may share it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,24 +140,9 @@ def _check_bounds(text: bytes, path: Path) -> int:
 
 
 def _parse(text: bytes) -> Any:
-    """Parse a text within the bounds, a piece at a time if it is large."""
-    if text.count(b",") <= _PIECE_VALUES:
-        return json.loads(text.decode())
-    found = _BEGINNING.match(text)
-    begins = found[1] if found is not None else b""
-    if begins == b"{":
-        return {key: _parse_part(part) for key, part in _OBJECT.decode(text).items()}
-    if begins == b"[":
-        return [_parse_part(part) for part in _LIST.decode(text)]
-    return json.loads(text.decode())
-
-
-def _parse_part(part: msgspec.Raw) -> Any:
-    text = bytes(part)
-    if len(text) <= _SMALL_BYTES:
-        with contextlib.suppress(msgspec.DecodeError):  # what only Python accepts, as NaN
-            return msgspec.json.decode(text)
-    return _parse(text)
+    """Parse a text within the bounds: in C unless it is large."""
+    decoder = json.JSONDecoder() if text.count(b",") <= _AT_ONCE else YIELDING
+    return decoder.decode(text.decode())
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from shardnet.checkpoint.tensors.stored_tensor import ByteRange, StoredTensor
+from shardnet.checkpoint.tensors.stored_tensor import ByteRange, StoredTensor, in_order
 
 SAMPLE_BYTES: Final = 1024
 """Bytes read from the middle of a tensor."""
@@ -31,14 +31,14 @@ def sampled_tensors(
     part of the limit, so that the thousands of expert weights are thinned out and every router,
     norm and attention weight stays.
     """
-    ordered = sorted(tensors, key=lambda info: (info.file, info.offset, info.name))
+    ordered = list(in_order(tensors, lambda info: (info.file, info.offset, info.name)))
     if len(ordered) <= limit:
         return ordered
     groups: dict[str, list[StoredTensor]] = defaultdict(list)
     for info in ordered:
         groups[_DIGITS.sub("#", info.name)].append(info)
     chosen: set[str] = set()
-    smallest_first = sorted(groups.items(), key=lambda item: (len(item[1]), item[0]))
+    smallest_first = in_order(groups.items(), lambda item: (len(item[1]), item[0]))
     for done, (_, group) in enumerate(smallest_first):
         n = min(len(group), (limit - len(chosen)) // (len(groups) - done))
         chosen.update(group[index * len(group) // n].name for index in range(n))

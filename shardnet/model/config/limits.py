@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_LAYERS = 1024
+MAX_LAYERS = 512
 """Most layers that a config may claim, so that a damaged one cannot fill the memory."""
 
 MAX_VOCABULARY = 1 << 22

@@ -130,10 +130,10 @@ CASES: Final[dict[str, Case]] = {
     "config-layers": _config("num_hidden_layers is 100000, expected", num_hidden_layers=100_000),
     "config-vocabulary": _config("2147483647 tokens, expected", vocab_size=2**31 - 1),
     "config-experts": _config(
-        "32767000 experts in all layers, expected at most",
+        "16383500 experts in all layers, expected at most",
         model_type="mixtral",
         architectures=["MixtralForCausalLM"],
-        num_hidden_layers=1000,
+        num_hidden_layers=500,
         num_local_experts=32767,
         num_experts_per_tok=2,
     ),
