@@ -101,17 +101,20 @@ def harness() -> Harness:
 @linux_only
 @pytest.mark.usefixtures("many_files")
 def test_members_come_up_while_500_connections_from_40_hosts_say_nothing_or_never_end(
-    harness: Harness,
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of them begin a handshake, more than may be under way at one time."""
+    grace_s = admission.GRACE_S
+    monkeypatch.setattr(admission, "GRACE_S", 1e9)  # until all are there
 
     async def scenario(harness: Harness) -> None:
         door = await harness.listen(until_closed)
         async with besieged(door.port, 500, 40, BEGINNING):
             await until(lambda: len(door._handshakes) + len(door._waiting) == 500)
             assert len(door._handshakes) == 96
+            monkeypatch.setattr(admission, "GRACE_S", grace_s)
             links = await come_up(door.port, 10)
-            assert len(door._handshakes) + len(door._waiting) > 400  # the attack lasts
+            assert len(door._handshakes) + len(door._waiting) >= 250  # the attack lasts
             await close_all(links)
 
     harness.run(scenario)

@@ -84,6 +84,13 @@ class _Dialling:
     error: ShardnetError | None = None
 
 
+def _again(error: ShardnetError) -> ShardnetError:
+    """Make an equal error, without the frames that the first one holds."""
+    same = type(error)(error.message, remedy=error.remedy)
+    same.__cause__ = error.__cause__
+    return same
+
+
 class Peers:
     """Keeps control links up. Runs their readers in `tasks`, a group that outlives them.
 
@@ -196,12 +203,11 @@ class Peers:
             if linked is not None:
                 return linked
             if dialling.error is not None and dialling.n_failed > n_failed:
-                error = dialling.error
-                raise type(error)(error.message, remedy=error.remedy) from error.__cause__
+                raise _again(dialling.error)
             try:
                 link = await self._dial(address)
             except ShardnetError as error:
-                dialling.error = error
+                dialling.error = _again(error)
                 dialling.n_failed += 1
                 raise
             node = self._node_at[address] = NodeId(link.peer.node)
