@@ -307,7 +307,7 @@ def broken(folder: Path) -> Iterator[tuple[Site, Diagnosis, Diagnosis]]:
         anna.stderr.wait_for("node bert (")
         anna.stderr.wait_for("refused a link: ")
         of_anna = examine(site.machines[0])
-        # None of them is said of nodes that have just started, or at the first try on a busy machine.
+        # None is said of nodes that have just started, or at the first try on a busy machine.
         while not (
             of_anna.says("problem", "multicast")
             and of_anna.says("ok", "link", "bert → ")

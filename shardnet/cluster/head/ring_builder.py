@@ -17,8 +17,8 @@ from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.ring.stage_port import LocalPort, PhaseProgress, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
-from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
@@ -57,7 +57,7 @@ class RingBuilder:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
-        reader: Executor,
+        disk: DiskJobs,
         on_broken: Callable[[str, ShardnetError], None],
     ) -> None:
         self._node = node
@@ -66,7 +66,7 @@ class RingBuilder:
         self._orders = orders
         self._sharing = sharing
         self._peers = peers
-        self._reader = reader
+        self._disk = disk
         self._on_broken = on_broken
 
     async def prepare(self, plan: Plan) -> PreparedRing:
@@ -80,13 +80,18 @@ class RingBuilder:
         check_same_model(replicas[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
         folder = plan.facts.path
-        tokenizer = await self._reader.run(lambda: Tokenizer.load_optional(folder))
+        tokenizer = await self._disk.run(folder, lambda: Tokenizer.load_optional(folder))
+        eos_ids = (
+            tokenizer.eos_ids
+            if tokenizer
+            else await self._disk.run(folder, lambda: read_eos_ids(folder))
+        )
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
             sources=tuple(sources),
             tokenizer=tokenizer,
-            eos_ids=tokenizer.eos_ids if tokenizer else read_eos_ids(folder),
+            eos_ids=eos_ids,
         )
 
     async def _port(self, node: NodeInfo) -> StagePort:
