@@ -24,8 +24,8 @@ async def supervised(
 ) -> bool:
     """Run what `start` begins to its end. Returns whether it ended by itself.
 
-    A failure is said in one line that names `what`, and is no error here. What is no Exception, like a panic of a library, is a
-    failure as well.
+    A failure is said in one line that names `what`, and is no error here. What is no
+    Exception, like a panic of a library, is a failure as well.
     """
     try:
         await start()
