@@ -17,7 +17,7 @@ import msgspec
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
-from shardnet.files import write_whole
+from shardnet.files import read_own, write_whole
 from shardnet.runtime.stage.loading import set_compute_threads
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
@@ -151,7 +151,7 @@ class WireLoss:
 def _read(path: Path, key: _Key) -> WireError | None:
     """Read the cached error of `key`, None if its file is missing or damaged."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Cached)
+        kept = msgspec.json.decode(read_own(path), type=_Cached)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return kept.error if kept.key == key else None
