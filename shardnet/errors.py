@@ -8,7 +8,8 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     ├── ConfigurationError            an unknown or unusable configuration key
     ├── CheckpointError               a checkpoint that is missing, damaged or inconsistent
     │   ├── UnsupportedModelError     a model feature that is not implemented, by name
-    │   └── HubError                  a model that cannot be had from the Hugging Face Hub
+    │   ├── HubError                  a model that cannot be had from the Hugging Face Hub
+    │   └── DiskSilentError           a disk that does not answer in time
     ├── PlanError                     no plan fits, or the nodes do not agree on the model
     ├── CapacityError                 a request that needs more memory or context than there is
     ├── BusyError                     the node serves another ring while requests run
@@ -102,6 +103,12 @@ class HubError(CheckpointError):
     """A model that cannot be had from the Hugging Face Hub; the message says why."""
 
     code = 12
+
+
+class DiskSilentError(CheckpointError):
+    """A disk that does not answer in time; the message names the path."""
+
+    code = 13
 
 
 class PlanError(ShardnetError):
@@ -225,6 +232,30 @@ def error_for_code(code: int, message: str, *, remedy: str = "") -> ShardnetErro
     """
     by_code = {kind.code: kind for kind in _tree(ShardnetError)}
     return by_code.get(code, ShardnetError)(message, remedy=remedy)
+
+
+def internal_error(where: str, error: BaseException) -> ShardnetError:
+    """Make the error that ends one request because of a bug of ours in `where`.
+
+    What has a name already is returned as it is.
+    """
+    if isinstance(error, ShardnetError):
+        return error
+    return ShardnetError(
+        f"internal error in {where}: {error!r}, a bug of shardnet",
+        remedy="report it, with what that node wrote",
+    )
+
+
+def where(error: BaseException) -> str:
+    """Return the file and line that raised `error`, for a log of one line."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return "an unknown place"
+    code = frame.tb_frame.f_code
+    return f"{code.co_filename.rpartition('/')[2]}:{frame.tb_lineno} ({code.co_name})"
 
 
 def first_error(group: BaseExceptionGroup[E]) -> E:

@@ -1,12 +1,14 @@
-"""Files on this machine's disk: written whole or not at all, and caches kept within their share.
+"""Files on this machine's disk: the user's alone, written whole or not at all; shares of caches.
 
-Knows how a file is replaced in one step, and which entries of a cache go first. Must not know what
-is in them.
+Knows how a file is replaced in one step, when another user could have made or changed it, and which
+entries of a cache go first. Must not know what is in them.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +22,89 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 OWNER_ONLY = 0o600
+MAX_OWN_BYTES = 16 << 20
+"""Largest file that `read_own` reads."""
+
+
+class NotOwnError(PermissionError):
+    """A file or folder that another user could have made or may change."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EPERM, f"{why}, so that somebody else may choose what it says")
+        self.filename = str(path)
+
+
+def make_own_folder(folder: Path) -> None:
+    """Create a folder and those above it that are missing, for their owner alone (mode 700).
+
+    Raises NotOwnError as `check_own_folder`, and OSError.
+    """
+    if not folder.is_dir():
+        for missing in reversed([folder, *folder.parents]):
+            if not missing.exists():
+                missing.mkdir(mode=0o700, exist_ok=True)
+    check_own_folder(folder)
+
+
+def check_own_folder(folder: Path) -> None:
+    """Raise NotOwnError for a folder in which another user may replace what this one writes.
+
+    The system's own folders, and those where everyone keeps what is theirs like /tmp, are none.
+    Raises OSError if it is missing.
+    """
+    seen, meant = os.lstat(folder), os.stat(folder)
+    if {seen.st_uid, meant.st_uid} - {_user(meant), 0}:
+        raise NotOwnError(folder, "it belongs to another user")
+    if meant.st_mode & stat.S_IWOTH and not meant.st_mode & stat.S_ISVTX:
+        raise NotOwnError(folder, "all users may write in it")
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file of this user; with O_CREAT it is made for this user alone (mode 600).
+
+    Returns the descriptor. Raises NotOwnError for a link, for what is no regular file, and for a
+    file that belongs to another user or that others may write; OSError. Never waits for a pipe.
+    """
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags | safe | getattr(os, "O_BINARY", 0), OWNER_ONLY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotOwnError(path, "it is a link") from error
+        raise
+    try:
+        check_own(os.fstat(descriptor), path)
+    except NotOwnError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_own(found: os.stat_result, path: Path) -> None:
+    """Raise NotOwnError unless `found`, the status of `path`, is a file of this user alone.
+
+    One of the system's administrator will do as well.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        raise NotOwnError(path, "it is no regular file")
+    if found.st_uid not in (_user(found), 0):
+        raise NotOwnError(path, "it belongs to another user")
+    if hasattr(os, "getuid") and found.st_mode & stat.S_IWOTH:
+        raise NotOwnError(path, "all users may write it")
+
+
+def read_own(path: Path, most_bytes: int = MAX_OWN_BYTES) -> bytes:
+    """Return the content of a file as `open_own` opens it. Raises OSError also if it is larger."""
+    with os.fdopen(open_own(path), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    return content
+
+
+def _user(found: os.stat_result) -> int:
+    """Return the id of this user; where the system has none, the owner that was found."""
+    return os.getuid() if hasattr(os, "getuid") else found.st_uid
 
 
 @contextmanager
@@ -45,10 +130,12 @@ def write_whole(
 ) -> None:
     """Replace a file in one step, making its folder where that is missing.
 
-    With `is_durable` the content is on the disk before it has its name. Raises OSError; then the
-    old file is still there.
+    With `is_durable` the content is on the disk before it has its name. Raises OSError, also for a
+    folder where another user could replace it (a `mode` for others goes into any folder that is
+    there); then the old file is still there.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if mode == OWNER_ONLY:
+        make_own_folder(path.parent)
     with replacing(path) as file:
         rest = memoryview(content)
         while rest:

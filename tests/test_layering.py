@@ -20,16 +20,20 @@ PACKAGES: dict[str, set[str]] = {
     "types": {"errors"},
     "assets": set(),
     "files": set(),
+    "threads": set(),
     "__init__": set(),
     "guard": {"errors"},
     "wire": {*BASE},
     "transport": {"wire", *BASE},
-    "model": {*BASE},
+    "model": {"threads", *BASE},
     "checkpoint": {"model", "files", *BASE},
     "tokenizers": {"guard", "checkpoint", "model", "files", *BASE},
-    "stage": {"checkpoint", "model", "files", *BASE},
+    "stage": {"checkpoint", "model", "files", "threads", *BASE},
 }
-PACKAGES["runtime"] = {"wire", "transport", "model", "checkpoint", "tokenizers", "stage", *BASE}
+PACKAGES["runtime"] = {
+    *("wire", "transport", "model", "checkpoint", "tokenizers", "stage", "threads"),
+    *BASE,
+}
 PACKAGES["cluster"] = {"runtime", "files", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}

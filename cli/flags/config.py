@@ -7,6 +7,8 @@ SHARDNET_* variable comes before.
 
 from __future__ import annotations
 
+import os
+import stat
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +17,22 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from shardnet.errors import ConfigurationError
+from shardnet.files import check_own
 
 
 def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
     """Read the file into a default map for the commands of `group`; {} when there is no file.
 
-    Raises ConfigurationError for a file that cannot be read or is not TOML, and for an unknown key,
+    Raises ConfigurationError for a file that cannot be read, that another user may write or that is
+    not TOML, and for an unknown key,
     with the nearest known one.
     """
     try:
-        values = tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode):  # /dev/null will do as well
+                check_own(found, path)
+            values = tomllib.load(file)
     except FileNotFoundError:
         return {}
     except OSError as error:

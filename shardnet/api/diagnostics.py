@@ -29,7 +29,8 @@ from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
     from shardnet.cluster.discovery.node_record import NodeRecord
-    from shardnet.transport.identity import Identity
+    from shardnet.threads import DaemonThreads
+from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
 """Deadline for connecting to all addresses together, and for reading a checkpoint's headers."""
@@ -155,7 +156,9 @@ async def _look_at(model: str) -> _LocalModel | None:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
-            return _LocalModel(model=model, facts=await asyncio.to_thread(identify_at, model))
+            looking = DaemonThreads(1, "shardnet-look").submit(identify_at, model)
+            facts = await asyncio.wrap_future(looking)
+            return _LocalModel(model=model, facts=facts)
     except ShardnetError as error:
         return _LocalModel(model=model, failure=error.message, remedy=error.remedy)
     except TimeoutError:

@@ -19,6 +19,8 @@ from shardnet.errors import CheckpointError
 
 MAX_NAMED: Final = 12
 """How many files a message names."""
+MAX_NAME: Final = 500
+"""Longest name of a file, its folders included."""
 _PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
 _NOT_MODELS: Final = ("mmproj", "imatrix")
 """GGUF files of this kind go beside a model: they begin or end so."""
@@ -37,6 +39,11 @@ class CheckpointFiles:
     path: str = ""
 
 
+def is_plain(name: str) -> bool:
+    """Say whether a file's name stays below its folder and is of usual length."""
+    return len(name) <= MAX_NAME and ".." not in name and bool(_PLAIN_NAME.fullmatch(name))
+
+
 def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointFiles:
     """Choose the files of one checkpoint from the `names` in a repository: one format of weights.
 
@@ -45,7 +52,7 @@ def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointF
     upper or lower case. `model` names the repository in messages. Raises CheckpointError, which
     lists the files to choose from.
     """
-    safe = [name for name in names if _PLAIN_NAME.fullmatch(name) and ".." not in name]
+    safe = [name for name in names if is_plain(name)]
     if choice:
         return _chosen_gguf(safe, choice, model)
     files = _huggingface(safe) or _consolidated(safe)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from xxhash import xxh3_64
 
-from shardnet.files import DiskShare, replacing, write_whole
+from shardnet.files import DiskShare, open_own, read_own, replacing, write_whole
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.worker_pool import WorkerPool
 
@@ -95,7 +95,7 @@ class PackCache:
         try:
             if path.stat().st_size != _DIGEST_BYTES + len(view):
                 return None
-            with path.open("rb", buffering=0) as file:
+            with os.fdopen(open_own(path), "rb", buffering=0) as file:
                 expected = file.read(_DIGEST_BYTES)
             sums = self._read(path, view, ends, alive)
         except OSError:
@@ -119,7 +119,7 @@ class PackCache:
 
         def read(number: int) -> None:
             piece = view[begins[number] :][:_PIECE_BYTES]
-            with path.open("rb", buffering=0) as file:
+            with os.fdopen(open_own(path), "rb", buffering=0) as file:
                 file.seek(_DIGEST_BYTES + begins[number])
                 _read_whole(file, piece)
             sums[number] = xxh3_64(piece).digest()
@@ -231,9 +231,7 @@ def _found(folder: Path) -> Iterator[PackedModel]:
             continue
         about = place / _ABOUT
         with contextlib.suppress(OSError, ValueError):
-            if about.stat().st_size > _MAX_ABOUT_BYTES:
-                continue
-            match json.loads(about.read_bytes()):
+            match json.loads(read_own(about, _MAX_ABOUT_BYTES)):
                 case {"model": str(model), "quant": str(quant)}:
                     yield PackedModel(
                         folder=place,

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from types import TracebackType
 from typing import Final
@@ -25,9 +25,12 @@ from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.stage.pack_cache import PackCache
+from shardnet.threads import DaemonThreads
 
 _REPORT_S: Final = 0.1
 """The longest time between two calls of `alive`."""
+_EXIT_S: Final = 1.0
+"""How long the end of the process waits for a write that stops."""
 _LOWEST_PRIORITY: Final = 19
 
 
@@ -37,10 +40,10 @@ class PackWriter:
     def __init__(self, packs: PackCache | None) -> None:
         """Write to `packs`; with None nothing is written."""
         self._packs = packs
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: DaemonThreads | None = None
         self._writing: deque[Future[None]] = deque()
         self._stop = threading.Event()
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, _end, self._stop, self._writing)
 
     def __enter__(self) -> PackWriter:
         """Return self."""
@@ -62,9 +65,7 @@ class PackWriter:
         if self._packs is None:
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(
-                1, thread_name_prefix="shardnet-packs-put", initializer=_let_others_go_first
-            )
+            self._thread = DaemonThreads(1, "shardnet-packs-put", _let_others_go_first)
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
         job = self._thread.submit(_write, self._packs, names, kind, packed, self._stop)
@@ -77,6 +78,13 @@ class PackWriter:
             if self._writing[0].done():
                 self._writing.popleft().result()
             alive()
+
+
+def _end(stop: threading.Event, writing: deque[Future[None]]) -> None:
+    """Stop writing; at the end of the process give it a moment to delete what is unfinished."""
+    stop.set()
+    if not threading.main_thread().is_alive():
+        wait_for(writing, _EXIT_S)
 
 
 def _let_others_go_first() -> None:

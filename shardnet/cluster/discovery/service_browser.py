@@ -116,6 +116,9 @@ class RecordReader:
         except (UnusableRecordError, ZeroconfError) as error:
             self._warnings.add(name, str(error))
             return None
+        except Exception as error:  # strangers write records: none may end discovery
+            self._warnings.add(name, f"it cannot be read ({error!r})")
+            return None
         return record if record.node != self._own else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardnet.checkpoint.hub_cache import (
     pulled_folder,
     repo_folder,
 )
-from shardnet.checkpoint.hub_files import choose_files
+from shardnet.checkpoint.hub_files import choose_files, is_plain
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.cluster.machine.disk_room import check_room
 from shardnet.errors import HubError
@@ -34,6 +35,15 @@ Report = Callable[[str, int, int], None]
 
 ANSWER_S: Final = 15.0
 """Timeout of a request to the Hub's API."""
+MAX_FILES: Final = 20_000
+"""Files of a repository."""
+MAX_SMALL_BYTES: Final = 1 << 28
+"""Largest file that is read into memory: configs, tokenizers, indexes."""
+MAX_IN_VAIN: Final = 5
+"""How often a download may start over without coming further than before."""
+_SLACK_BYTES: Final = 1 << 20
+"""What may come beyond the announced size before a download ends: it is counted in pieces."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 RESUME: Final = "run the command again to resume the download"
 PROXY_VARIABLES: Final = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
 
@@ -85,7 +95,7 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
         total = sum(file.size_bytes for file in files)
         done = total - n_missing
         for file in sorted(missing, key=lambda file: file.size_bytes):
-            _fetch(name, commit, file, root, _Counter(report, file.name, done, total))
+            _fetch(name, commit, file, root, _Counter(report, name, file, done, total))
             done += file.size_bytes
         note_revision(name, commit, root)
         folder = pulled_folder(replace(name, revision=commit), root)
@@ -106,16 +116,22 @@ def look_up(name: HubName, root: Path) -> tuple[str, list[HubFile]]:
 
     api = HfApi(library_name="shardnet", library_version=__version__)
     info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=ANSWER_S)
+    siblings, commit = info.siblings or (), info.sha or ""
+    if len(siblings) > MAX_FILES or not _COMMIT.fullmatch(commit):
+        raise HubError(
+            f"{name}: the Hub lists {len(siblings)} files at commit {commit[:80]!r}, expected at "
+            f"most {MAX_FILES} at one of 40 hex digits",
+            remedy="check the name, and HF_ENDPOINT if that is set",
+        )
     found = {
         said.rfilename: HubFile(
             name=said.rfilename,
-            size_bytes=said.size or 0,
+            size_bytes=max(0, said.size or 0),
             sha256=said.lfs.sha256 if said.lfs is not None else "",
         )
-        for said in info.siblings or ()
+        for said in siblings
+        if is_plain(said.rfilename)
     }
-    commit = info.sha
-    assert commit is not None
     files = choose_files(found, name.choice, str(name))
     if files.index:
         fetch_small(name, commit, found[files.index], root)
@@ -140,11 +156,18 @@ def _present(name: HubName, commit: str, files: Iterable[HubFile], root: Path) -
 
 
 class _Counter:
-    """Counts bytes, with the interface of a progress bar of huggingface_hub."""
+    """Counts bytes, with the interface of a progress bar of huggingface_hub.
 
-    def __init__(self, report: Report, name: str, done: int, total: int) -> None:
-        self._report, self._name = report, name
-        self._done, self._total = done, total
+    Ends a download of more bytes than the Hub announced, and one that starts over again and again:
+    huggingface_hub tries for ever as long as some bytes come.
+    """
+
+    def __init__(
+        self, report: Report, model: HubName, file: HubFile, done: int, total: int
+    ) -> None:
+        self._report, self._model, self._file = report, model, file
+        self._before, self._done, self._total = done, done, total
+        self._most = self._n_in_vain = 0
 
     def __call__(self, *_: Any, initial: int = 0, **__: Any) -> _Counter:
         """Begin a file of which `initial` bytes are in the cache already."""
@@ -158,9 +181,26 @@ class _Counter:
         self.close()
 
     def update(self, n: float | None = 1) -> None:
-        """Count `n` more bytes."""
-        self._done += int(n or 0)
-        self._report(self._name, self._done, self._total)
+        """Count `n` more bytes, or take back what was lost. Raises HubError as the class says."""
+        n_bytes, come = int(n or 0), self._done - self._before
+        if n_bytes < 0:
+            self._n_in_vain = 0 if come > self._most else self._n_in_vain + 1
+            self._most = max(self._most, come)
+            if self._n_in_vain >= MAX_IN_VAIN:
+                raise HubError(
+                    f"{self._model}: {self._file.name} starts over again and again, and never came "
+                    f"further than {self._most} bytes",
+                    remedy="try again later, or over another network or proxy",
+                )
+        size_bytes = self._file.size_bytes
+        if come + n_bytes > size_bytes + size_bytes // 8 + _SLACK_BYTES:
+            raise HubError(
+                f"{self._model}: more of {self._file.name} came than the {self._file.size_bytes} "
+                "bytes that the Hub announced",
+                remedy="check HF_ENDPOINT if that is set, or choose another repository",
+            )
+        self._done += n_bytes
+        self._report(self._file.name, self._done, self._total)
 
     def close(self) -> None:
         """Do nothing: there is no bar."""
@@ -172,9 +212,16 @@ class _Counter:
 def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
     """Return the content of a small file of a model, downloaded unless cached below `root`.
 
-    Raises HubError if its size or digest differs, and as huggingface_hub (see `named_errors`).
+    Raises HubError if its size or digest differs or it is no small file, and as huggingface_hub
+    (see `named_errors`).
     """
-    return _fetch(name, commit, file, root, _Counter(lambda *_: None, "", 0, 0)).read_bytes()
+    if file.size_bytes > MAX_SMALL_BYTES:
+        raise HubError(
+            f"{name}: {file.name} has {file.size_bytes} bytes, at most {MAX_SMALL_BYTES} are read",
+            remedy="report it to its authors",
+        )
+    counter = _Counter(lambda *_: None, name, file, 0, 0)
+    return _fetch(name, commit, file, root, counter).read_bytes()
 
 
 def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.errors import CancelledRequestError
+from shardnet.threads import DaemonThreads
 
 REPORT_EVERY_S = 0.2
 
@@ -38,7 +39,7 @@ async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], Non
             loop.call_soon_threadsafe(on_bytes, done, total)
 
     log(f"pulling {name} from the Hub")
-    pulling = asyncio.ensure_future(asyncio.to_thread(hub.pull, name, report))
+    pulling = asyncio.wrap_future(DaemonThreads(1, "shardnet-pull").submit(hub.pull, name, report))
     try:
         pulled = await asyncio.shield(pulling)
     except asyncio.CancelledError:

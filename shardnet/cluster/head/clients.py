@@ -5,7 +5,6 @@ Knows the client messages and turns the engine's events into them. Must not plan
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -29,7 +28,8 @@ from shardnet.cluster.head.requests import prompt_ids, reserved_bytes, text_stre
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.errors import UsageError
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import ShardnetError, UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -57,6 +57,7 @@ class Clients:
         head: Head,
         planner: Planner,
         reader: Executor,
+        disk: DiskJobs,
         drafts: Drafts,
         wire_loss: WireLoss,
         cache: Path,
@@ -65,11 +66,13 @@ class Clients:
         """Take the parts that do the work.
 
         `reader` is the thread that tokenises prompts, `drafts` gives draft models, `wire_loss`
-        measures what a narrower wire costs. The last run is kept in the folder `cache` too.
+        measures what a narrower wire costs. The last run is kept in the folder `cache` too, which
+        `disk` writes; it also reads chat templates.
         """
         self._head = head
         self._planner = planner
         self._reader = reader
+        self._disk = disk
         self._outputs = OutputBudget()
         self._drafts = drafts
         self._wire_loss = wire_loss
@@ -147,7 +150,8 @@ class Clients:
 
     async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
         # A chat template is an untrusted program: it must not delay other prompts.
-        run = self._reader.run if message.messages is None else asyncio.to_thread
+        chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+        run = self._reader.run if message.messages is None else chats.run
         prompt = await run(lambda: prompt_ids(message, lead))
         spec = lead.ring.spec
         speculation = await self._drafts.speculation(
@@ -209,8 +213,8 @@ class Clients:
             ended_at_s=time.time(),
         )
         try:
-            await self._reader.run(lambda: write_last_run(self._cache, run))
-        except OSError as error:
+            await self._disk.run(self._cache, lambda: write_last_run(self._cache, run))
+        except (OSError, ShardnetError) as error:
             if not self._has_logged:
                 self._log(f"the last run is not kept in {self._cache}: {error}")
             self._has_logged = True

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts
-from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import find_folder, stamp
+from shardnet.runtime.stage.loading import Stamp, find_folder, stamp
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.engine.draft_model import DraftModel
@@ -24,18 +25,19 @@ OFF, NGRAM = "off", "ngram"
 class Drafts:
     """Makes the speculation of requests. Holds at most one draft model.
 
-    `spare_bytes` returns the memory that a draft model may take, `threads` its compute threads.
+    `disk` reads it. `spare_bytes` returns the memory that a draft model may take, `threads` its
+    compute threads.
     """
 
     def __init__(
         self,
         *,
-        reader: Executor,
+        disk: DiskJobs,
         device: str,
         spare_bytes: Callable[[], int],
         threads: Callable[[], int],
     ) -> None:
-        self._reader = reader
+        self._disk = disk
         self._device = device
         self._spare_bytes = spare_bytes
         self._threads = threads
@@ -71,17 +73,13 @@ class Drafts:
         from shardnet.runtime.engine.draft_model import load_draft_model
 
         async with self._changing:
-            path = find_folder(name)
-            if path is None:
-                raise CheckpointError(
-                    f"--speculate {name}: there is no such checkpoint folder on the head",
-                    remedy="name one that is there",
-                )
-            key = (path, stamp(path), vocab_size, context)
+            path, stamped = await self._disk.run(name, lambda: _find(name))
+            key = (path, stamped, vocab_size, context)
             if self._model is None or self._key != key:
                 self.close()
                 spare_bytes, threads = self._spare_bytes(), self._threads()
-                self._model = await self._reader.run(
+                self._model = await self._disk.run(
+                    name,
                     lambda: load_draft_model(
                         path,
                         vocab_size=vocab_size,
@@ -89,7 +87,18 @@ class Drafts:
                         context=context,
                         memory_bytes=spare_bytes,
                         threads=threads,
-                    )
+                    ),
                 )
                 self._key = key
             return self._model
+
+
+def _find(name: str) -> tuple[Path, Stamp]:
+    """Return the folder of a draft model and its stamp. Raises CheckpointError if there is none."""
+    path = find_folder(name)
+    if path is None:
+        raise CheckpointError(
+            f"--speculate {name}: there is no such checkpoint folder on the head",
+            remedy="name one that is there",
+        )
+    return path, stamp(path)

@@ -102,13 +102,19 @@ class Head:
     ) -> AsyncIterator[Lead | Elsewhere]:
         """Yield a ring for `choice`, built if needed, that is not unloaded within the context.
 
-        Raises BusyError when another model's requests run, and what planning or loading raises.
+        A ring that stands is there at once, also while another model is looked for. Raises
+        BusyError when another model's requests run, and what planning or loading raises.
         """
         with contextlib.ExitStack() as stack:
-            async with self._changing:
-                lead = await self._find_or_build(choice, on_plan, on_progress)
-                if isinstance(lead, Lead):
-                    stack.enter_context(lead.ring.in_use())
+            lead: Lead | Elsewhere | None = await self._standing(choice)
+            if isinstance(lead, Lead):
+                stack.enter_context(lead.ring.in_use())
+                on_plan(lead.plan)
+            else:
+                async with self._changing:
+                    lead = await self._find_or_build(choice, on_plan, on_progress)
+                    if isinstance(lead, Lead):
+                        stack.enter_context(lead.ring.in_use())
             yield lead
 
     def elsewhere(self) -> Elsewhere | None:
@@ -222,9 +228,9 @@ class Head:
         )
         if not matches:
             return None
-        facts = await self._planner.look_up(choice.model)
-        is_same = (facts.model_id, facts.stamp) == (spec.model_id, spec.stamp)
-        return lead if is_same and lead.ring.broken is None else None
+        if await self._planner.has_changed(lead.plan.facts, choice.model):
+            return None
+        return lead if self._lead is lead and lead.ring.broken is None else None
 
     def _other_head(self) -> Elsewhere | None:
         """Return the head of the ring that this node is a member of, None if that is itself."""
@@ -240,6 +246,7 @@ class Head:
         """
         prepared = await self._builder.prepare(plan)
         try:
+            self.check_idle()  # again: who asked for the ring that stands did not wait for this
             if self._lead is not None:
                 await self._lead.ring.unload(keep={node.address for node in plan.nodes})
                 await self._forget()

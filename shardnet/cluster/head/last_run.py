@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.files import write_whole
+from shardnet.files import read_own, write_whole
 from shardnet.wire.messages.generation import LastRun
 
 FILE_NAME = "last_run.json"
@@ -28,6 +28,6 @@ def read_last_run(folder: Path) -> LastRun | None:
     A file that is damaged or of another version counts as none.
     """
     try:
-        return _decoder.decode((folder / FILE_NAME).read_bytes())
+        return _decoder.decode(read_own(folder / FILE_NAME))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None

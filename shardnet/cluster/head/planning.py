@@ -9,6 +9,7 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +22,14 @@ from shardnet.cluster.measuring.measurement import Measured, OnMeasured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
-from shardnet.errors import CheckpointError
-from shardnet.runtime.stage.loading import ModelFacts, find_folder
+from shardnet.errors import BusyError, CheckpointError, DiskSilentError
+from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
+
+CHECK_S = 0.5
+"""How long a ring that stands waits to learn that its checkpoint has not changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +149,33 @@ class Planner:
         """
         return await self._sharing.identify(model)
 
+    async def has_changed(self, facts: ModelFacts, model: str) -> bool:
+        """Say whether `model` means another checkpoint than that of `facts` by now.
+
+        A disk that does not answer at once has changed nothing: who has the model in memory needs
+        no disk. Raises CheckpointError if no node has the model any more.
+        """
+        try:
+            async with asyncio.timeout(CHECK_S):
+                if await self._sharing.is_unchanged(facts, model):
+                    return False
+            now = await self.look_up(model)
+        except (TimeoutError, DiskSilentError, BusyError):
+            return False
+        return (now.model_id, now.stamp) != (facts.model_id, facts.stamp)
+
     async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
         """Download a model of the Hub that neither this node nor a peer has.
 
         `on_progress` takes (bytes done, bytes in all).
         """
         name = HubName.parse(model)
-        if name is None or find_folder(model) is not None:
+        if name is None or await self._sharing.is_here(model):
             return
         try:
             await self.look_up(model)
+        except DiskSilentError:
+            raise
         except CheckpointError:
             await pull_beside(name, on_progress, self._log)
 

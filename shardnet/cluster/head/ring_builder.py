@@ -6,6 +6,7 @@ Knows how this node reaches each stage, itself included. Must not plan, nor know
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.ring.stage_port import LocalPort, PhaseProgress, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
 from shardnet.tokenizers.text_process import TextProcess
 from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
@@ -63,6 +65,7 @@ class RingBuilder:
         orders: StageOrders,
         sharing: Sharing,
         peers: Peers,
+        disk: DiskJobs,
         on_broken: Callable[[str, ShardnetError], None],
     ) -> None:
         self._node = node
@@ -71,6 +74,7 @@ class RingBuilder:
         self._orders = orders
         self._sharing = sharing
         self._peers = peers
+        self._disk = disk
         self._on_broken = on_broken
 
     async def prepare(self, plan: Plan) -> PreparedRing:
@@ -83,7 +87,7 @@ class RingBuilder:
         replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(replicas[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
-        tokenizer, eos_ids = await _open_tokenizer(plan.facts.path)
+        tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
@@ -109,17 +113,20 @@ class RingBuilder:
         )
 
 
-async def _open_tokenizer(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """Open the tokenizer of a checkpoint, and read its eos ids.
 
-    On a thread of its own: a stranger's may take its time, and must not delay other clients. If
-    this is cancelled, its processes are ended.
+    If this is cancelled, its processes are ended.
     """
     processes: list[TextProcess] = []
 
     def read() -> tuple[Tokenizer | None, tuple[int, ...]]:
         tokenizer = Tokenizer.load_optional(path, begun=processes.append)
         return tokenizer, tokenizer.eos_ids if tokenizer else read_eos_ids(path)
+
+    def alive() -> object:
+        """Return what changes while a process reads: each of its jobs has its own deadline."""
+        return time.monotonic() if any(process.pid is not None for process in processes) else None
 
     async def abandon() -> None:
         while True:
@@ -129,7 +136,7 @@ async def _open_tokenizer(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]
                 break
             await asyncio.wait([reading], timeout=0.1)
 
-    reading = asyncio.create_task(asyncio.to_thread(read))
+    reading = disk.submit(path, read, alive)
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:

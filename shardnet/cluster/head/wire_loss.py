@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
-from shardnet.files import write_whole
-from shardnet.runtime.stage.executor import Executor
+from shardnet.files import read_own, write_whole
 from shardnet.runtime.stage.loading import set_compute_threads
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
@@ -61,7 +61,7 @@ class WireLoss:
         self._folder = cache / "wire-errors"
         self._threads = threads
         self._log = log
-        self._thread = Executor("shardnet-wire", niceness=10)
+        self._thread = DiskJobs("shardnet-wire", niceness=10)
 
     async def narrow(self, plan: Plan, on_progress: Progress) -> NarrowWire:
         """Measure the time that the plan's wire dtype saves and the error that it causes.
@@ -100,7 +100,8 @@ class WireLoss:
             return None
         width = plan.facts.config.hidden_size
         round_s = await self._thread.run(
-            lambda: measure_rounding_s(width, plan.dtype, plan.wire_dtype)
+            plan.facts.path,
+            lambda: measure_rounding_s(width, plan.dtype, plan.wire_dtype),
         )
         return (plan.wire_saved_s - len(plan.borders) * round_s) * 1e3
 
@@ -108,7 +109,11 @@ class WireLoss:
         threads = plan.choice.threads or self._threads()
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         measuring = asyncio.ensure_future(
-            self._thread.run(lambda: self._find_or_measure(plan, threads, reporter))
+            self._thread.run(
+                plan.facts.path,
+                lambda: self._find_or_measure(plan, threads, reporter),
+                alive=lambda: reporter.n_reports,
+            )
         )
         try:
             return await asyncio.shield(measuring)
@@ -146,7 +151,7 @@ class WireLoss:
 def _read(path: Path, key: _Key) -> WireError | None:
     """Read the cached error of `key`, None if its file is missing or damaged."""
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_Cached)
+        kept = msgspec.json.decode(read_own(path), type=_Cached)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return kept.error if kept.key == key else None

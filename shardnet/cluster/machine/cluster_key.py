@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.files import write_whole
+from shardnet.files import NotOwnError, check_own, write_whole
 
 KEY_BYTES: Final = 16
 _CHECK_BITS: Final = 12
@@ -29,6 +29,8 @@ _N_CHARACTERS: Final = (KEY_BYTES * 8 + _CHECK_BITS) // 5
 _READ_AS: Final = str.maketrans("OIL", "011")
 """Letters that the alphabet leaves out (Crockford's base 32), and the digits they are taken for."""
 _MAX_FILE_BYTES: Final = 1024
+_READ_ONLY: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Links are followed: a key may be kept elsewhere. What they lead to has to be this user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,7 @@ def load_key(path: Path) -> ClusterKey | None:
     Raises ConfigurationError if users other than its owner may read it, or it is damaged.
     """
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_MAX_FILE_BYTES)
+        found, content = _read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -96,17 +96,34 @@ def load_key(path: Path) -> ClusterKey | None:
             f"the key file {path} cannot be read: {error.strerror}",
             remedy="name another with --key-file",
         ) from error
-    if sys.platform != "win32" and stat.S_IMODE(mode) & 0o077:
+    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(
             f"the key file {path} is open to others than its owner",
             remedy=f"run `chmod 600 {path}`, and make a new key if one of them may have read it",
         )
+    try:
+        check_own(found, path)
+    except NotOwnError as error:
+        raise ConfigurationError(
+            f"the key file {path} is not used: {error.strerror}",
+            remedy="name one of your own with --key-file",
+        ) from error
     try:
         return ClusterKey.parse(content.decode(errors="replace"))
     except UsageError as error:
         raise ConfigurationError(
             f"the key file {path} is damaged: {error.message}", remedy=error.remedy
         ) from error
+
+
+def _read(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return the status and the content of a key file. Raises OSError. Never waits for a pipe."""
+    descriptor = os.open(path, _READ_ONLY)
+    try:
+        found = os.fstat(descriptor)
+        return found, os.read(descriptor, _MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:

@@ -18,7 +18,7 @@ import psutil
 
 from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
-from shardnet.files import write_whole
+from shardnet.files import NotOwnError, make_own_folder, read_own, write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class LocalNodes:
         """
         started = psutil.Process(pid).create_time()
         entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(NotOwnError):  # said with a remedy below
+            make_own_folder(self._folder)
         self._check_ours()
         write_whole(self._path(entry), json.dumps(asdict(entry)).encode())
         return entry
@@ -104,7 +105,7 @@ def share_of_cores(n_cores: int, n_nodes: int) -> int:
 
 def _read(path: Path) -> LocalNode | None:
     try:
-        return LocalNode(**json.loads(path.read_text()))
+        return LocalNode(**json.loads(read_own(path)))
     except (OSError, ValueError, TypeError):  # half-written, another version's, or gone
         return None
 

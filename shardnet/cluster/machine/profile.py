@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import uuid
 from dataclasses import dataclass
 
 import psutil
 
+from shardnet.cluster.machine.container import container_cores, container_free_bytes
 from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
 
@@ -30,10 +32,10 @@ def make_host_id() -> str:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many cores this process may use: its container's share, at least one."""
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = container_cores()
+    return max(1, min(n_cores or 1, int(quota) if quota is not None else sys.maxsize))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +107,12 @@ class MemoryBudget:
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
     def available_bytes(self) -> int:
-        """Return the free memory of the device now."""
+        """Return the free memory of the device now; on a CPU within the container's limit."""
         if self.device.kind == "cuda":
             import torch
 
             kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + kept  # torch keeps what was freed
-        return int(psutil.virtual_memory().available)
+        available = int(psutil.virtual_memory().available)
+        in_container = container_free_bytes()
+        return available if in_container is None else min(available, in_container)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardnet.files import write_whole
+from shardnet.files import read_own, write_whole
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.measuring import StageFigures
@@ -152,7 +152,7 @@ class FigureCache:
 
 def _read(path: Path, key: FigureKey) -> Figure | None:
     try:
-        written: dict[str, Any] = json.loads(path.read_bytes())
+        written: dict[str, Any] = json.loads(read_own(path))
         if written["key"] != json.loads(json.dumps(asdict(key))):
             return None
         stage = StageFigures(**written["figure"]["stage"])

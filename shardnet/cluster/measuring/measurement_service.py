@@ -15,7 +15,6 @@ from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
 from shardnet.wire.messages.measurements import (
@@ -38,13 +37,11 @@ class MeasurementService:
         node: NodeId,
         own: NodeBenchmark,
         links: LinkBenchmark,
-        reader: Executor,
         control_to: Callable[[NodeInfo], Awaitable[ControlLink]],
     ) -> None:
         self._node = node
         self._own = own
         self._links = links
-        self._reader = reader
         self._control_to = control_to
 
     async def measured(

@@ -14,10 +14,10 @@ from shardnet.cluster.machine.profile import available_cores, make_host_id
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
-from shardnet.errors import UsageError
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import find_folder
 from shardnet.runtime.stage.measuring import (
     StageFigures,
@@ -30,14 +30,14 @@ from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, Sta
 
 
 class NodeBenchmark:
-    """Measures on `host`, within the memory that `orders` gives a stage. `reader` reads disks."""
+    """Measures on `host`, within the memory that `orders` gives a stage. `disk` reads files."""
 
     def __init__(
-        self, *, host: StageHost, orders: StageOrders, reader: Executor, cache: FigureCache
+        self, *, host: StageHost, orders: StageOrders, disk: DiskJobs, cache: FigureCache
     ) -> None:
         self._host = host
         self._orders = orders
-        self._reader = reader
+        self._disk_jobs = disk
         self._cache = cache
         self._disks: dict[int, float | None] = {}
 
@@ -105,15 +105,26 @@ class NodeBenchmark:
 
     async def _disk(self, message: MeasureStage) -> float | None:
         """Return the bytes per second of the checkpoint's disk, None without a checkpoint here."""
-        path = find_folder(message.model) if message.model else None
+        if not message.model:
+            return None
+        try:
+            return await self._disk_jobs.run(
+                message.model, lambda: self._find_disk(message.model, again=message.again)
+            )
+        except (DiskSilentError, BusyError):
+            return None
+
+    def _find_disk(self, model: str, *, again: bool) -> float | None:
+        """Return what `_disk` does. Blocks."""
+        path = find_folder(model)
         if path is None:
             return None
         try:
             number = path.stat().st_dev
         except OSError:
             return None
-        if number not in self._disks or message.again:
-            self._disks[number] = await self._reader.run(lambda: measure_disk(path))
+        if number not in self._disks or again:
+            self._disks[number] = measure_disk(path)
         return self._disks[number]
 
 

@@ -7,12 +7,14 @@ their handlers in a table (peers/message_handlers.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from msgspec.structs import replace
 
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ProtocolError, ShardnetError
@@ -63,11 +65,21 @@ class Dispatcher:
         if link.peer.purpose is Purpose.DATA:
             self._host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
-            self._tasks.create_task(self._sharing.serve(link))
+            self._serve(self._sharing.serve, link)
         elif link.peer.role is PeerRole.NODE:
             self._peers.adopt(link)
         else:
-            self._tasks.create_task(self._serve_client(link))
+            self._serve(self._serve_client, link)
+
+    def _serve(self, work: Callable[[Link], Coroutine[Any, Any, None]], link: Link) -> None:
+        """Serve a link in a task of its own, whose failure ends that link and nothing else."""
+
+        async def serve() -> None:
+            what = f"the link of {link.peer_address}"
+            if not await supervised(lambda: work(link), what, self._log):
+                link.abort("an internal error of the other end")
+
+        self._tasks.create_task(serve())
 
     def tell_clients(self, error: ShardnetError) -> None:
         """Send `error` to every client, since this node is leaving."""

@@ -17,6 +17,7 @@ from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.parts import build_links, build_services, build_stage
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.supervision import kept_running
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
@@ -107,12 +108,20 @@ class Node:
 
     async def keep_peers(self) -> None:
         """Keep links to the configured peers and to all that are discovered, until cancelled."""
-        await self._links.peers.run(self._settings.peers)
+        peers = self._links.peers
+        await kept_running(
+            lambda: peers.run(self._settings.peers), "keeping peers", self._settings.log
+        )
 
     async def discover(self) -> None:
         """Advertise this node and discover others, until cancelled."""
-        if self._settings.discovery is not None:
-            await self._links.advertisement.discover(self._settings.discovery, self._links.peers)
+        discovery, links = self._settings.discovery, self._links
+        if discovery is not None:
+            await kept_running(
+                lambda: links.advertisement.discover(discovery, links.peers),
+                "discovery by mDNS",
+                self._settings.log,
+            )
 
     async def close(self) -> None:
         """Unload the ring that this node leads, leave the one it is a member of, end the threads.
@@ -129,6 +138,7 @@ class Node:
         await self._stage.sharing.close()
         await self._services.dispatcher.close()
         self._stage.reader.close()
+        self._stage.disk.close()
         self._services.wire_loss.close()
 
 

@@ -37,6 +37,7 @@ from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 
@@ -65,9 +66,13 @@ class LinkParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What holds and measures this node's stage. `reader` is the thread that reads files."""
+    """What holds and measures this node's stage.
+
+    `reader` is the thread that tokenises, `disk` reads and writes files.
+    """
 
     reader: Executor
+    disk: DiskJobs
     host: StageHost
     sharing: Sharing
     orders: StageOrders
@@ -118,7 +123,7 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
 def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     """Build what loads a stage, and what measures this node, over its links."""
     peers = links.peers
-    reader = Executor("shardnet-read", niceness=10)
+    disk = DiskJobs("shardnet-disk", niceness=10)
     host = StageHost(dial=links.dial_data, packs=settings.cache / PACKS_FOLDER)
     sharing = Sharing(
         node=settings.node,
@@ -127,6 +132,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         peers=peers,
         dial=links.dial_bulk,
         rate=SendRate(settings.share_rate),
+        disk=disk,
         log=settings.log,
     )
     orders = StageOrders(
@@ -145,13 +151,13 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     )
     measuring = MeasurementService(
         node=settings.node,
-        own=NodeBenchmark(host=host, orders=orders, reader=reader, cache=cache),
+        own=NodeBenchmark(host=host, orders=orders, disk=disk, cache=cache),
         links=link_benchmark,
-        reader=reader,
         control_to=sharing.control,
     )
     return StageParts(
-        reader=reader,
+        reader=Executor("shardnet-read", niceness=10),
+        disk=disk,
         host=host,
         sharing=sharing,
         orders=orders,
@@ -184,17 +190,27 @@ def build_services(
         orders=stage.orders,
         sharing=stage.sharing,
         peers=links.peers,
+        disk=stage.disk,
         on_broken=events.ring_broken,
     )
     head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
     drafts = Drafts(
-        reader=stage.reader,
+        disk=stage.disk,
         device=settings.budget.device.kind,
         spare_bytes=stage.own.memory_free_bytes,
         threads=stage.own.threads,
     )
     wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=settings.log)
-    clients = Clients(head, planner, stage.reader, drafts, wire_loss, settings.cache, settings.log)
+    clients = Clients(
+        head,
+        planner,
+        stage.reader,
+        stage.disk,
+        drafts,
+        wire_loss,
+        settings.cache,
+        settings.log,
+    )
     reporter = NodeReporter(
         own_info=stage.own.info,
         stage_state=stage.host.state,
@@ -205,7 +221,7 @@ def build_services(
         discovery=settings.discovery,
         refusals=links.refusals,
         dial_as_client=links.dialer.probe,
-        reader=stage.reader,
+        checkpoints=stage.disk,
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,
     )

@@ -23,8 +23,8 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peers import PeerReport, Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.peers.rtt_probe import DialAsClient
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
-from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.loading import identify_at
 from shardnet.transport.address import host_of, split_address
 from shardnet.types import NodeId
@@ -59,7 +59,7 @@ class NodeReporter:
     """Answers ReportRequest for one node.
 
     `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
-    fingerprint of the key, None without one. `reader` is the thread that reads checkpoints,
+    fingerprint of the key, None without one. `checkpoints` reads checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known.
     """
@@ -76,7 +76,7 @@ class NodeReporter:
         discovery: Discovery | None,
         refusals: RejectedHandshakes,
         dial_as_client: DialAsClient,
-        reader: Executor,
+        checkpoints: DiskJobs,
         disk: Path,
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
     ) -> None:
@@ -89,7 +89,7 @@ class NodeReporter:
         self._discovery = discovery
         self._refusals = refusals
         self._dial_as_client = dial_as_client
-        self._reader = reader
+        self._checkpoints = checkpoints
         self._disk = disk
         self._bandwidth = bandwidth
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
@@ -200,7 +200,7 @@ class NodeReporter:
             return "", ""
         try:
             async with asyncio.timeout(IDENTIFY_S):
-                facts = await self._reader.run(lambda: identify_at(model))
+                facts = await self._checkpoints.run(model, lambda: identify_at(model))
                 return facts.model_id, ""
         except ShardnetError as error:
             return "", explanation(error)

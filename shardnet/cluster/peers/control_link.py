@@ -19,6 +19,8 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
     first_error,
+    internal_error,
+    where,
 )
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
@@ -178,8 +180,11 @@ class ControlLink:
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._read(tasks)
-        except* ShardnetError as group:
-            error = first_error(group)
+        except* Exception as group:
+            first = first_error(group)
+            error = internal_error("a control link", first)
+            if error is not first:
+                _log.error("the link of %s failed: %r in %s", self.peer_name, first, where(first))
             self.ended = error
             for on_answer in self._answers.values():
                 on_answer(error)
@@ -220,25 +225,25 @@ class ControlLink:
         except asyncio.CancelledError:
             self._refuse(message, CancelledRequestError("the request was cancelled"))
             raise
-        except Exception as error:  # our own bug: it must end by name, and alone
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # our own bug, or a panic: it must end by name, and alone
             self._refuse(message, self._internal_error(message, error))
 
     async def _handle_notice(self, message: Notice) -> None:
         """Handle a message without an answer. A ShardnetError of the handler ends the link."""
         try:
             await self._handler(self, message)
-        except ShardnetError:
+        except (ShardnetError, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # our own bug: the node has other peers
+        except BaseException as error:  # our own bug: the node has other peers
             self._internal_error(message, error)
 
-    def _internal_error(self, message: Incoming, error: Exception) -> ShardnetError:
+    def _internal_error(self, message: Incoming, error: BaseException) -> ShardnetError:
         what = type(message).__name__
-        _log.error("%s of %s failed", what, self.peer_name, exc_info=error)
-        return ShardnetError(
-            f"internal error in {what}: {error!r}, a bug of shardnet",
-            remedy="report it, with the trace in that node's output",
-        )
+        _log.error("%s of %s failed: %r in %s", what, self.peer_name, error, where(error))
+        _log.debug("in full:", exc_info=error)
+        return internal_error(what, error)
 
     def _refuse(self, message: ControlRequest, error: ShardnetError) -> None:
         if not self.link.closed:

@@ -12,10 +12,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
+from shardnet.cluster.peers.supervision import supervised
 from shardnet.errors import LinkError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
@@ -186,7 +188,9 @@ class PeerLinks:
                 await peer_link.control.link.close()
 
     async def _serve(self, node: NodeId, peer_link: PeerLink) -> None:
-        measuring = self._tasks.create_task(self._measure(peer_link))
+        what = f"measuring the link of {peer_link.control.peer_name}"
+        measure = partial(self._measure, peer_link)
+        measuring = self._tasks.create_task(supervised(measure, what, self._log))
         try:
             await peer_link.control.serve()
         except ShardnetError as error:

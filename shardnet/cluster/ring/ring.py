@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
@@ -273,8 +273,8 @@ class Ring:
                 self.engine.pipeline.check_progress(
                     [(port.name, port.last_step) for port in self._ports]
                 )
-            except PeerFailedError as error:
-                self.break_(error)
+            except Exception as error:  # a ring that nobody watches could hang
+                self.break_(internal_error("the ring's watchdog", error))
 
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left

@@ -11,7 +11,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from shardnet.errors import PeerFailedError, ShardnetError, UsageError, first_error
+from shardnet.errors import (
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+    first_error,
+    internal_error,
+    where,
+)
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.stage.compute import StageCompute
@@ -216,9 +223,12 @@ class RingMembership:
         except* ShardnetError as group:
             self._break(first_error(group))
         except* Exception as group:  # our own bug: the ring must end by name, not hang
-            log.exception("rank %d of ring %s failed", self.rank, self.ring)
             cause = first_error(group)
-            self._break(ShardnetError(f"internal error at rank {self.rank}: {cause!r}"))
+            log.error(
+                "rank %d of ring %s failed: %r in %s", self.rank, self.ring, cause, where(cause)
+            )
+            log.debug("in full:", exc_info=cause)
+            self._break(internal_error(f"rank {self.rank}", cause))
 
     def _break(self, error: ShardnetError) -> None:
         """Report to both neighbours and through `on_broken` why this stage stops."""

@@ -7,13 +7,16 @@ Must not plan, nor know clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from shardnet.cluster.ring.ring_membership import DialData, RingMembership
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
@@ -34,6 +37,11 @@ from shardnet.wire.messages.stages import LoadStage
 
 T = TypeVar("T")
 
+LOAD_SILENCE_S = 30.0
+"""How long loading may make no progress: as long as a head waits for a sign of it."""
+CLOSE_S = 2.0
+"""How long a node that leaves waits for a thread, before it leaves the thread behind."""
+
 
 class StageHost:
     """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
@@ -45,7 +53,7 @@ class StageHost:
         self._dial = dial
         self._packs = packs
         self._compute = Executor("shardnet-compute")
-        self._loader = Executor("shardnet-load", niceness=10)
+        self._loader = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
         self._changing = asyncio.Lock()
         self._work: ProgressReporter | None = None
         """Progress of the current load or measurement."""
@@ -153,7 +161,7 @@ class StageHost:
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
             await self._compute.run(lambda: set_compute_threads(threads))
-            reused = self.loaded is not None and self.loaded.fits(order)
+            reused = await self._fits(order)
             if self.loaded is None or not reused:
                 await self._free()
                 self.loaded = await self._load(order, memory_bytes, on_progress)
@@ -183,9 +191,9 @@ class StageHost:
                 reporter.report(0, 1)
 
             try:
-                return await self._to_its_end(self._compute, lambda: job(tick), reporter)
+                return await self._to_its_end(self._compute.submit(lambda: job(tick)), reporter)
             finally:
-                await self._loader.run(release_freed_memory)
+                await self._release_freed_memory()
 
     async def wait_for_compute(self) -> None:
         """Wait until the compute thread is free, as each step does.
@@ -227,15 +235,25 @@ class StageHost:
             await self._free()
 
     async def close(self) -> None:
-        """Leave the ring, free the weights and end the threads; what is loaded just now is not."""
+        """Leave the ring, free the weights and end the threads; what is loaded just now is not.
+
+        Threads that hang, on a disk or in a computation, are left behind after CLOSE_S each.
+        """
         self._is_closing = True
         if self._work is not None:
             self._work.cancel(_leaving())
-        async with self._changing:
-            await self._leave()
-            self.loaded = None
-        self._compute.close()
-        self._loader.close()
+        for give_up in (self._loader.close, self._compute.close):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S), self._changing:
+                    await self._leave()
+                    self.loaded = None
+            give_up()
+
+    async def _fits(self, order: StageOrder) -> bool:
+        """Say whether the loaded stage is the one that `order` would give."""
+        if self.loaded is None:
+            return False
+        return await self._loader.run(order.folder, partial(self.loaded.fits, order))
 
     async def _load(
         self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
@@ -244,20 +262,24 @@ class StageHost:
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         try:
             return await self._to_its_end(
-                self._loader,
-                lambda: load(order, memory_bytes, reporter.report, self._packs),
+                self._loader.submit(
+                    order.folder,
+                    lambda: load(order, memory_bytes, reporter.report, self._packs),
+                    alive=lambda: reporter.n_reports,
+                ),
                 reporter,
             )
         except asyncio.CancelledError:
-            await finish(self._loader.run(release_freed_memory))
+            await finish(self._release_freed_memory())
             raise
 
-    async def _to_its_end(
-        self, thread: Executor, job: Callable[[], T], reporter: ProgressReporter
-    ) -> T:
-        """Run `job` on a thread. When cancelled, cancel the job and wait for its end."""
+    async def _release_freed_memory(self) -> None:
+        with contextlib.suppress(PeerFailedError):  # this node leaves, and takes it along
+            await self._loader.run("freed memory", release_freed_memory)
+
+    async def _to_its_end(self, running: asyncio.Future[T], reporter: ProgressReporter) -> T:
+        """Wait for a job on a thread. When cancelled, cancel the job and wait for its end."""
         self._work = reporter
-        running = asyncio.ensure_future(thread.run(job))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -316,7 +338,7 @@ class StageHost:
     async def _free(self) -> None:
         if self.loaded is not None:
             self.loaded = None
-            await self._loader.run(release_freed_memory)
+            await self._release_freed_memory()
 
 
 def generating_with(model: str) -> BusyError:

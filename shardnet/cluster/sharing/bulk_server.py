@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
 from shardnet.errors import CheckpointError, LinkError, RemoteProtocolError, ShardnetError
-from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.wire.messages.bulk import (
     BulkRequest,
@@ -39,14 +39,14 @@ PIECE_BYTES = 256 << 10
 class BulkServer:
     """Answers the requests of bulk links, each link's in order, at `rate` over all of them.
 
-    Disks are read on the thread of `reader`. `clock` returns seconds.
+    Disks are read by `disk`. `clock` returns seconds.
     """
 
     def __init__(
-        self, models: LocalModels, reader: Executor, rate: SendRate, clock: Callable[[], float]
+        self, models: LocalModels, disk: DiskJobs, rate: SendRate, clock: Callable[[], float]
     ) -> None:
         self._models = models
-        self._reader = reader
+        self._disk = disk
         self._rate = rate
         self._clock = clock
 
@@ -72,13 +72,15 @@ class BulkServer:
             raise
         finally:
             for model in opened.values():
-                self._reader.submit(model.close)
+                self._disk.submit(model.checkpoint.folder, model.close)
 
     async def _answer(self, link: Link, message: BulkRequest, opened: dict[str, OpenModel]) -> None:
         try:
             model = opened.get(message.model_id)
             if model is None:
-                model = await self._reader.run(partial(self._models.open, message.model_id))
+                model = await self._disk.run(
+                    f"model {message.model_id[:12]}", partial(self._models.open, message.model_id)
+                )
                 opened[message.model_id] = model
             await self._carry_out(link, message, model)
         except LinkError:
@@ -88,9 +90,10 @@ class BulkServer:
             link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))
 
     async def _carry_out(self, link: Link, message: BulkRequest, model: OpenModel) -> None:
+        disk = self._disk.at(model.checkpoint.folder)
         match message:
             case FetchSkeleton(request=request):
-                heads = await self._reader.run(model.checkpoint.skeleton)
+                heads = await disk.run(model.checkpoint.skeleton)
                 files = [
                     SkeletonFile(
                         name=head.name,
@@ -101,7 +104,7 @@ class BulkServer:
                 ]
                 link.send(bulk_frame(Skeleton(request=request, files=files)))
             case FetchHead(request=request, file=file):
-                heads = await self._reader.run(model.checkpoint.skeleton)
+                heads = await disk.run(model.checkpoint.skeleton)
                 ranges = {head.name: head.ranges for head in heads}
                 if file not in ranges:
                     raise CheckpointError(f"the model has no file {file!r}")
@@ -112,8 +115,7 @@ class BulkServer:
                 await self._send(link, request, model, part.file, part.offset, part.size_bytes)
             case FetchDigests(request=request, parts=parts):
                 digests = [
-                    await self._reader.run(partial(model.digest, name.tensor, name.part))
-                    for name in parts
+                    await disk.run(partial(model.digest, name.tensor, name.part)) for name in parts
                 ]
                 link.send(bulk_frame(Digests(request=request, sha256=digests)))
 
@@ -124,7 +126,9 @@ class BulkServer:
         at = 0
         while at < n_bytes:
             size = min(self._rate.piece_bytes(PIECE_BYTES), n_bytes - at)
-            data = await self._reader.run(partial(model.files.read, file, offset + at, size))
+            data = await self._disk.run(
+                model.checkpoint.folder, partial(model.files.read, file, offset + at, size)
+            )
             wait_s = self._rate.book(size, self._clock())
             if wait_s > 0:
                 await asyncio.sleep(wait_s)

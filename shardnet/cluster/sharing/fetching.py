@@ -26,7 +26,7 @@ from shardnet.errors import (
     ShardnetError,
     first_error,
 )
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.executor import JobThread
 from shardnet.transport.link import Link
 from shardnet.wire.messages.bulk import MAX_DIGESTS
 
@@ -71,7 +71,7 @@ class Fetch:
         replica: Replica,
         sources: Sequence[str],
         dial: Callable[[str], Awaitable[Link]],
-        writer: Executor,
+        writer: JobThread,
         on_progress: Callable[[int, int], None],
         log: Callable[[str], None],
         times: FetchTimes | None = None,

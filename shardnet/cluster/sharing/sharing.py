@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.disk_jobs import DiskJobs, DiskPlace
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import (
@@ -34,9 +35,9 @@ from shardnet.errors import (
     UsageError,
     first_error,
 )
-from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import ModelFacts, check_model_id
+from shardnet.runtime.stage.loading import ModelFacts, check_model_id, find_folder, stamp
 from shardnet.transport.link import Link
+from shardnet.transport.loop import finish
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.handshake import Hello, PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
@@ -59,7 +60,7 @@ class Sharing:
     """Finds models on this node and others, serves them, and fetches them into `cache`.
 
     `node` and `name` are those of this node. `dial` opens a bulk link to an address. `rate` limits
-    how fast this node sends.
+    how fast this node sends. `disk` reads checkpoints and writes replicas.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Sharing:
         peers: Peers,
         dial: Callable[[str], Awaitable[Link]],
         rate: SendRate,
+        disk: DiskJobs,
         log: Callable[[str], None],
     ) -> None:
         self._node = node
@@ -79,7 +81,7 @@ class Sharing:
         self._peers = peers
         self._dial = dial
         self._log = log
-        self._disk = Executor("shardnet-share", niceness=10)
+        self._disk = disk
         self._models = LocalModels(cache)
         self._server = BulkServer(self._models, self._disk, rate, time.monotonic)
         self._links: set[Link] = set()
@@ -91,9 +93,9 @@ class Sharing:
 
     async def answer(self, message: IdentifyModel) -> ModelIdentity:
         """Answer which model this node has at a path, or under an id."""
-        facts = await self._disk.run(partial(self._models.at, message.model))
+        facts = await self._at(message.model)
         if message.model_id and (facts is None or not facts.is_complete):
-            facts = await self._disk.run(partial(self._models.by_id, message.model_id))
+            facts = await self._by_id(message.model_id)
         return ModelIdentity(
             request=message.request,
             model_id=facts.model_id if facts is not None else "",
@@ -124,15 +126,14 @@ class Sharing:
             self._links.discard(link)
 
     async def close(self) -> None:
-        """Close all bulk links, wait up to CLOSE_S for disk writes, and end the disk thread."""
+        """Close all bulk links, and wait up to CLOSE_S for disk writes."""
         await asyncio.gather(*(link.close() for link in [*self._links]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._n_at_work:
                     await self._idle.wait()
-                await self._disk.run(lambda: None)
+                await self._disk.drain()
         self.release()
-        self._disk.close()
 
     # --- requests of this node
 
@@ -142,7 +143,7 @@ class Sharing:
         Fetches its headers into the cache, but no tensors. Raises CheckpointError if no node has
         it, PlanError if the peers have different models there.
         """
-        own = await self._disk.run(partial(self._models.at, model))
+        own = await self._at(model)
         if own is not None and own.is_complete:
             return own
         answers = await self._ask_peers(self._peers.links.linked(), model, "")
@@ -158,7 +159,23 @@ class Sharing:
             return own
         sources = [source.address for source in replicas]
         folder = await self._find_or_begin_replica(model, model_id, sources)
-        return await self._disk.run(partial(self._models.inspect, folder))
+        return await self._in_cache.run(partial(self._models.inspect, folder))
+
+    async def is_unchanged(self, facts: ModelFacts, model: str) -> bool:
+        """Say whether the files that `facts` were read from are still what `model` names here.
+
+        Compares names, sizes and times, and opens nothing. False for a model that is not complete
+        here: other nodes have to be asked.
+        """
+
+        def check() -> bool:
+            return find_folder(model) == facts.path and stamp(facts.path) == facts.stamp
+
+        return facts.is_complete and await self._disk.run(model, check)
+
+    async def is_here(self, model: str) -> bool:
+        """Say whether `model` names a folder or a GGUF file on this machine."""
+        return await self._disk.run(model, lambda: find_folder(model) is not None)
 
     async def sources(
         self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
@@ -193,9 +210,9 @@ class Sharing:
         The folder is not deleted before the next order, or `release`. Raises CheckpointError if
         this node has another model at that path; as Fetch.run if fetching fails.
         """
-        facts = await self._disk.run(partial(self._models.at, order.model))
+        facts = await self._at(order.model)
         if facts is None or not facts.is_complete:
-            facts = await self._disk.run(partial(self._models.by_id, order.model_id))
+            facts = await self._by_id(order.model_id)
         if facts is not None and facts.is_complete:
             check_model_id(facts.path, facts.model_id, order.model_id)
             self.release()
@@ -226,7 +243,7 @@ class Sharing:
     async def _fetch_stage(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Fetch the tensors of a stage into the model's replica, which is in use from now on."""
         with contextlib.ExitStack() as unless_fetched:
-            use = await self._disk.run(partial(self._cache.use, order.model_id))
+            use = await self._in_cache.run(partial(self._cache.use, order.model_id))
             unless_fetched.callback(use.close)
             folder = await self._find_or_begin_replica(order.model, order.model_id, order.sources)
             await self._fetch(folder, order, on_progress)
@@ -240,6 +257,18 @@ class Sharing:
         if self._in_use is not None:
             self._in_use.close()
             self._in_use = None
+
+    # --- this node's disks
+
+    @property
+    def _in_cache(self) -> DiskPlace:
+        return self._disk.at(self._cache.folder)
+
+    async def _at(self, model: str) -> ModelFacts | None:
+        return await self._disk.run(model, partial(self._models.at, model))
+
+    async def _by_id(self, model_id: str) -> ModelFacts | None:
+        return await self._disk.run(f"model {model_id[:12]}", partial(self._models.by_id, model_id))
 
     # --- asking
 
@@ -294,10 +323,10 @@ class Sharing:
 
         Records that the path `model` means it.
         """
-        folder = await self._disk.run(partial(self._cache.find, model_id))
+        folder = await self._in_cache.run(partial(self._cache.find, model_id))
         if folder is None:
             folder = await self._begin_replica(model_id, sources)
-        await self._disk.run(partial(self._cache.remember, model, model_id))
+        await self._in_cache.run(partial(self._cache.remember, model, model_id))
         return folder
 
     async def _begin_replica(self, model_id: str, sources: Sequence[str]) -> Path:
@@ -321,22 +350,35 @@ class Sharing:
         """Fetch the headers of a model's files into a new replica without tensors."""
         heads = await client.skeleton()
         check_heads(heads, client.name)
-        with self._at_work(), self._cache.staging() as staged:
-            files = await self._disk.run(partial(lay_out, staged, heads))
-            try:
-                for head in heads:
-                    async with aclosing(client.head(head)) as pieces:
-                        async for at, piece in pieces:
-                            await self._disk.run(partial(files.write, head.name, at, piece))
-            finally:
-                self._disk.submit(files.close)
-            await self._disk.run(partial(begin_replica, staged, model_id, client.name))
-            return self._cache.install(staged, model_id)
+        disk = self._in_cache
+        with self._at_work():
+            async with self._staging() as staged:
+                files = await disk.run(partial(lay_out, staged, heads))
+                try:
+                    for head in heads:
+                        async with aclosing(client.head(head)) as pieces:
+                            async for at, piece in pieces:
+                                await disk.run(partial(files.write, head.name, at, piece))
+                finally:
+                    disk.submit(files.close)
+                await disk.run(partial(begin_replica, staged, model_id, client.name))
+                return await disk.run(partial(self._cache.install, staged, model_id))
+
+    @contextlib.asynccontextmanager
+    async def _staging(self) -> AsyncIterator[Path]:
+        """Give ModelCache.staging, its folder made and deleted off the loop."""
+        staging = self._cache.staging()
+        staged = await self._in_cache.run(staging.__enter__)
+        try:
+            yield staged
+        finally:
+            await finish(self._in_cache.run(partial(staging.__exit__, None, None, None)))
 
     async def _fetch(self, folder: Path, order: LoadStage, on_progress: FetchProgress) -> None:
         began = time.monotonic()
         with self._at_work():
-            replica = await self._disk.run(partial(Replica, folder))
+            disk = self._in_cache
+            replica = await disk.run(partial(Replica, folder))
             try:
                 tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
                 await self._make_room(replica.lacking_bytes(tensors), order.model_id)
@@ -345,12 +387,12 @@ class Sharing:
                     replica=replica,
                     sources=order.sources,
                     dial=self._dial,
-                    writer=self._disk,
+                    writer=disk,
                     on_progress=on_progress,
                     log=self._log,
                 ).run(tensors)
             finally:
-                self._disk.submit(replica.close)
+                disk.submit(replica.close)
         if fetched.n_bytes:
             self._log(
                 f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.model} from "
@@ -360,7 +402,7 @@ class Sharing:
     async def _make_room(self, n_bytes: int, model_id: str) -> None:
         if n_bytes:
             room = partial(self._cache.make_room, n_bytes, keep=model_id)
-            for model in await self._disk.run(room):
+            for model in await self._in_cache.run(room):
                 self._log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
 
     @contextlib.contextmanager

@@ -8,10 +8,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from shardnet.checkpoint.replica import TensorFiles, TensorPart
 from shardnet.checkpoint.replica_journal import FileStamp
+from shardnet.files import make_own_folder, open_own, read_own
+
+MAX_BYTES = 1 << 28
+"""Largest cache file that is read: a million parts."""
 
 
 class DigestCache:
@@ -21,7 +26,7 @@ class DigestCache:
         self._path = path
         self._known: dict[tuple[str, int], tuple[str, FileStamp]] = {}
         with contextlib.suppress(OSError):
-            for line in path.read_bytes().split(b"\n"):
+            for line in read_own(path, MAX_BYTES).split(b"\n"):
                 self._take(line)
 
     @classmethod
@@ -50,8 +55,9 @@ class DigestCache:
         line = b"\n" + json.dumps(entry).encode()
         self._take(line)
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
+            make_own_folder(self._path.parent)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(open_own(self._path, flags), "ab", buffering=0) as file:
                 file.write(line)
 
     def _take(self, line: bytes) -> None:

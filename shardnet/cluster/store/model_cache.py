@@ -20,10 +20,22 @@ from pathlib import Path
 
 from shardnet.checkpoint.replica import disk_error
 from shardnet.errors import BusyError, CapacityError, UsageError
-from shardnet.files import DiskShare, write_whole
+from shardnet.files import (
+    DiskShare,
+    NotOwnError,
+    check_own_folder,
+    make_own_folder,
+    open_own,
+    read_own,
+    write_whole,
+)
 
 DEFAULT_SHARE_OF_DISK = 0.5
 """Without a limit, replicas take at most this share of the disk's free space and their own."""
+LOCK_S = 5.0
+"""How long a lock is waited for that another process holds."""
+LOCK_EVERY_S = 0.05
+MAX_HINT_BYTES = 1 << 16
 LEFTOVER_S = 86400.0
 """Temporary folders older than this are left over from killed processes."""
 
@@ -53,9 +65,20 @@ class ModelCache:
         self._paths = folder / "paths"
 
     def find(self, model_id: str) -> Path | None:
-        """Return the folder of a replica, None if there is none."""
+        """Return the folder of a replica, None if there is none.
+
+        Raises CheckpointError if it is a link, or another user's.
+        """
         folder = self._models / model_id
-        return folder if _is_id(model_id) and os.path.isdir(folder) else None
+        if not _is_id(model_id) or not os.path.isdir(folder):
+            return None
+        try:
+            if folder.is_symlink():
+                raise NotOwnError(folder, "it is a link")
+            check_own_folder(folder)
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        return folder
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -64,7 +87,7 @@ class ModelCache:
         Raises CapacityError or CheckpointError if it cannot be created.
         """
         try:
-            self._models.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_own_folder(self._models)
             folder = Path(tempfile.mkdtemp(dir=self._models, prefix=".new-"))
         except OSError as error:
             raise disk_error(error, self._models) from error
@@ -78,7 +101,7 @@ class ModelCache:
 
         Raises CapacityError or CheckpointError if it cannot be moved.
         """
-        folder = self._models / model_id
+        folder = self._models / _checked(model_id)
         try:
             staged.rename(folder)
         except OSError as error:
@@ -90,8 +113,9 @@ class ModelCache:
 
     def remember(self, path: str, model_id: str) -> None:
         """Record that a path meant this model, for `recall`. Failing to is no error."""
+        hint = json.dumps({"path": path, "id": _checked(model_id)})
         with contextlib.suppress(OSError):
-            write_whole(self._hint(path), json.dumps({"path": path, "id": model_id}).encode())
+            write_whole(self._hint(path), hint.encode())
 
     def recall(self, path: str) -> str | None:
         """Return the id of the model that a path meant last, None if unknown."""
@@ -105,7 +129,11 @@ class ModelCache:
     # --- use and eviction
 
     def use(self, model_id: str) -> ModelUse:
-        """Protect a replica from deletion, by any process, until the use is closed."""
+        """Protect a replica from deletion, by any process, until the use is closed.
+
+        Raises UsageError for what is no model id, BusyError if another process holds the lock for
+        more than LOCK_S, CheckpointError if the lock is not this user's own.
+        """
         try:
             return ModelUse(self._lock_path(model_id))
         except OSError as error:
@@ -140,7 +168,7 @@ class ModelCache:
             )
         lock = self._lock_path(model_id)
         try:
-            with lock.open("ab") as file:
+            with os.fdopen(open_own(lock, os.O_RDWR | os.O_CREAT), "rb+") as file:
                 if not _lock_alone(file.fileno()):
                     raise BusyError(
                         f"model {model_id[:12]} is in use by a node of this machine",
@@ -201,7 +229,7 @@ class ModelCache:
                     shutil.rmtree(folder)
 
     def _lock_path(self, model_id: str) -> Path:
-        return self._models / f"{model_id}.lock"
+        return self._models / f"{_checked(model_id)}.lock"
 
     def _describe(self, folder: Path, name: str) -> CachedModel:
         lock = self._lock_path(folder.name)
@@ -231,14 +259,28 @@ class ModelUse:
     """
 
     def __init__(self, lock: Path) -> None:
-        lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = lock.open("ab")
-        _lock_shared(self._file.fileno())
-        os.utime(lock)
+        make_own_folder(lock.parent)
+        self._file = os.fdopen(open_own(lock, os.O_RDWR | os.O_CREAT), "rb+")
+        try:
+            _lock_shared(self._file.fileno(), lock)
+            os.utime(self._file.fileno() if os.utime in os.supports_fd else lock)
+        except BaseException:
+            self._file.close()
+            raise
 
     def close(self) -> None:
         """End the use."""
         self._file.close()
+
+
+def _checked(model_id: str) -> str:
+    """Return `model_id`. Raises UsageError if it is none: it becomes part of a path."""
+    if not _is_id(model_id):
+        raise UsageError(
+            f"{model_id[:80]!r} is no model id, which has 64 hex digits",
+            remedy="name the model as `shardnet cache ls` lists it",
+        )
+    return model_id
 
 
 def _is_id(text: str) -> bool:
@@ -247,7 +289,7 @@ def _is_id(text: str) -> bool:
 
 def _read_hint(file: Path) -> tuple[str, str] | None:
     try:
-        match json.loads(file.read_bytes()):
+        match json.loads(read_own(file, MAX_HINT_BYTES)):
             case {"path": str(path), "id": str(model_id)}:
                 return path, model_id
     except (OSError, ValueError):
@@ -262,21 +304,35 @@ def _size_bytes(folder: Path) -> int:
 
 def _is_locked(lock: Path) -> bool:
     try:
-        with lock.open("rb") as file:
+        with os.fdopen(open_own(lock), "rb") as file:
             return not _lock_alone(file.fileno())
     except OSError:
         return False
 
 
-def _lock_shared(file: int) -> None:
+def _lock_shared(file: int, path: Path) -> None:
     """Lock an open file, shared; waits while a replica is being deleted.
 
-    Locks belong to the open file and end with it, so they hold within one process as well.
+    Locks belong to the open file and end with it, so they hold within one process as well. Raises
+    BusyError after LOCK_S.
     """
-    if sys.platform != "win32":  # an open file cannot be deleted there
-        import fcntl
+    if sys.platform == "win32":  # an open file cannot be deleted there
+        return
+    import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_SH)
+    until_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= until_s:
+                raise BusyError(
+                    f"{path}: another process has held this lock for {LOCK_S:g} s",
+                    remedy="ask again when the model is deleted, or end that process (fuser names "
+                    "it)",
+                ) from error
+        time.sleep(LOCK_EVERY_S)
 
 
 def _lock_alone(file: int) -> bool:

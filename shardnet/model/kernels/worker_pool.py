@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
+
+from shardnet.threads import DaemonThreads
 
 Item = TypeVar("Item")
 
@@ -21,7 +22,7 @@ class WorkerPool:
     def __init__(self, n_threads: int, name: str) -> None:
         """Make `n_threads - 1` helper threads; the calling thread is one of `n_threads`."""
         self._n_helpers = n_threads - 1
-        self._helpers = ThreadPoolExecutor(max(1, self._n_helpers), thread_name_prefix=name)
+        self._helpers = DaemonThreads(max(1, self._n_helpers), name)
 
     def run(
         self,

@@ -8,12 +8,13 @@ knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from shardnet.errors import DeadlineError, ShardnetError, UsageError
+from shardnet.errors import DeadlineError, ShardnetError, UsageError, internal_error, where
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
@@ -32,6 +33,8 @@ from shardnet.runtime.scheduling.sequences import (
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.types import CloseSequence, LiveState, OpenSequence, SequenceId
+
+_log = logging.getLogger(__name__)
 
 SLOWDOWN = 2.2
 """A running sequence's tokens may take so many times as long while a prompt travels beside it."""
@@ -244,7 +247,10 @@ class Engine:
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None:
-                live.take_step(group, answered)
+                try:
+                    live.take_step(group, answered)
+                except BaseException as error:
+                    self._end_alone(group.sequence_id, live, error)
         self._deliver(outcomes, answered)
         self._pump()
 
@@ -269,30 +275,41 @@ class Engine:
     def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
         for outcome in outcomes:
             live = self._live.get(outcome.sequence_id)
-            if live is None:
-                continue
-            match outcome:
-                case TokenSampled(row=row):
-                    logprobs = answered.answer.logprobs[row] if answered else None
-                    try:
-                        stopped = live.take_token(outcome.token_id, logprobs, self._clock_ns())
-                    except ShardnetError as error:  # its text cannot be decoded
-                        self._scheduler.end(outcome.sequence_id)
-                        self._live.pop(outcome.sequence_id).fail(error)
-                        continue
-                    if stopped:
-                        self._scheduler.end(outcome.sequence_id)
-                        self._finish(outcome.sequence_id, FinishReason.STOP)
-                case SequenceFinished(reason=reason):
-                    self._finish(outcome.sequence_id, reason)
-                case SequenceFailed(error=error):
-                    self._live.pop(outcome.sequence_id).fail(error)
-                case _:
-                    assert_never(outcome)
+            if live is not None:
+                try:
+                    self._deliver_to(live, outcome, answered)
+                except BaseException as error:
+                    self._end_alone(outcome.sequence_id, live, error)
+
+    def _deliver_to(
+        self, live: LiveRequest, outcome: Outcome, answered: StepAnswered | None
+    ) -> None:
+        match outcome:
+            case TokenSampled(row=row):
+                logprobs = answered.answer.logprobs[row] if answered else None
+                if live.take_token(outcome.token_id, logprobs, self._clock_ns()):
+                    self._scheduler.end(outcome.sequence_id)
+                    self._finish(outcome.sequence_id, FinishReason.STOP)
+            case SequenceFinished(reason=reason):
+                self._finish(outcome.sequence_id, reason)
+            case SequenceFailed(error=error):
+                self._live.pop(outcome.sequence_id).fail(error)
+            case _:
+                assert_never(outcome)
+
+    def _end_alone(self, sequence_id: SequenceId, live: LiveRequest, error: BaseException) -> None:
+        """End a request by name whose text or outputs have failed: the others share the ring."""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        if isinstance(error, ShardnetError):  # its text cannot be decoded
+            named = error
+        else:
+            named = internal_error("the text or outputs of a request", error)
+            _log.error("%s, raised in %s", named.message, where(error))
+            _log.debug("in full:", exc_info=error)
+        self._live.pop(sequence_id, None)
+        self._scheduler.end(sequence_id)
+        live.fail(named)
 
     def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
-        live = self._live.pop(sequence_id)
-        try:
-            live.finish(reason, self._clock_ns())
-        except ShardnetError as error:  # its text cannot be decoded
-            live.fail(error)
+        self._live.pop(sequence_id).finish(reason, self._clock_ns())

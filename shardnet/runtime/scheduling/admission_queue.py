@@ -4,6 +4,7 @@ Knows the order of sequences, their slots and KV blocks, and the slot operations
 must carry out (design decisions 1, 6 and 7). Must not know steps or rows.
 
 - KV blocks are booked before rows are sent, so no stage runs out of room;
+- warm slots keep within their share of the room, so that other programs keep their memory;
 - when running sequences outgrow the room, warm slots are freed first, then the youngest sequence is
   paused;
 - a sequence waits while a running prompt is about to compute a longer prefix of it than any slot
@@ -33,6 +34,14 @@ from shardnet.types import (
     blocks_for,
 )
 
+WARM_CONTEXTS = 4
+WARM_SHARE = 0.25
+"""Warm slots hold at most so many whole contexts, or this share of the room if that is more.
+
+A stage takes memory for a block when it is written: a small model's room is most of the machine,
+and prompts that nobody repeats would come to fill it.
+"""
+
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionQueue:
@@ -57,7 +66,12 @@ class AdmissionQueue:
     _next_order: int = 0
 
     def __post_init__(self) -> None:
-        self.book = KvBlockManager(room_blocks=self.room_blocks, window=self.window)
+        share = int(self.room_blocks * WARM_SHARE)
+        self.book = KvBlockManager(
+            room_blocks=self.room_blocks,
+            most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.context), share),
+            window=self.window,
+        )
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
@@ -203,8 +217,9 @@ class AdmissionQueue:
         del self.running[sequence.sequence_id]
         self.ready.pop(sequence.sequence_id, None)
         sequence.slot = None
+        given_up: tuple[Slot, ...] = ()
         if n_kept:
-            self.book.keep_warm(slot)
+            given_up = self.book.keep_warm(slot)
         else:
             self.book.drop(slot)
         self.pending.append(
@@ -215,6 +230,7 @@ class AdmissionQueue:
                 is_pause=is_pause,
             )
         )
+        self._free(given_up)
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:

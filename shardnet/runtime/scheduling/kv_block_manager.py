@@ -70,9 +70,11 @@ class KvBlockManager:
 
     `window` is the smallest sliding window of the model's layers, None where none has one: such
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
+    Warm slots hold at most `most_warm_blocks` together, None for all of the room.
     """
 
     room_blocks: int
+    most_warm_blocks: int | None = None
     window: int | None = None
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
@@ -168,11 +170,21 @@ class KvBlockManager:
         self._book(slot, slot.n_blocks + more)
         return given_up
 
-    def keep_warm(self, slot: Slot) -> None:
-        """Let a sequence's slot lie with what it holds, for whoever comes."""
+    def keep_warm(self, slot: Slot) -> tuple[Slot, ...]:
+        """Let a sequence's slot lie with what it holds, for whoever comes.
+
+        Returns the warm slots that were dropped for it, beyond `most_warm_blocks`.
+        """
         slot.is_warm = True
         self._book(slot, blocks_for(slot.n_held))
         self._touch(slot)
+        dropped = []
+        if self.most_warm_blocks is not None:
+            others = [other for other in self.warm() if other is not slot]
+            while others and self.warm_blocks > self.most_warm_blocks:
+                dropped.append(others.pop(0))
+                self.drop(dropped[-1])
+        return tuple(dropped)
 
     def drop(self, slot: Slot) -> None:
         """Free a slot."""

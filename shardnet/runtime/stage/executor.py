@@ -11,17 +11,29 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
+
+from shardnet.threads import DaemonThreads, contained
 
 T = TypeVar("T")
+
+
+class JobThread(Protocol):
+    """Runs jobs in the order they were submitted, off the loop."""
+
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue `job`; the future holds its result or what it raised."""
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run `job` and return its result, or raise what it raised."""
 
 
 class Executor:
     """One thread that runs jobs in the order they were submitted.
 
     `set_up` runs first, on the thread. `niceness` lowers the thread's priority where the system
-    has one per thread (Linux).
+    has one per thread (Linux). What a job raises that is no Exception arrives as a RuntimeError.
     """
 
     def __init__(
@@ -33,27 +45,27 @@ class Executor:
             if set_up is not None:
                 set_up()
 
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=start)
+        self._thread = DaemonThreads(1, name, start)
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Queue `job` for the thread at once; the future holds its result or what it raised.
 
         Cancelling the future does not stop a job that has begun.
         """
-        return asyncio.get_running_loop().run_in_executor(self._pool, job)
+        return asyncio.wrap_future(self._thread.submit(job))
 
     def post(
         self,
         job: Callable[[], T],
         done: Callable[[T], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         """Queue `job`; on the loop, `done` gets its result or `failed` what it raised.
 
         Like `submit` without a future on the loop, which costs a turn of it. Neither is called
         when the loop has closed meanwhile.
         """
-        self._pool.submit(_finish, job, done, failed, asyncio.get_running_loop())
+        self._thread.post(partial(_finish, job, done, failed, asyncio.get_running_loop()))
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result, or raise what it raised."""
@@ -61,29 +73,38 @@ class Executor:
 
     def close(self) -> None:
         """Let the running job end, drop the waiting ones and end the thread. Does not wait."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def join(self) -> None:
-        """Wait for the thread to end. For the end of the process, off the loop."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Close, and wait for the thread to end. For the end of the process, off the loop."""
+        self._thread.close()
+        self._thread.join()
 
 
 def _finish(
     job: Callable[[], T],
     done: Callable[[T], None],
-    failed: Callable[[BaseException], None],
+    failed: Callable[[Exception], None],
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """Run `job` on this thread and hand its result or error to the loop.
 
-    If the loop has closed meanwhile, the error of that stays in this thread.
+    Where the loop has closed meanwhile nobody is told.
     """
     try:
         result = job()
     except BaseException as error:  # as in a future: whoever waits for the result gets it
-        loop.call_soon_threadsafe(failed, error)
+        _tell(loop, failed, contained(error))
     else:
-        loop.call_soon_threadsafe(done, result)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done, result)
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, failed: Callable[[Exception], None], error: Exception
+) -> None:
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(failed, error)
 
 
 def _lower_priority(niceness: int) -> None:

@@ -23,6 +23,8 @@ class ProgressReporter:
         self._on_progress = on_progress
         self._loop = loop
         self._last_s = 0.0
+        self.n_reports = 0
+        """Reports so far: a thread that makes none may hang."""
         self._why: ShardnetError | None = None
 
     def cancel(self, why: ShardnetError | None = None) -> None:
@@ -31,6 +33,7 @@ class ProgressReporter:
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Report from the working thread. Raises the error given to `cancel`, if called."""
+        self.n_reports += 1
         if self._why is not None:
             raise self._why
         now = time.monotonic()

@@ -7,12 +7,13 @@ thread while the last ones are sent. Must not know tensors, sockets or which nod
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, internal_error, where
 from shardnet.runtime.stage.compute import (
     PassCompute,
     StageCompute,
@@ -24,6 +25,7 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.threads import contained
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     CloseSequence,
@@ -33,6 +35,8 @@ from shardnet.types import (
     StepId,
 )
 from shardnet.wire.messages.extras import StageTiming
+
+log = logging.getLogger(__name__)
 
 _QUEUED = 2
 """Inputs queued to the compute thread and not sent on yet: one computes, one waits."""
@@ -131,12 +135,14 @@ class StageWorker:
                 self._sink.send(output)
                 if isinstance(output, StepComputed):
                     self._on_step_done(output.batch.step)
-        except Exception as error:  # no task awaits this: any error must end the worker
-            self._fail(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # no task awaits this: any error must end the worker
+            self._fail(contained(error))
         self._n_queued -= len(outputs)
         self._room.set()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -178,6 +184,11 @@ class StageWorker:
             return self._compute.compute(arrived.batch, arrived.activations)
         except ShardnetError as error:
             return error
+        except Exception as error:  # its sequences end, the ring goes on
+            named = internal_error(f"step {arrived.batch.step} at rank {self._rank}", error)
+            log.error("%s, raised in %s", named.message, where(error))
+            log.debug("in full:", exc_info=error)
+            return named
 
     def _output(
         self, arrived: StepArrived, result: StepResult, started_ns: int

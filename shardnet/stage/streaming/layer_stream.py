@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.buffers import Buffers, HostBuffers
+from shardnet.threads import DaemonThreads
 
 ALIGNMENT: Final = 64
 """Alignment of each linear's weights in a buffer, in bytes."""
@@ -42,6 +43,8 @@ _SHARED_BYTES: Final = 1 << 23
 """Bytes of a piece: small enough to share, large enough to read sequentially."""
 _PACKED_AT_A_TIME: Final = 1 << 20
 """Bytes that are read before they are packed: they are still in the CPU's caches."""
+_SILENCE_S: Final = 30.0
+"""How long the disk may bring no piece: sleeping disks take 10 s to spin up."""
 
 
 class Packing(Protocol):
@@ -122,14 +125,20 @@ class LayerStream:
     reading threads end with this object.
     """
 
-    def __init__(self, buffers: Buffers | None = None) -> None:
-        """Take the `buffers` that layers are computed from; None is CPU memory."""
+    def __init__(self, buffers: Buffers | None = None, *, silence_s: float = _SILENCE_S) -> None:
+        """Take the `buffers` that layers are computed from; None is CPU memory.
+
+        A disk that brings nothing for `silence_s` fails what waits for it.
+        """
         self._buffers = buffers or HostBuffers()
+        self._silence_s = silence_s
+        self._is_silent = False
+        self._brought: list[None] = []
         self._n_buffers = 0
         self._layers: dict[int, _StreamedLayer] = {}
         self._order: list[int] = []
         self._fetches: deque[_Fetch] = deque()
-        self._reader: ThreadPoolExecutor | None = None
+        self._reader: DaemonThreads | None = None
         self._workers = WorkerPool(_READERS, "shardnet-stream-help")
         self.made: dict[int, Linear] = {}
         """Linears that were packed for the current layer, by the offset of their weights."""
@@ -162,7 +171,7 @@ class LayerStream:
         if self._order:
             largest = max(layer.size_bytes for layer in self._layers.values())
             self._buffers.make(self._order, self._n_buffers, largest)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardnet-stream")
+        self._reader = DaemonThreads(1, "shardnet-stream")
         if self._order:
             self._restart(self._order[0])
 
@@ -179,12 +188,14 @@ class LayerStream:
     def need(self, layer: int) -> None:
         """Wait until the layer has been read. Does nothing for a layer that is not streamed.
 
-        Raises CheckpointError if its file is missing, unreadable or has changed.
+        Raises CheckpointError if its file is missing, unreadable or has changed, or the disk does
+        not answer; while it does not, later calls raise at once.
         """
         if layer not in self._layers:
             return
         if not self._fetches or self._fetches[0].layer != layer:  # the previous pass was abandoned
             self._restart(layer)
+        self._wait_for([self._fetches[0]])
         try:
             self._fetches[0].done.result()
         except CheckpointError:
@@ -213,9 +224,25 @@ class LayerStream:
             layer = self._after(layer)
 
     def _drop(self) -> None:
-        wait_for([fetch.done for fetch in self._fetches])  # no read may still write to a buffer
+        self._wait_for(self._fetches)  # no read may still write to a buffer
         self._fetches.clear()
         self.made.clear()
+
+    def _wait_for(self, fetches: Collection[_Fetch]) -> None:
+        """Wait for the end of reads, while pieces come. Raises CheckpointError once none do."""
+        reads = [fetch.done for fetch in fetches]
+        n_brought = len(self._brought)
+        while wait_for(reads, 0 if self._is_silent else self._silence_s).not_done:
+            self._is_silent = len(self._brought) == n_brought
+            if self._is_silent:
+                part = self._layers[next(iter(fetches)).layer].pieces[0].part
+                raise CheckpointError(
+                    f"{part.path}: the disk does not answer for {self._silence_s:g} s, and layers "
+                    "are streamed from it",
+                    remedy="bring it back or `shardnet unload`, then ask again",
+                )
+            n_brought = len(self._brought)
+        self._is_silent = False
 
     def _after(self, layer: int) -> int:
         return self._order[(self._order.index(layer) + 1) % len(self._order)]
@@ -224,7 +251,8 @@ class LayerStream:
         assert self._reader is not None
         self.n_fetched += 1
         wanted = self._layers[layer]
-        read = partial(_read_layer, self._workers, wanted)
+        self._brought.clear()
+        read = partial(_read_layer, self._workers, wanted, self._brought)
         done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
@@ -234,9 +262,19 @@ def _units(n_bytes: int, packing: Packing) -> int:
     return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
 
 
-def _read_layer(workers: WorkerPool, layer: _StreamedLayer, buffer: Tensor) -> None:
-    """Read all pieces of a layer into `buffer`. Raises CheckpointError, which names the file."""
-    workers.run(partial(_bring, buffer), layer.pieces)
+def _read_layer(
+    workers: WorkerPool, layer: _StreamedLayer, brought: list[None], buffer: Tensor
+) -> None:
+    """Read all pieces of a layer into `buffer`, and count them in `brought`.
+
+    Raises CheckpointError, which names the file.
+    """
+
+    def bring(piece: _Piece) -> None:
+        _bring(buffer, piece)
+        brought.append(None)
+
+    workers.run(bring, layer.pieces)
 
 
 def _bring(buffer: Tensor, piece: _Piece) -> None:

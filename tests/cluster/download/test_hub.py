@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardnet.api.requests import name_model
 from shardnet.checkpoint.hub_cache import HubName
+from shardnet.cluster.download import hub
 from shardnet.cluster.download.hub import check_proxies, pull
 from shardnet.errors import HubError, ShardnetError, UsageError
 
@@ -57,3 +59,66 @@ def test_a_url_is_no_model_and_is_told_what_to_do() -> None:
     with pytest.raises(UsageError, match="download the file and give its path") as caught:
         name_model("https://anna:secret@host/a.gguf")
     assert "secret" not in str(caught.value)
+
+
+FILE = hub.HubFile(name="model.safetensors", size_bytes=100 << 20, sha256="")
+
+
+def counter() -> hub._Counter:
+    model = HubName.parse("a/b")
+    assert model is not None
+    return hub._Counter(lambda *_: None, model, FILE, 7, 7 + FILE.size_bytes)
+
+
+def test_a_download_that_starts_over_without_coming_further_ends() -> None:
+    """A server that ignores where to resume, and a connection that breaks after each MiB."""
+    counting = counter()
+    for _ in range(hub.MAX_IN_VAIN):
+        counting.update(1 << 20)
+        counting.update(-1 << 20)
+    counting.update(1 << 20)
+    with pytest.raises(HubError, match=r"model\.safetensors starts over .* 1048576 bytes"):
+        counting.update(-1 << 20)
+
+
+def test_a_download_that_comes_further_each_time_goes_on() -> None:
+    counting = counter()
+    for n_bytes in range(1 << 20, 20 << 20, 1 << 20):
+        counting.update(n_bytes)
+        counting.update(-n_bytes)
+    counting.update(FILE.size_bytes)
+
+
+def test_more_bytes_than_announced_end_a_download() -> None:
+    counting = counter()
+    counting.update(FILE.size_bytes)
+    with pytest.raises(HubError, match=r"more of model\.safetensors came than the 104857600 bytes"):
+        counting.update(20 << 20)
+
+
+@pytest.mark.parametrize(
+    ("commit", "n_files", "why"),
+    [
+        ("../../evil", 1, r"commit '\.\./\.\./evil'"),
+        ("a" * 40, 20_001, "lists 20001 files"),
+        ("a" * 40, 1, "no weights that are read here"),
+    ],
+)
+def test_a_listing_that_no_hub_gives_is_refused(
+    commit: str, n_files: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    files = [
+        SimpleNamespace(rfilename=f"../../{n}.safetensors", size=1, lfs=None)
+        for n in range(n_files)
+    ]
+
+    def info(*_: object, **__: object) -> object:
+        return SimpleNamespace(siblings=files, sha=commit)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    model = HubName.parse("a/b")
+    assert model is not None
+    with pytest.raises(ShardnetError, match=why):
+        hub.look_up(model, tmp_path)

@@ -19,8 +19,8 @@ from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, CapacityError, CheckpointError, UsageError
-from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured
@@ -60,7 +60,7 @@ def measuring(
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
-        host, reader = StageHost(dial=dial), Executor("reader")
+        host, disk = StageHost(dial=dial), DiskJobs("test")
         device = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
         orders = StageOrders(
             host=host,
@@ -72,13 +72,13 @@ def measuring(
             log=print,
         )
         figures = NodeBenchmark(
-            host=host, orders=orders, reader=reader, cache=FigureCache(folder, print)
+            host=host, orders=orders, disk=disk, cache=FigureCache(folder, print)
         )
         try:
             await main(figures, host)
         finally:
             await host.close()
-            reader.close()
+            disk.close()
 
     asyncio.run(run())
 

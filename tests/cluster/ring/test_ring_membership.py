@@ -28,6 +28,10 @@ from shardnet.types import (
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 
+class Panic(BaseException):
+    """What a Rust library raises when it panics: no Exception."""
+
+
 class BrokenCompute:
     """A compute with a bug."""
 
@@ -41,7 +45,7 @@ class BrokenCompute:
         """Nothing."""
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
-        raise ZeroDivisionError("a bug of ours")
+        raise Panic("a bug of ours")
 
 
 async def no_dial(address: str, membership: RingMembership) -> Link:
@@ -98,7 +102,8 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
         pipeline.send(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(1,)))
         await ended.wait()
         assert [str(error) for error in broken] == [
-            "internal error at rank 0: ZeroDivisionError('a bug of ours')"
+            "internal error in rank 0: RuntimeError('Panic: a bug of ours'), a bug of shardnet; "
+            "report it, with what that node wrote"
         ]
         await one.leave()
         executor.join()

@@ -8,6 +8,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,11 +18,13 @@ from msgspec.structs import replace
 from shardnet.cluster.ring import stage_host as stage_host_module
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.errors import BusyError, PeerFailedError, TakenError, UsageError
+from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
 from shardnet.runtime.stage.loading import StageOrder
 from shardnet.transport.link import Link
 from shardnet.types import WireDType
 from shardnet.wire.messages.stages import LoadStage
+
+STAGE_ORDER = cast(StageOrder, SimpleNamespace(folder=Path("/m")))
 
 
 @dataclass
@@ -157,7 +161,7 @@ async def enter_ring(host: StageHost, owner: str = "head", ring: str = "r") -> R
 async def load(host: StageHost) -> None:
     await host.load(
         await enter_ring(host),
-        cast(StageOrder, None),
+        STAGE_ORDER,
         wire_dtype=WireDType.FLOAT32,
         threads=1,
         memory_bytes=1,
@@ -254,7 +258,7 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
         with pytest.raises(PeerFailedError, match="no member of ring r any more"):
             await host.load(
                 former,
-                cast(StageOrder, None),
+                STAGE_ORDER,
                 wire_dtype=WireDType.FLOAT32,
                 threads=1,
                 memory_bytes=1,
@@ -264,3 +268,40 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
             await host.join("s", 1)
 
     hosted(main)
+
+
+def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    begun: list[Callable[[], object]] = []
+
+    def hang(*_: object) -> None:
+        begun.pop()()
+        answers.wait(60)
+
+    monkeypatch.setattr(stage_host_module, "load", hang)
+    monkeypatch.setattr(stage_host_module, "CLOSE_S", 0.05)
+
+    async def silent(host: StageHost) -> None:
+        begun.append(lambda: None)
+        with pytest.raises(DiskSilentError, match="/m: the disk does not answer"):
+            await load(host)
+        assert await host.measure(lambda tick: 7, lambda done, total: None) == 7
+
+    async def leaving(host: StageHost) -> None:
+        began, loop = asyncio.Event(), asyncio.get_running_loop()
+        begun.append(lambda: loop.call_soon_threadsafe(began.set))
+        order = asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(30):
+            await host.close()
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await order
+
+    try:
+        hosted(leaving)
+        monkeypatch.setattr(stage_host_module, "LOAD_SILENCE_S", 0.05)
+        hosted(silent)
+    finally:
+        answers.set()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from shardnet.cluster.store import model_cache
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import BusyError, CapacityError, CheckpointError, UsageError
 
@@ -128,4 +130,54 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="SHARDNET_CACHE_DIR"):
         cache.use(A)
     cache.remember("/m", A)
+    assert cache.recall("/m") is None
+
+
+@pytest.mark.parametrize("name", ["../x", "", "/etc/evil", "A" * 64, "a" * 63])
+def test_what_is_no_id_makes_no_file_and_no_folder(cache: ModelCache, name: str) -> None:
+    before = [*cache.folder.parent.rglob("*")]
+    for entry in (
+        lambda: cache.use(name),
+        lambda: cache.remember("/m", name),
+        lambda: cache.install(cache.folder, name),
+        lambda: cache.remove(name),
+    ):
+        with pytest.raises(UsageError, match=r"no model"):
+            entry()
+    assert [*cache.folder.parent.rglob("*")] == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such locks")
+def test_a_lock_that_is_never_released_is_named(
+    cache: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    put(cache, A)
+    monkeypatch.setattr(model_cache, "LOCK_S", 0.01)
+    lock = cache.folder / "models" / f"{A}.lock"
+    with lock.open("rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match=rf"{A}\.lock: another process has held this lock"):
+            cache.use(A)
+    cache.use(A).close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such links")
+def test_links_that_somebody_has_laid_are_refused(cache: ModelCache, tmp_path: Path) -> None:
+    folder = put(cache, A)
+    lock = cache.folder / "models" / f"{A}.lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="it is a link"):
+        cache.use(A)
+    assert not (tmp_path / "elsewhere").exists()
+    folder.rename(tmp_path / "evil")
+    folder.symlink_to(tmp_path / "evil")
+    with pytest.raises(CheckpointError, match="it is a link"):
+        cache.find(A)
+    cache.remember("/m", A)
+    [hint] = (cache.folder / "paths").iterdir()
+    hint.rename(tmp_path / "hint")
+    hint.symlink_to(tmp_path / "hint")
     assert cache.recall("/m") is None

@@ -417,6 +417,21 @@ def test_warm_slots_are_given_up_when_room_is_short_the_shared_ones_last() -> No
     assert one.finished == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize(("room_blocks", "most"), [(40, 16), (100, 25)])
+def test_warm_slots_keep_within_their_share_of_a_large_room(room_blocks: int, most: int) -> None:
+    """Four contexts of 4 blocks, or a quarter of the room; the newest slots are those that stay."""
+    one = ring(room_blocks=room_blocks)
+    for number in range(1, 41):
+        one.scheduler.submit(request(number, prompt(number, 200), max_tokens=3))
+        one.run()
+        assert one.scheduler.book.warm_blocks == min(number, most)
+    freed = {o.slot for o in one.operations(FreeSlot)}
+    assert {slot.slot for slot in one.scheduler.book.warm()} <= freed | set(range(most + 1))
+    one.scheduler.submit(request(41, (*prompt(40, 200), 1), max_tokens=3))
+    one.run()
+    assert one.operations(OpenSequence)[-1].n_kept >= 200
+
+
 # --- deterministic ------------------------------------------------------------------------------
 
 

@@ -23,8 +23,9 @@ from shardnet.types import SamplingParams
 PACKAGE = str(Path(shardnet.__file__).parent)
 N_STAGES = 3
 N_STEPS = 30
-MOST_CALLS = 120
-"""Calls of our own functions per step and stage; 115 when this was written."""
+MOST_CALLS = 125
+"""Calls of our own functions per step and stage; 121 when this was written. Threads of our own
+count here, where those of the standard library took more calls that did not."""
 
 
 class CallCount:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 
 import pytest
 
@@ -33,19 +34,32 @@ def test_posted_jobs_run_in_order_on_the_thread_and_are_told_on_the_loop() -> No
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
-def test_what_a_posted_job_raises_is_told(error: BaseException) -> None:
+class Panic(BaseException):
+    """What a Rust library raises when it panics: no Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), Panic("unwrap"), StopIteration()])
+def test_what_a_job_raises_is_told_as_an_exception(error: BaseException) -> None:
     async def main() -> None:
         executor = Executor("jobs")
-        failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
         def job() -> None:
             raise error
 
         executor.post(job, lambda result: pytest.fail("it has no result"), failed.set_result)
         async with asyncio.timeout(DEADLINE_S):
-            assert await failed is error
+            for told in (await failed, await _raised_by(executor.run(job))):
+                assert isinstance(told, Exception)
+                assert error in (told, told.__cause__)
+                assert type(error).__name__ in repr(told)
             assert await executor.run(lambda: "the thread lives") == "the thread lives"
         executor.join()
 
     asyncio.run(main())
+
+
+async def _raised_by(running: Awaitable[object]) -> BaseException:
+    [error] = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(error, BaseException)
+    return error

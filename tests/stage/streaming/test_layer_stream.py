@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -383,3 +386,44 @@ def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
     assert figures["most"] <= 1.05 * predicted + slack
     assert predicted < 0.6 * resident
     assert figures["fetched"] == 2 + 3 * 8
+
+
+def test_a_disk_that_does_not_answer_fails_what_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once while it hangs, and not any more when it answers."""
+    answers = threading.Event()
+    path = tmp_path / "layer"
+    path.write_bytes(b"weights!")
+    usual: Any = layer_stream._bring
+
+    def bring(*piece: Any) -> None:
+        assert answers.wait(60)
+        usual(*piece)
+
+    monkeypatch.setattr(layer_stream, "_bring", bring)
+    stream = LayerStream(silence_s=0.05)
+    for layer in range(3):
+        stream.reserve(layer, [FilePart.of(path, 0, 8)])
+    stream.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=rf"{path}: the disk does not answer"):
+                stream.need(0)
+        with pytest.raises(CheckpointError, match=rf"{path}: the disk does not answer"):
+            stream.need(1)  # as a pass that starts elsewhere
+    finally:
+        answers.set()
+    for layer in range(3):
+        wait_until_read(stream, layer)
+        stream.done(layer)
+
+
+def wait_until_read(stream: LayerStream, layer: int) -> None:
+    """Need a layer of a disk that has begun to answer."""
+    for _ in range(1000):
+        try:
+            return stream.need(layer)
+        except CheckpointError:
+            time.sleep(0.001)
+    raise AssertionError("it never answers")

@@ -16,10 +16,10 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles, begin_replica, lay_out, parts_of
 from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import PeerUnreachableError, ShardnetError
-from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.bulk import BulkMessage, bulk_frame, read_bulk
@@ -37,9 +37,10 @@ def hello(name: str) -> Hello:
 class Sources:
     """Who answers at which name. `dialled` lists the names in the order they were dialled."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, disk: Executor) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, disk: DiskJobs) -> None:
         self._tasks = tasks
-        self.disk = disk
+        self._jobs = disk
+        self.disk = disk.at("the receiver's disk")
         self.serves: dict[str, Serve] = {}
         self.dialled: list[str] = []
 
@@ -48,7 +49,7 @@ class Sources:
         models = LocalModels(ModelCache(cache))
         if folder.exists():
             models.inspect(folder)
-        self.serves[name] = BulkServer(models, self.disk, SendRate(None), time.monotonic).serve
+        self.serves[name] = BulkServer(models, self._jobs, SendRate(None), time.monotonic).serve
 
     def script(self, name: str, script: Script) -> None:
         """Let a scripted source answer."""
@@ -80,13 +81,13 @@ class Sources:
 @asynccontextmanager
 async def open_sources() -> AsyncIterator[Sources]:
     """Give sources whose links and thread end with it."""
-    disk = Executor("test-share")
+    disk = DiskJobs("test-share")
     try:
         async with asyncio.TaskGroup() as tasks:
             yield Sources(tasks, disk)
     finally:
-        await disk.run(lambda: None)
-        disk.join()
+        await disk.drain()
+        disk.close()
 
 
 def empty_replica(source: Path, folder: Path) -> Path:

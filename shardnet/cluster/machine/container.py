@@ -1,0 +1,110 @@
+"""The limits of the container that this process runs in: memory and processor time, Linux only.
+
+Knows control groups of both versions, and that each limit of a group holds for those below it. The
+system's own figures are those of the whole machine. Must not know what the memory is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+ROOT: Final = Path("/sys/fs/cgroup")
+MEMBERSHIP: Final = Path("/proc/self/cgroup")
+_UNLIMITED: Final = 1 << 60
+"""A version 1 group without a limit says a number above this."""
+
+
+def container_free_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return the bytes that this process's groups leave it, None without a limit.
+
+    That is the limit less what is in use; the page cache of files, which is given back when memory
+    is short, counts as free.
+    """
+    free = [_free_v2(folder) for folder in _folders(root, membership, "")]
+    free += [_free_v1(folder) for folder in _folders(root / "memory", membership, "memory")]
+    return min((max(0, n_bytes) for n_bytes in free if n_bytes is not None), default=None)
+
+
+def container_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
+    """Return the cores whose time this process's groups leave it, None without a limit."""
+    cores = [_cores_v2(folder) for folder in _folders(root, membership, "")]
+    for name in ("cpu", "cpu,cpuacct"):
+        cores += [_cores_v1(folder) for folder in _folders(root / name, membership, "cpu")]
+    return min((n_cores for n_cores in cores if n_cores is not None), default=None)
+
+
+def _folders(mounted: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """List the folders of this process's group and those above it, of one controller.
+
+    `controller` is "" in version 2. In a container of its own the group's folder is the mounted
+    one, whatever path the membership says.
+    """
+    yield mounted
+    group = PurePosixPath("/")
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if controller in names.split(",") and path.startswith("/") and ".." not in path:
+            group = PurePosixPath(path)
+    for part in (group, *group.parents):
+        if part != PurePosixPath("/"):
+            yield mounted / part.relative_to("/")
+
+
+def _free_v2(folder: Path) -> int | None:
+    limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+    if limit is None or used is None:
+        return None
+    return limit - used + _of(folder / "memory.stat", "inactive_file")
+
+
+def _free_v1(folder: Path) -> int | None:
+    limit = _number(folder / "memory.limit_in_bytes")
+    used = _number(folder / "memory.usage_in_bytes")
+    if limit is None or limit >= _UNLIMITED or used is None:
+        return None
+    return limit - used + _of(folder / "memory.stat", "total_inactive_file")
+
+
+def _cores_v2(folder: Path) -> float | None:
+    quota, _, period = _text(folder / "cpu.max").partition(" ")
+    return _share(quota, period)
+
+
+def _cores_v1(folder: Path) -> float | None:
+    return _share(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+
+
+def _share(quota: str, period: str) -> float | None:
+    """Divide a quota by its period; None for "max", -1 and what is no number."""
+    with contextlib.suppress(ValueError):
+        quota_us, period_us = int(quota), int(period)
+        if quota_us > 0 and period_us > 0:
+            return quota_us / period_us
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """Read a number, None for "max" and where there is no such file."""
+    with contextlib.suppress(ValueError):
+        return int(_text(path))
+    return None
+
+
+def _of(path: Path, name: str) -> int:
+    """Read the number after `name` in a file of names and numbers, 0 without one."""
+    for line in _text(path).splitlines():
+        word, _, number = line.partition(" ")
+        if word == name and number.isdecimal():
+            return int(number)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,260 @@
+"""Jobs on disks that may never answer: a hanging mount, a pipe, a dying drive.
+
+Knows how long a disk may be silent, and how many threads it may take with it. A job that hangs
+fails by name; its thread is left behind and ends when the disk answers at last. Must not know what
+the jobs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
+from shardnet.threads import DaemonThreads
+
+T = TypeVar("T")
+
+SILENCE_S: Final = 10.0 if sys.platform == "linux" else 60.0
+"""How long a job may neither end, nor report, nor use the processor, which only Linux tells."""
+MAX_STUCK: Final = 16
+"""Threads that hang on disks; from then on only places that have answered before are asked."""
+MAX_BUSY: Final = 16
+"""Places at work at one time."""
+MAX_IDLE: Final = 4
+"""Threads that are kept for the places they worked for."""
+MAX_ANSWERED: Final = 64
+"""Places remembered because they have answered."""
+_LOOKS: Final = 10
+"""How often a silence is looked at before it counts: a process that was stopped is not silent."""
+
+
+class DiskJobs:
+    """Runs jobs of one place in order, of several places side by side.
+
+    A place is whatever hangs as one: the path of a checkpoint, a cache folder. `niceness` lowers
+    the threads' priority on Linux. All calls are made on the event loop.
+    """
+
+    def __init__(self, name: str, *, niceness: int = 0, silence_s: float = SILENCE_S) -> None:
+        self._name = name
+        self._niceness = niceness
+        self._silence_s = silence_s
+        self._lanes: dict[str, _Lane] = {}
+        self._stuck: dict[str, _Lane] = {}
+        self._answered: dict[str, None] = {}
+        self._is_closed = False
+
+    async def run(
+        self, place: object, job: Callable[[], T], alive: Callable[[], object] = lambda: None
+    ) -> T:
+        """Run `job` on a thread for `place`; return its result, or raise what it raised.
+
+        What `alive` returns changes while the job lives, as far as the job can say.
+
+        Raises DiskSilentError if the disk does not answer, at once for a place where an earlier job
+        still hangs, BusyError while too many places are at work, PeerFailedError after `close`.
+        Cancelling does not stop a job that has begun.
+        """
+        return await self.submit(place, job, alive)
+
+    def submit(
+        self, place: object, job: Callable[[], T], alive: Callable[[], object] = lambda: None
+    ) -> asyncio.Future[T]:
+        """Queue `job` as `run` does; the future holds its result, or what it raised."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        try:
+            self._lane(str(place)).put(job, answer, alive)
+        except (DiskSilentError, BusyError, PeerFailedError) as error:
+            answer.set_exception(error)
+            answer.exception()  # retrieved: who submits need not look
+        return answer
+
+    def at(self, place: object) -> DiskPlace:
+        """Return the jobs of one place, for what works there only."""
+        return DiskPlace(self, place)
+
+    async def drain(self, patience_s: float = 1.0) -> None:
+        """Wait until no job is waiting or running, or none has done anything for `patience_s`."""
+        seen: object = None
+        while waiting := [job for lane in self._lanes.values() for job in lane.jobs]:
+            ends = [asyncio.wrap_future(job) for job in waiting]
+            done, _ = await asyncio.wait(ends, timeout=patience_s)
+            beats = [lane.beat() for lane in self._lanes.values()]
+            if not done and beats == seen:
+                return
+            seen = beats
+            await asyncio.sleep(0)  # the lanes hear of it as well
+
+    def close(self) -> None:
+        """Fail what waits and what runs, and end the threads; those that hang are left behind."""
+        self._is_closed = True
+        for lane in [*self._lanes.values()]:
+            lane.fail(PeerFailedError("this node is leaving", remedy="ask another one"))
+        self._lanes.clear()
+
+    def _lane(self, place: str) -> _Lane:
+        if self._is_closed:
+            raise PeerFailedError("this node is leaving", remedy="ask another one")
+        lane = self._lanes.get(place)
+        if lane is not None:
+            return lane
+        if place in self._stuck or (len(self._stuck) >= MAX_STUCK and place not in self._answered):
+            raise _silent(place, self._silence_s)
+        idle = [name for name, other in self._lanes.items() if not other.jobs]
+        if len(self._lanes) - len(idle) >= MAX_BUSY:
+            raise BusyError(
+                f"{place}: this node reads {MAX_BUSY} other folders just now",
+                remedy="ask again later",
+            )
+        for name in idle[: len(idle) - MAX_IDLE + 1]:
+            self._lanes.pop(name).threads.close()
+        lane = self._lanes[place] = _Lane(
+            place, self._name, self._niceness, self._silence_s, self._lane_answers, self._lane_hangs
+        )
+        return lane
+
+    def _lane_answers(self, lane: _Lane) -> None:
+        self._answered.pop(lane.place, None)
+        self._answered[lane.place] = None
+        if len(self._answered) > MAX_ANSWERED:
+            del self._answered[next(iter(self._answered))]
+        if self._stuck.get(lane.place) is lane:
+            del self._stuck[lane.place]
+
+    def _lane_hangs(self, lane: _Lane) -> None:
+        self._lanes.pop(lane.place, None)
+        self._stuck[lane.place] = lane
+        lane.fail(_silent(lane.place, self._silence_s))
+
+
+class DiskPlace:
+    """The jobs of one place; see DiskJobs."""
+
+    def __init__(self, jobs: DiskJobs, place: object) -> None:
+        self._jobs = jobs
+        self._place = place
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run a job; raises as DiskJobs.run."""
+        return await self._jobs.run(self._place, job)
+
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue a job; see DiskJobs.submit."""
+        return self._jobs.submit(self._place, job)
+
+
+class _Lane:
+    """The thread of one place, and the loop's view of it."""
+
+    def __init__(
+        self,
+        place: str,
+        name: str,
+        niceness: int,
+        silence_s: float,
+        on_answer: Callable[[_Lane], None],
+        on_silence: Callable[[_Lane], None],
+    ) -> None:
+        self.place = place
+        self.jobs: dict[Future[Any], asyncio.Future[Any]] = {}
+        """Waiting and running jobs, and where their ends are awaited."""
+        self._alive: dict[Future[Any], Callable[[], object]] = {}
+        self._clocks: list[int] = []
+        clocks = self._clocks
+        self.threads = DaemonThreads(1, name, lambda: _begin(niceness, clocks))
+        self._silence_s = silence_s
+        self._on_answer = on_answer
+        self._on_silence = on_silence
+        self._n_ended = 0
+        self._n_silent = 0
+        self._seen: object = None
+        self._look: asyncio.TimerHandle | None = None
+
+    def put(
+        self, job: Callable[[], T], answer: asyncio.Future[T], alive: Callable[[], object]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(done: Future[T]) -> None:
+            """Pass the end of the job to the loop; on the thread, or where it is cancelled."""
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(self._ended, done, answer)
+
+        running = self.threads.submit(job)
+        self.jobs[running] = answer
+        self._alive[running] = alive
+        running.add_done_callback(tell)
+        answer.add_done_callback(lambda _: running.cancel())  # unless it has begun
+        if self._look is None:
+            self._n_silent, self._seen = 0, self.beat()
+            self._look = loop.call_later(self._silence_s / _LOOKS, self._look_at_it)
+
+    def fail(self, error: Exception) -> None:
+        """End the thread after what it does now, and fail all jobs with `error`."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        for answer in self.jobs.values():
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # retrieved: nobody may wait for it
+        self.threads.close()
+
+    def _ended(self, running: Future[T], answer: asyncio.Future[T]) -> None:
+        del self.jobs[running], self._alive[running]
+        if not self.jobs and self._look is not None:
+            self._look.cancel()
+            self._look = None
+        if running.cancelled():
+            answer.cancel()
+            return
+        self._n_ended += 1
+        self._on_answer(self)
+        error = running.exception()
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(running.result())
+
+    def beat(self) -> object:
+        """Return what changes while the thread lives: jobs ended, processor time used."""
+        used_ns = 0
+        with contextlib.suppress(OSError, IndexError):  # it has ended, or not begun
+            used_ns = time.clock_gettime_ns(self._clocks[0])
+        return self._n_ended, used_ns, [alive() for alive in self._alive.values()]
+
+    def _look_at_it(self) -> None:
+        beat = self.beat()
+        self._n_silent = self._n_silent + 1 if beat == self._seen else 0
+        self._seen = beat
+        if self._n_silent >= _LOOKS:
+            self._look = None
+            self._on_silence(self)
+        else:
+            wait_s = self._silence_s / _LOOKS
+            self._look = asyncio.get_running_loop().call_later(wait_s, self._look_at_it)
+
+
+def _begin(niceness: int, clocks: list[int]) -> None:
+    """Lower the calling thread's priority, and note the clock of its processor time (Linux)."""
+    if sys.platform == "linux":
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def _silent(place: str, silence_s: float) -> DiskSilentError:
+    return DiskSilentError(
+        f"{place}: the disk does not answer for {silence_s:g} s",
+        remedy="bring it back (a network mount, a sleeping or failing drive), then ask again",
+    )

@@ -1,0 +1,132 @@
+"""Threads that never keep the process from ending, whatever their jobs do.
+
+Those of `concurrent.futures` are waited for when Python exits: one that hangs on a disk keeps the
+process for ever. Knows threads and futures only. Must not know what the jobs do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThreads:
+    """At most `n_threads` daemon threads that take jobs in order; they end with this object.
+
+    `initializer` runs first on each thread; a thread works also where that fails.
+    """
+
+    def __init__(
+        self, n_threads: int, name: str, initializer: Callable[[], None] = lambda: None
+    ) -> None:
+        self._n_threads = n_threads
+        self._name = name
+        self._initializer = initializer
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._is_closed = False
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a job; the future holds its result, or what it raised as `contained`.
+
+        Raises RuntimeError after `close`.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{self._name} takes no jobs any more")
+        future: Future[T] = Future()
+        self._jobs.put(_Job(future, lambda: job(*args, **kwargs)))
+        if len(self._threads) < self._n_threads:
+            self._start()
+        return future
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Queue a call that handles what it raises itself, and is dropped by `close`.
+
+        Costs less than `submit`. Raises RuntimeError after `close`.
+        """
+        if self._is_closed:
+            raise RuntimeError(f"{self._name} takes no jobs any more")
+        self._jobs.put(call)
+        if len(self._threads) < self._n_threads:
+            self._start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if len(self._threads) < self._n_threads:
+                thread = threading.Thread(
+                    target=_work,
+                    args=(self._jobs, self._initializer),
+                    name=f"{self._name}_{len(self._threads)}",
+                    daemon=True,
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def close(self) -> None:
+        """Let running jobs end, cancel the waiting ones and end the threads. Does not wait."""
+        self._is_closed = True
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if isinstance(job, _Job):
+                job.future.cancel()
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads to end, after `close`."""
+        for thread in self._threads:
+            thread.join()
+
+
+class _Job:
+    """A call and the future of its result."""
+
+    __slots__ = ("call", "future")
+
+    def __init__(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        self.future, self.call = future, call
+
+    def __call__(self) -> None:
+        """Make the call; whoever has the future learns its end."""
+        future, call = self.future, self.call
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:  # whoever waits for the result gets it
+            future.set_exception(contained(error))
+            del future, call, self  # the error knows this frame: it would keep itself
+        else:
+            future.set_result(result)
+
+
+def contained(error: BaseException) -> Exception:
+    """Return an exception that ends one job and nothing else: `error`, or one that names it.
+
+    What is no Exception, like a panic of a Rust library, would end whoever waits for the job, and
+    StopIteration cannot be put into a future of the loop.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    named = RuntimeError(f"{type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None], initializer: Callable[[], None]) -> None:
+    """Take jobs until there is a None, which is left for the next thread."""
+    with contextlib.suppress(Exception):
+        initializer()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # what it holds is not needed until the next one comes
+    jobs.put(None)
