@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
@@ -22,6 +23,7 @@ from shardnet.cluster.measuring.measurement import Measured, OnMeasured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import DType, NodeId
@@ -67,7 +69,7 @@ class PlanFigures:
 
 
 class Planner:
-    """Plans for clients of `node`."""
+    """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds."""
 
     def __init__(
         self,
@@ -76,12 +78,14 @@ class Planner:
         directory: NodeDirectory,
         sharing: Sharing,
         measuring: MeasurementService,
+        threads: DiskJobs,
         log: Callable[[str], None],
     ) -> None:
         self._node = node
         self._directory = directory
         self._sharing = sharing
         self._measuring = measuring
+        self._threads = threads
         self._log = log
 
     async def plan(
@@ -102,7 +106,7 @@ class Planner:
             return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
         model = await self.identify(candidates)
         figures = await self.measure(model, on_measured, measure_one=measure_one, again=again)
-        plan = place(figures)
+        plan = await self._threads.run(f"planning {choice.model}", partial(place, figures))
         if plan.nodes[0].node != self._node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan

@@ -181,6 +181,7 @@ def build_services(
         directory=stage.directory,
         sharing=stage.sharing,
         measuring=stage.measuring,
+        threads=stage.disk,
         log=settings.log,
     )
     builder = RingBuilder(

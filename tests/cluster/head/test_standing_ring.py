@@ -58,6 +58,7 @@ def test_a_disk_that_does_not_answer_has_changed_nothing(
         directory=cast(Any, None),
         sharing=cast(Any, disk),
         measuring=cast(Any, None),
+        threads=cast(Any, None),
         log=pytest.fail,
     )
     assert asyncio.run(planner.has_changed(FACTS, HERE)) is has_changed
