@@ -67,7 +67,7 @@ class HelperProcess:
     def pid(self) -> int | None:
         """The id of the process, None if none runs."""
         child = self._child
-        return child.pid if child is not None else None
+        return child.pid if child is not None and child.is_alive else None
 
     def call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
         """Do a job; return its value and its block of bytes.
@@ -127,6 +127,8 @@ class HelperProcess:
         with self._starting:
             if self._closed:
                 raise JobFailedError("its process is closed")
+            if self._child is not None and not self._child.is_alive:
+                self._end()  # while it had nothing to do: the system may need its memory
             if self._child is None:
                 self._child = _Child(self._module)
                 self.n_started += 1
@@ -176,6 +178,11 @@ class _Child:
         self._replies: queue.SimpleQueue[tuple[Any, bytes] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._talk, name="helper process", daemon=True)
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended by itself."""
+        return self._process.poll() is None
 
     def ask(self, request: dict[str, Any], most_bytes: int, wall_s: float) -> tuple[Any, bytes]:
         """Send a request and wait for the reply.

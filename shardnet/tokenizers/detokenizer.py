@@ -9,6 +9,7 @@ import codecs
 from collections.abc import Sequence
 
 from shardnet.errors import SamplingError
+from shardnet.tokenizers.token_table import HAS_TOKEN, IS_BYTE, IS_SPECIAL
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 
@@ -24,24 +25,26 @@ class IncrementalDecoder:
         self._keep_special_tokens = keep_special_tokens
         self._released: list[int] = []
         """The ids released last: later ones are decoded after them, to get spaces between right."""
+        self._has_begun = False
+        """Whether there is text, behind which tokens are decoded without those before them."""
         self._held: list[int] = []
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """Add the next token; return the text that is now final, often empty."""
-        skipped = token_id in self._tokenizer.special_ids and not self._keep_special_tokens
-        if skipped or not self._tokenizer.has_token(token_id):
+        flags = self._tokenizer.flags(token_id)
+        if not flags & HAS_TOKEN or (flags & IS_SPECIAL and not self._keep_special_tokens):
             return ""
         self._held.append(token_id)
-        return self._release() if self._ends_whole(token_id) else ""
+        return self._release() if self._ends_whole(token_id, flags) else ""
 
     def finish(self) -> str:
         """Return the remaining text; incomplete characters become U+FFFD."""
         return self._release() if self._held else ""
 
-    def _ends_whole(self, token_id: int) -> bool:
+    def _ends_whole(self, token_id: int, flags: int) -> bool:
         """Say whether the text after this token ends on a character boundary, whatever follows."""
-        if self._tokenizer.is_byte_piece(token_id):
+        if flags & IS_BYTE:
             return False  # a run of byte pieces is valid or invalid as a whole
         if self._tokenizer.is_byte_level:
             self._characters.decode(self._tokenizer.token_bytes(token_id))
@@ -49,10 +52,16 @@ class IncrementalDecoder:
         return True
 
     def _release(self) -> str:
-        before = self._decode(self._released)
+        if self._has_begun:
+            text = self._tokenizer.decode_behind(self._held)
+            self._held.clear()
+            return text
+        before = self._decode(self._released) if self._released else ""
         text = self._decode(self._released + self._held)
         self._released, self._held = self._held, []
-        return text[len(before) :]
+        added = text[len(before) :]
+        self._has_begun = added != "" and self._tokenizer.decodes_behind
+        return added
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, keep_special_tokens=self._keep_special_tokens)

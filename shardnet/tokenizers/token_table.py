@@ -116,12 +116,26 @@ class TokenTable:
         mask = HAS_TOKEN if keep_special_tokens else HAS_TOKEN | IS_SPECIAL
         ids = [n for n in token_ids if 0 <= n < n_tokens and flags[n] & mask == HAS_TOKEN]
         if self.joins is Joins.PIECES:
-            return self._joined_pieces(ids)
+            text = self._joined_pieces(ids, is_first=True)
+            start = 0
+            while start < self.n_stripped and text.startswith(self.stripped, start, start + 1):
+                start += 1
+            return text[start:]
         ends, data = self.later.ends, self.later.data
         parts = [data[ends[n] : ends[n + 1]] for n in ids]
         return (b" " if self.joins is Joins.WORDS else b"").join(parts).decode("utf-8", "replace")
 
-    def _joined_pieces(self, ids: list[int]) -> str:
+    def decode_behind(self, token_ids: Sequence[int]) -> str:
+        """Decode ids that have a token, behind a text of whole characters that is not empty."""
+        if self.joins is Joins.PIECES:
+            return self._joined_pieces(token_ids, is_first=False)
+        ends, data = self.later.ends, self.later.data
+        parts = [data[ends[n] : ends[n + 1]] for n in token_ids]
+        if self.joins is Joins.WORDS:
+            parts = [b" " + part for part in parts]
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def _joined_pieces(self, ids: Sequence[int], *, is_first: bool) -> str:
         flags, ends, data = self.flags, self.later.ends, self.later.data
         parts: list[str] = []
         run = b""
@@ -130,17 +144,16 @@ class TokenTable:
                 run += data[ends[n] : ends[n + 1]]
                 continue
             if run:
-                parts.append(self._run_text(run, is_first=not parts))
-                run = b""
-            piece = data[ends[n] : ends[n + 1]] if parts or self.first is None else self.first[n]
-            parts.append(piece.decode())
+                parts.append(self._run_text(run, is_first=is_first))
+                run, is_first = b"", False
+            if is_first and self.first is not None:
+                parts.append(self.first[n].decode())
+            else:
+                parts.append(data[ends[n] : ends[n + 1]].decode())
+            is_first = False
         if run:
-            parts.append(self._run_text(run, is_first=not parts))
-        text = "".join(parts)
-        start = 0
-        while start < self.n_stripped and text.startswith(self.stripped, start, start + 1):
-            start += 1
-        return text[start:]
+            parts.append(self._run_text(run, is_first=is_first))
+        return "".join(parts)
 
     def _run_text(self, run: bytes, *, is_first: bool) -> str:
         try:

@@ -80,6 +80,7 @@ class Tokenizer:
         """
         self._description = description
         self._table = description.table
+        self._flags = description.table.flags
         self._coder = coder
         self._decoder = decoder or coder
         self._path = path
@@ -220,6 +221,15 @@ class Tokenizer:
             return self._decoder.decode(known, keep_special_tokens) if known else ""
         return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
+    @property
+    def decodes_behind(self) -> bool:
+        """Whether `decode_behind` is possible: the table knows how tokens join."""
+        return self._table.joins is not Joins.OTHERWISE
+
+    def decode_behind(self, token_ids: Sequence[int]) -> str:
+        """Decode ids that have a token, behind a text of whole characters that is not empty."""
+        return self._table.decode_behind(token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds when it is not the first of a text.
 
@@ -231,9 +241,13 @@ class Tokenizer:
         """Return `token_bytes` as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def flags(self, token_id: int) -> int:
+        """Return what is to know of a token at once: bits of token_table.py, 0 without a token."""
+        return self._flags[token_id] if 0 <= token_id < self.n_tokens else 0
+
     def has_token(self, token_id: int) -> bool:
         """Say whether this id has a token."""
-        return 0 <= token_id < self.n_tokens and self._table.flags[token_id] & HAS_TOKEN != 0
+        return self.flags(token_id) & HAS_TOKEN != 0
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""
@@ -241,7 +255,7 @@ class Tokenizer:
 
     def is_byte_piece(self, token_id: int) -> bool:
         """Say whether the token is a fallback byte such as `<0xE2>`, decoded as part of its run."""
-        return 0 <= token_id < self.n_tokens and self._table.flags[token_id] & IS_BYTE != 0
+        return self.flags(token_id) & IS_BYTE != 0
 
 
 _Stamp = tuple[tuple[str, int, int], ...]

@@ -76,6 +76,10 @@ class CountingTokenizer(Tokenizer):
         self.lengths.append(len(token_ids))
         return super().decode(token_ids, keep_special_tokens=keep_special_tokens)
 
+    def decode_behind(self, token_ids: Sequence[int]) -> str:
+        self.lengths.append(len(token_ids))
+        return super().decode_behind(token_ids)
+
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
@@ -85,7 +89,7 @@ def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
     ids = tokenizer.encode(" ".join(small.TEXT[:2] * 20), bos="off")
     parts_of(tokenizer, ids)
     assert len(ids) > 500
-    assert sum(tokenizer.lengths) < 4 * len(ids)
+    assert len(ids) <= sum(tokenizer.lengths) < 4 * len(ids)
 
 
 # --- stop scanner

@@ -34,6 +34,8 @@ def kill(tokenizer: Tokenizer) -> None:
     pid = pid_of(tokenizer)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    while pid_of(tokenizer) is not None:
+        os.sched_yield()
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "wordpiece"])
@@ -71,8 +73,6 @@ def test_a_process_that_is_gone_is_replaced(tmp_path: Path) -> None:
     with Tokenizer.load(small.save(tmp_path, small.byte_level())) as tokenizer:
         ids = tokenizer.encode(TEXT)
         kill(tokenizer)
-        with pytest.raises(CheckpointError, match="failed to encode: it ended its process with"):
-            tokenizer.encode(TEXT)
         assert tokenizer.decode(ids) == TEXT
         assert tokenizer.encode(TEXT) == ids
 
@@ -80,8 +80,6 @@ def test_a_process_that_is_gone_is_replaced(tmp_path: Path) -> None:
 def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
     with Tokenizer.load(small.save(tmp_path, small.byte_level())) as tokenizer:
         kill(tokenizer)
-        with pytest.raises(CheckpointError, match="ended its process"):
-            tokenizer.encode(TEXT)
         small.save(tmp_path, small.metaspace())
         with pytest.raises(CheckpointError, match=r"tokenizer\.json: the tokenizer's files have"):
             tokenizer.encode(TEXT)
