@@ -49,6 +49,15 @@ class DType(enum.Enum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
 
+    @classmethod
+    def named(cls, name: str) -> DType:
+        """Read a name. Raises UsageError for one that is none."""
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(dtype.value for dtype in cls)
+            raise UsageError(f"'{name}' is no dtype: choose one of {names}") from None
+
     @property
     def size_bytes(self) -> int:
         """Bytes of one element."""

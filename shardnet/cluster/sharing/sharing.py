@@ -35,7 +35,7 @@ from shardnet.errors import (
     first_error,
 )
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import ModelFacts, check_model_id
+from shardnet.runtime.stage.loading import ModelFacts, check_layers, check_model_id
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.handshake import Hello, PeerRole
@@ -338,7 +338,9 @@ class Sharing:
         with self._at_work():
             replica = await self._disk.run(partial(Replica, folder))
             try:
-                tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
+                layers = LayerRange(*order.layers)
+                check_layers(replica.checkpoint.config, layers)
+                tensors = range_tensors(replica.checkpoint, layers)
                 await self._make_room(replica.lacking_bytes(tensors), order.model_id)
                 fetched = await Fetch(
                     model_id=order.model_id,

@@ -33,4 +33,7 @@ def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     dense = fields.take("mlp_only_layers", list, [])
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
         raise fields.damaged(f"mlp_only_layers is {dense!r}, expected numbers of layers")
-    return tuple(n for n in range(n_layers) if n not in dense and (n + 1) % step == 0)
+    if len(dense) > n_layers:
+        raise fields.damaged(f"mlp_only_layers has {len(dense)} entries for {n_layers} layers")
+    kept_dense = frozenset(dense)
+    return tuple(n for n in range(n_layers) if n not in kept_dense and (n + 1) % step == 0)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import MAX_LAYER_EXPERTS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
     deepseek_v2,
@@ -77,6 +78,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(raw, where)
     config = _find_family(fields).read_config(fields)
     fields.refuse_the_rest()
+    experts = config.experts
+    n_experts = experts.n_experts * len(experts.layers) if experts is not None else 0
+    if n_experts > MAX_LAYER_EXPERTS:
+        raise fields.damaged(
+            f"all layers together have {n_experts} experts, expected at most {MAX_LAYER_EXPERTS}"
+        )
     return config
 
 

@@ -187,6 +187,15 @@ class Pipeline:
                 raise RemoteProtocolError(
                     f"the tail sampled token {token_id}, the vocabulary has {self._vocab_size}"
                 )
+        scored = [row for row in answer.logprobs if row is not None]
+        scored += [row.logprobs for row in answer.prompt_logprobs]
+        for row in scored:
+            highest = max(token_id for token_id, _ in ((row.token_id, 0.0), *row.top))
+            if highest >= self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail sent a logprob of token {highest}, the vocabulary has "
+                    f"{self._vocab_size}"
+                )
         if answer.prompt_logprobs or answer.blocks:
             self._check_outputs(batch, answer)
 

@@ -27,9 +27,12 @@ class Extreme:
     is_within: bool
 
 
-def extremes(kind: type[Any]) -> Iterator[Extreme]:
-    """Yield messages of a struct type, each with one extreme field."""
-    for path, value, is_within in _extremes(mi.type_info(kind), kind.__name__):
+def extremes(kind: type[Any], base: dict[str, Any] | None = None) -> Iterator[Extreme]:
+    """Yield messages of a struct type, each with one extreme field.
+
+    The others are those of `base`, where it has them, else plain.
+    """
+    for path, value, is_within in _extremes(mi.type_info(kind), kind.__name__, base):
         if isinstance(value, dict | list):
             yield Extreme(path, value, is_within)
 
@@ -148,14 +151,14 @@ def _tag(info: mi.StructType) -> dict[str, Any]:
     return {info.tag_field: info.tag} if info.tag_field is not None else {}
 
 
-def _extremes(info: mi.Type, path: str) -> Iterator[tuple[str, Any, bool]]:
+def _extremes(info: mi.Type, path: str, base: Any = None) -> Iterator[tuple[str, Any, bool]]:
     """Yield (path, value, whether it is within the bounds)."""
     match info:
         case mi.Metadata(type=inner):
-            yield from _extremes(inner, path)
+            yield from _extremes(inner, path, base)
         case mi.UnionType(types=types):
             for part in types:
-                for at, value, is_within in _extremes(part, path):
+                for at, value, is_within in _extremes(part, path, base):
                     if is_within or not any(_takes(other, value) for other in types):
                         yield at, value, is_within
         case mi.StructType(array_like=True, fields=fields):
@@ -166,16 +169,17 @@ def _extremes(info: mi.Type, path: str) -> Iterator[tuple[str, Any, bool]]:
             yield path, [*row, 0], False
             yield path, row[:-1], False
         case mi.StructType(fields=fields):
-            message = _plain(info)
+            message = _plain(info) | (base or {})
             for field in fields:
                 name = field.encode_name
-                for at, value, is_within in _extremes(field.type, f"{path}.{name}"):
+                inside = f"{path}.{name}"
+                for at, value, is_within in _extremes(field.type, inside, message.get(name)):
                     yield at, message | {name: value}, is_within
                 if field.required:
                     yield f"{path}.{name}", {k: v for k, v in message.items() if k != name}, False
             yield path, message | {"unknown": 1}, False
         case mi.TupleType(item_types=items):
-            row = _plain(info)
+            row = list(base or _plain(info))
             for place, item in enumerate(items):
                 for at, value, is_within in _extremes(item, f"{path}[{place}]"):
                     yield at, [*row[:place], value, *row[place + 1 :]], is_within
