@@ -125,4 +125,5 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], frame: Frame) -> _T:
     try:
         return decoder.decode(frame.meta)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {error}") from error
+        why = str(error)[:MAX_EXPLANATION]  # it may repeat a value of any length
+        raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {why}") from error

@@ -6,7 +6,7 @@ is done with a message.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,8 @@ from shardnet.wire.framing.schema import (
     encode,
 )
 
+MAX_STEP_ROWS: Final = 4096
+"""Rows of one step that have logprobs: with all their top entries they decode to 100 MB at most."""
 Microseconds = Annotated[int, Meta(ge=0, le=10**15)]
 
 
@@ -88,11 +90,11 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
-    logprobs: Annotated[list[RowLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+    logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
         default_factory=list
     )
-    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
-        default_factory=list
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=MAX_STEP_ROWS)] = (
+        msgspec.field(default_factory=list)
     )
     routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
         default_factory=list
