@@ -19,20 +19,16 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import msgspec
+from support.cluster.small_node import small_settings
 from support.hostile.extremes import extremes, plain
 from support.protocol.protocol_examples import EXAMPLES
 from support.strategies.wire_strategies import hello
 
-from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node.node import Node, listening
-from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity, make_identity
-from shardnet.types import DType, NodeId
 from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
 from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame, read_bulk
@@ -72,7 +68,12 @@ READERS: Final[dict[FrameKind, Callable[[Frame], object]]] = {
     FrameKind.BULK: read_bulk,
     FrameKind.ROWS: read_rows,
 }
-PURPOSES: Final = {FrameKind.CONTROL: Purpose.CONTROL, FrameKind.BULK: Purpose.BULK}
+PURPOSES: Final[dict[int, Purpose]] = {
+    FrameKind.CONTROL: Purpose.CONTROL,
+    FrameKind.BULK: Purpose.BULK,
+}
+"""The purpose of the links that a kind of frame travels on, where it is not data."""
+CORPUS: Final = Path(__file__).parents[2] / "hostile" / "frames"
 _KINDS: Final = [*READERS]
 _LONG_HEADS: Final = (
     *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"),
@@ -112,7 +113,7 @@ class Figures:
 
 
 def good_frames() -> list[Frame]:
-    """Make valid frames of every kind and of every message, most of them small."""
+    """Make small frames of every kind and every message, valid but for those of the corpus."""
     frames = [*EXAMPLES.values()]
     kinds = {
         FrameKind.CONTROL: get_args(ControlMessage),
@@ -124,9 +125,30 @@ def good_frames() -> list[Frame]:
     for kind, messages in kinds.items():
         for message in messages:
             metas = [plain(message), *(e.meta for e in extremes(message) if e.is_within)]
-            encoded = (msgspec.msgpack.encode(_nowhere(meta)) for meta in metas)
-            frames += [Frame(kind=kind, meta=meta) for meta in encoded if len(meta) < 2000]
+            small = (_nowhere(meta) for meta in metas if _is_small(meta))
+            frames += [Frame(kind=kind, meta=msgspec.msgpack.encode(meta)) for meta in small]
     frames.append(bulk_frame(Piece(request=3), bytes(5000)))
+    return frames + corpus_frames()
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_small, value.values()))
+    if isinstance(value, str | bytes):
+        return len(value) < 1000
+    return not isinstance(value, list) or (len(value) < 100 and all(map(_is_small, value)))
+
+
+def corpus_frames() -> list[Frame]:
+    """Return the frames of the corpus whose header is sound."""
+    frames = []
+    for path in sorted(CORPUS.glob("*.bin")):
+        data = path.read_bytes()
+        _, kind, _, n_meta, n_payload, epoch, step = HEADER.unpack_from(data)
+        if kind in [*FrameKind] and HEADER.size + n_meta + n_payload == len(data):
+            meta, payload = data[HEADER.size :][:n_meta], data[HEADER.size + n_meta :]
+            known = FrameKind(kind)
+            frames.append(Frame(kind=known, epoch=epoch, step=step, meta=meta, payload=payload))
     return frames
 
 
@@ -284,7 +306,7 @@ def _fed(connection: LinkConnection, data: bytes) -> list[Any]:
 
 
 def fuzz_frames(n: int, seed: int, frames: list[Frame] | None = None) -> Figures:
-    """Mutate `n` valid frames, receive and read them. Raises Finding.
+    """Mutate `n` frames, receive and read them. Raises Finding.
 
     `frames` are those to begin with, by default `good_frames`. The figures tell of frames that took
     more than SLOW_S, and by how much the process grew.
@@ -414,20 +436,6 @@ async def _attack(
 async def _node(folder: Path, key: bytes | None) -> AsyncIterator[tuple[Node, Identity | None]]:
     """Run a node on loopback, with a key or without, that has no model."""
     identity = None if key is None else make_identity(key)
-    settings = NodeSettings(
-        node=NodeId("a" * 32),
-        name="anna",
-        budget=MemoryBudget(
-            device=Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,)),
-            asked_bytes=1 << 28,
-        ),
-        threads=1,
-        peers=(),
-        local_nodes=LocalNodes(folder),
-        cache=folder,
-        models=ModelCache(folder),
-        log=lambda line: None,
-        identity=identity,
-    )
+    settings = small_settings(folder, identity)
     async with listening(settings, "127.0.0.1", 0) as node:
         yield node, identity
