@@ -129,7 +129,6 @@ class TorchCompute:
 
     def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep the first positions of the slot, its own or copied from `source`, and no others."""
-        source = None if source == slot else source
         if source is not None:
             self._model.kv.copy(source, slot, n_positions)
         self._model.kv.trim(slot, n_positions)
