@@ -91,12 +91,19 @@ def test_a_named_failure_comes_back_as_itself_with_the_peer() -> None:
     asyncio.run(main())
 
 
-def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+class Panic(BaseException):
+    """What a library in another language raises when it panics."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
+def test_a_bug_of_ours_ends_its_request_alone(
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     """The link, and with it the node, goes on: other requests are not at fault."""
 
     async def stumble(control: ControlLink, message: Incoming) -> None:
         if not isinstance(message, Unload):
-            raise ZeroDivisionError("a bug of ours")
+            raise kind("a bug of ours")
         control.send(Done(request=message.request))
 
     async def main() -> None:

@@ -51,6 +51,8 @@ SLOW_S: Final = 0.5
 """A frame that takes more processor time than this is a finding."""
 MOST_GROWTH_BYTES: Final = 512 << 20
 """And so is one after which the process has grown by more."""
+MOST_META: Final = 2 << 20
+"""What the fuzzer makes of one frame; the largest meta of a kind is 16 MiB."""
 MOST_TEXT: Final = 3000
 """And an error that repeats more of what came."""
 ANSWER_S: Final = 5.0
@@ -228,7 +230,8 @@ def _other_value(meta: bytes, rng: random.Random) -> bytes:
             other, other_key = rng.choice(places)
             holder[key] = other[other_key] if other_key in _keys(other) else None
         case 3 if isinstance(holder[key], list):
-            holder[key] = (holder[key] or [0]) * rng.choice((2, 20, 300))
+            most = max(1, MOST_META // len(meta))  # the fuzzer itself must not fill the memory
+            holder[key] = (holder[key] or [0]) * min(most, rng.choice((2, 20, 300)))
         case 4:
             for _ in range(rng.choice((1, 10, 500))):
                 holder[key] = [holder[key]]
