@@ -6,7 +6,6 @@ Knows nothing of bytes, tensors or sockets, and imports neither torch nor numpy.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -49,6 +48,15 @@ class DType(enum.Enum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+
+    @classmethod
+    def named(cls, name: str) -> DType:
+        """Read a name. Raises UsageError for one that is none."""
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(dtype.value for dtype in cls)
+            raise UsageError(f"'{name}' is no dtype: choose one of {names}") from None
 
     @property
     def size_bytes(self) -> int:
@@ -237,6 +245,8 @@ MAX_LOGPROBS = 100
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 2048
 """A client's 1024 stop ids and as many that the checkpoint ends texts with."""
+MAX_TEMPERATURE = 1e6
+MAX_SAMPLING_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
 MAX_SAMPLE_INDEX = 2**32 - 1
 
@@ -278,17 +288,17 @@ class SamplingParams:
             value: object = getattr(self, name)
             if not isinstance(value, int | float):
                 raise SamplingError(f"{name} must be a number, not {value!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(f"temperature must be 0 or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise SamplingError(f"top-k must be 0 (off) or more, not {self.top_k}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise SamplingError(f"temperature must be 0 to 1000000, not {self.temperature}")
+        if not 0 <= self.top_k <= MAX_SAMPLING_COUNT:
+            raise SamplingError(f"top-k must be from 0 (off) to 2^32-1, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top-p must be above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise SamplingError(f"min-p must be from 0 (off) to 1, not {self.min_p}")
         self._check_penalties()
-        if self.min_tokens < 0:
-            raise SamplingError(f"min-tokens must be 0 or more, not {self.min_tokens}")
+        if not 0 <= self.min_tokens <= MAX_SAMPLING_COUNT:
+            raise SamplingError(f"min-tokens must be from 0 to 2^32-1, not {self.min_tokens}")
         if not 0 <= self.seed <= MAX_SEED:
             raise SamplingError(f"seed must be from 0 to 2^64-1, not {self.seed}")
         if not 0 <= self.sample_index <= MAX_SAMPLE_INDEX:

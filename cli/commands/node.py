@@ -123,6 +123,7 @@ def node(
             "--threads",
             metavar="N",
             min=0,
+            max=4096,
             help="Compute threads. Default: a share of the cores among the nodes of this machine.",
             envvar="SHARDNET_THREADS",
             show_default=False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -137,7 +138,8 @@ def _is_of(value: object, info: mi.Type) -> bool:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             return is_number and not _broken_limit(info, value)
         case mi.StrType():
-            return isinstance(value, str) and _is_long_enough(value, info)
+            is_text = isinstance(value, str) and _is_long_enough(value, info)
+            return is_text and _matches(value, info)
         case mi.BytesType():
             is_data = isinstance(value, bytes | bytearray | memoryview)
             return is_data and _is_long_enough(value, info)
@@ -160,6 +162,10 @@ def _is_of(value: object, info: mi.Type) -> bool:
 def _is_long_enough(value: Any, info: Any) -> bool:
     shortest, longest = info.min_length or 0, info.max_length
     return len(value) >= shortest and (longest is None or len(value) <= longest)
+
+
+def _matches(value: Any, info: mi.StrType) -> bool:
+    return info.pattern is None or re.search(info.pattern, value) is not None
 
 
 def _alternatives(info: mi.Type) -> list[mi.Type]:
@@ -204,6 +210,8 @@ def _broken_limit(info: mi.Type, value: Any) -> str:
     if isinstance(info, mi.TupleType) and isinstance(value, list | tuple):
         return f" of {len(info.item_types)} entries"
     if isinstance(info, mi.StrType) and isinstance(value, str):
+        if not _matches(value, info):
+            return " without control characters"
         return f" of at most {info.max_length} characters"
     if isinstance(info, mi.ListType | mi.VarTupleType) and isinstance(value, list | tuple):
         return f" of at most {info.max_length} entries"

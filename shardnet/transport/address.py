@@ -20,11 +20,20 @@ def split_address(address: str) -> tuple[str, int]:
     """Read `host:port`, an IPv6 host in brackets. Raises UsageError when it is not that."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+    is_port = len(port) <= 5 and port.isdecimal() and 0 < int(port) < 65536
+    if not (colon and is_port and _is_host(host)):
         raise UsageError(
             f"'{address}' is not HOST:PORT", remedy="write for example 192.168.1.12:7433"
         )
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Say whether the resolver takes `host`: it raises UnicodeError for one it cannot encode."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def host_of(address: str) -> str:

@@ -76,6 +76,7 @@ def load_stages(folder: Path, n_stages: int) -> Stages:
             layers=layers,
             dtype=DType.FLOAT32,
             context=512,
+            is_tail=layers.end == 4,
             device="cpu",
         )
         for layers in even_split(4, n_stages)

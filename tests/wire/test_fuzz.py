@@ -130,8 +130,8 @@ def good_frames() -> dict[Purpose, list[Frame]]:
             Frame(kind=FrameKind.BYE),
         ],
         Purpose.BULK: [
-            bulk_frame(FetchPart(request=1, model_id="ab", tensor="t", part=2)),
-            bulk_frame(FetchDigests(request=2, model_id="ab", parts=[PartName("t", 0)])),
+            bulk_frame(FetchPart(request=1, model_id="ab" * 32, tensor="t", part=2)),
+            bulk_frame(FetchDigests(request=2, model_id="ab" * 32, parts=[PartName("t", 0)])),
             bulk_frame(Piece(request=3), bytes(40_000)),
             Frame(kind=FrameKind.BYE),
         ],

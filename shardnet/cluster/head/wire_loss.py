@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.machine.profile import available_cores
+from shardnet.cluster.ring.order_checks import check_threads
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
 from shardnet.files import read_own, write_whole
@@ -106,6 +108,7 @@ class WireLoss:
         return (plan.wire_saved_s - len(plan.borders) * round_s) * 1e3
 
     async def _error(self, plan: Plan, on_progress: Progress) -> WireError:
+        check_threads(plan.choice.threads, available_cores())
         threads = plan.choice.threads or self._threads()
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
         measuring = asyncio.ensure_future(

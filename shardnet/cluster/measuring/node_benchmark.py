@@ -12,6 +12,7 @@ from collections.abc import Callable
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, make_host_id
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
+from shardnet.cluster.ring.order_checks import check_threads
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -48,8 +49,8 @@ class NodeBenchmark:
 
         `asker` names the sender of the config in errors. `on_progress` takes (bytes done, bytes in
         all). Raises BusyError if nothing is known and sequences are open here, CheckpointError for
-        a config this node cannot read, UsageError for an unknown dtype, CapacityError without the
-        memory to measure in.
+        a config this node cannot read, UsageError for an unknown dtype or more threads than this
+        node has cores, CapacityError without the memory to measure in.
         """
         config, dtype, quantization, key = self._subject(message, asker)
         kv_dtype = KvDType(message.kv_dtype)
@@ -87,8 +88,10 @@ class NodeBenchmark:
     def _subject(
         self, message: MeasureStage, asker: str
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
+        check_threads(message.threads, self._orders.most_threads)
+        dtype = DType.named(message.dtype)
         config = read_config(message.config, f"the config.json that {asker} sent")
-        dtype, quantization = _dtype(message.dtype), Quantization.named(message.quant)
+        quantization = Quantization.named(message.quant)
         threads = message.threads or self._orders.threads
         key = FigureKey.of(
             config,
@@ -126,15 +129,6 @@ class NodeBenchmark:
         if number not in self._disks or again:
             self._disks[number] = measure_disk(path)
         return self._disks[number]
-
-
-def _dtype(name: str) -> DType:
-    try:
-        return DType(name)
-    except ValueError:
-        raise UsageError(
-            f"dtype {name} was asked for in a measurement, expected bfloat16, float16 or float32"
-        ) from None
 
 
 def _answer(

@@ -50,6 +50,9 @@ _log = logging.getLogger(__name__)
 REPLY_SILENCE_S = 30.0
 """Timeout of a request without reply or progress on a link that lives."""
 
+_PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
+"""What a handler may not swallow."""
+
 ControlRequest = (
     Status
     | Ping
@@ -76,8 +79,9 @@ class ControlLink:
     """Requests and answers over one link, in both directions.
 
     Incoming requests and notices go to `handler`, each in a task of its own. A ShardnetError that
-    it raises is sent back as Failed; any other exception is a bug of ours, which is logged and ends
-    its request only. Cancelling the wait for an answer cancels the request at the peer.
+    it raises is sent back as Failed; any other exception, a library's panic too, is a bug, which is
+    logged and ends its request only. Cancelling the wait for an answer cancels the request at the
+    peer.
     """
 
     def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
@@ -225,18 +229,18 @@ class ControlLink:
         except asyncio.CancelledError:
             self._refuse(message, CancelledRequestError("the request was cancelled"))
             raise
-        except (KeyboardInterrupt, SystemExit):
+        except _PROCESS_ENDS:
             raise
-        except BaseException as error:  # our own bug, or a panic: it must end by name, and alone
+        except BaseException as error:  # our own bug, or a library's panic: it must end alone
             self._refuse(message, self._internal_error(message, error))
 
     async def _handle_notice(self, message: Notice) -> None:
         """Handle a message without an answer. A ShardnetError of the handler ends the link."""
         try:
             await self._handler(self, message)
-        except (ShardnetError, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+        except (ShardnetError, asyncio.CancelledError, *_PROCESS_ENDS):
             raise
-        except BaseException as error:  # our own bug: the node has other peers
+        except BaseException as error:  # our own bug, or a library's panic: there are other peers
             self._internal_error(message, error)
 
     def _internal_error(self, message: Incoming, error: BaseException) -> ShardnetError:

@@ -76,6 +76,7 @@ class RingMembership:
         self._now_s = now_s
         self._joined_at_s = 0.0
         self._lost_owner = False
+        self._is_joining = False
         self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._links: list[Link] = []
         self._left = False
@@ -139,8 +140,11 @@ class RingMembership:
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
         Raises LinkError when a neighbour does not answer, PeerFailedError if `leave` is called
-        meanwhile.
+        meanwhile, UsageError the second time.
         """
+        if self._is_joining:
+            raise UsageError(f"ring {self.ring} was asked to connect twice")
+        self._is_joining = True
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
         self._joined_at_s = self._now_s()

@@ -15,6 +15,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.order_checks import check_load_order
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_port import PhaseProgress
@@ -91,6 +92,11 @@ class StageOrders:
             return self._asked_threads
         return share_of_cores(available_cores(), len(self._local_nodes.list()))
 
+    @property
+    def most_threads(self) -> int:
+        """Threads that others may order a stage to compute with: this machine's cores."""
+        return max(available_cores(), self._asked_threads)
+
     def memory_bytes(self) -> int:
         """Return the bytes that a stage of this node may take, its loaded one included."""
         loaded = self._host.loaded
@@ -162,9 +168,10 @@ class StageOrders:
 
         This node is a member of the head's ring from then on: `entered` is called, and `progress`
         for the first time. Weights that this node lacks are fetched first. `broken` is called if
-        the ring breaks later. Raises UsageError for an unknown wire dtype, and what
-        StageHost.enter_ring, Sharing.folder and StageHost.load raise; the membership is over then.
+        the ring breaks later. Raises what check_load_order raises, and what StageHost.enter_ring,
+        Sharing.folder and StageHost.load raise; the membership is over then.
         """
+        check_load_order(message, self.most_threads)
         wire_dtype = WireDType.named(message.wire_dtype)
 
         def left(error: ShardnetError) -> None:
@@ -212,8 +219,9 @@ class StageOrders:
             folder=folder,
             model_id=message.model_id,
             layers=LayerRange(*message.layers),
-            dtype=DType(message.dtype),
+            dtype=DType.named(message.dtype),
             context=message.context,
+            is_tail=message.rank == message.n_stages - 1,
             device=self._budget.device.kind,
             quantization=Quantization.named(message.quant),
             kv_dtype=KvDType(message.kv_dtype),

@@ -35,7 +35,13 @@ from shardnet.errors import (
     UsageError,
     first_error,
 )
-from shardnet.runtime.stage.loading import ModelFacts, check_model_id, find_folder, stamp
+from shardnet.runtime.stage.loading import (
+    ModelFacts,
+    check_layers,
+    check_model_id,
+    find_folder,
+    stamp,
+)
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import LayerRange, NodeId
@@ -380,7 +386,9 @@ class Sharing:
             disk = self._in_cache
             replica = await disk.run(partial(Replica, folder))
             try:
-                tensors = range_tensors(replica.checkpoint, LayerRange(*order.layers))
+                layers = LayerRange(*order.layers)
+                check_layers(replica.checkpoint.config, layers)
+                tensors = range_tensors(replica.checkpoint, layers)
                 await self._make_room(replica.lacking_bytes(tensors), order.model_id)
                 fetched = await Fetch(
                     model_id=order.model_id,

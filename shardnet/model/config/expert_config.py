@@ -34,5 +34,7 @@ def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     dense = fields.take("mlp_only_layers", list, [])
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
         raise fields.damaged(f"mlp_only_layers is {shown(dense)}, expected numbers of layers")
-    left_out = frozenset(dense)
-    return tuple(n for n in range(n_layers) if n not in left_out and (n + 1) % step == 0)
+    if len(dense) > n_layers:
+        raise fields.damaged(f"mlp_only_layers has {len(dense)} entries for {n_layers} layers")
+    kept_dense = frozenset(dense)
+    return tuple(n for n in range(n_layers) if n not in kept_dense and (n + 1) % step == 0)

@@ -153,6 +153,8 @@ class KvCache:
     def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
         """Copy the first `n_positions` of slot `source` to `target`, replacing its contents.
 
+        A slot copied to itself keeps them.
+
         Raises CapacityError, without any change, if `source` does not hold them, or if blocks or
         the machine's memory run out.
         """
@@ -162,6 +164,9 @@ class KvCache:
                 remedy="send the request again",
             )
         self._check_rewind(source, n_positions)
+        if source == target:
+            self.trim(target, n_positions)
+            return
         self.free(target)
         wanted = blocks_for(n_positions)
         self._check_room(target, wanted, n_positions)

@@ -101,6 +101,7 @@ class _Stream:
 
     def __init__(self, first: int) -> None:
         self._next = first
+        self._width = 0
 
     def next_rows(self, block: RowBlock, end: int) -> RowBlock | None:
         """Take the rows of `block` below `end` that were not taken before, or None."""
@@ -111,6 +112,12 @@ class _Stream:
             raise RemoteProtocolError(
                 f"the tail sent {block.kind.value} of position {start}, not of {self._next}"
             )
+        if self._width not in (0, block.width):
+            raise RemoteProtocolError(
+                f"the tail sent {block.kind.value} {block.width} wide after others {self._width} "
+                "wide"
+            )
+        self._width = block.width
         self._next = stop
         return block.part(start - block.position, stop - block.position)
 

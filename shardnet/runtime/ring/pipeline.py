@@ -187,11 +187,16 @@ class Pipeline:
                 raise RemoteProtocolError(
                     f"the tail sampled token {token_id}, the vocabulary has {self._vocab_size}"
                 )
+        for logprobs in answer.logprobs:
+            if logprobs is not None:
+                self._check_logprobs(logprobs)
         if answer.prompt_logprobs or answer.blocks:
             self._check_outputs(batch, answer)
 
     def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
         """Check that logprobs and rows of an answer belong to rows of its step."""
+        for scored in answer.prompt_logprobs:
+            self._check_logprobs(scored.logprobs)
         rows = {
             group.sequence_id: range(group.position, group.position + group.n_rows)
             for group in batch.groups
@@ -211,6 +216,14 @@ class Pipeline:
                     f"the tail sent logits {block.width} wide, the vocabulary has "
                     f"{self._vocab_size}"
                 )
+
+    def _check_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Check that every token of a row's logprobs is in the vocabulary."""
+        highest = max(logprobs.token_id, *(token_id for token_id, _ in logprobs.top), 0)
+        if highest >= self._vocab_size:
+            raise RemoteProtocolError(
+                f"the tail sent a logprob of token {highest}, the vocabulary has {self._vocab_size}"
+            )
 
 
 class LocalSink:

@@ -22,7 +22,7 @@ from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
-from shardnet.errors import CapacityError, CheckpointError
+from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.compute import StageCompute
@@ -74,6 +74,8 @@ class StageOrder:
     layers: LayerRange
     dtype: DType
     context: int
+    is_tail: bool
+    """Whether the stage has the last layer, so that it samples."""
     device: str
     quantization: Quantization | None = None
     kv_dtype: KvDType = KvDType.AUTO
@@ -168,6 +170,28 @@ def check_model_id(path: Path, found: str, planned: str) -> None:
         )
 
 
+def check_layers(config: ModelConfig, layers: LayerRange) -> None:
+    """Raise UsageError if a model does not have all of `layers`."""
+    if layers.end > config.n_layers:
+        raise UsageError(f"layers {layers} were ordered, and the model has {config.n_layers}")
+
+
+def _check_order(order: StageOrder, config: ModelConfig) -> None:
+    """Raise UsageError if no ring with the model of `config` has the stage of `order`."""
+    check_layers(config, order.layers)
+    if order.is_tail != (order.layers.end == config.n_layers):
+        place = "the last one" if order.is_tail else "not the last one"
+        raise UsageError(
+            f"layers {order.layers} of {config.n_layers} were ordered for a stage that is {place}"
+        )
+    if order.context > config.max_positions:
+        raise UsageError(
+            f"a context of {order.context} was ordered, and the model has {config.max_positions} "
+            "positions at most",
+            remedy="lower --context",
+        )
+
+
 def config_text(facts: ModelFacts) -> str:
     """Return the text of a checkpoint's config, for a node that has no checkpoint.
 
@@ -211,8 +235,9 @@ def load(
     Quantised weights are cached below the folder `packs`. `progress` is called with (bytes done,
     total bytes) and may raise to cancel.
 
-    Raises CheckpointError if the checkpoint is not the one in the plan, CapacityError if the stage
-    does not fit its memory, and the errors of reading the checkpoint.
+    Raises CheckpointError if the checkpoint is not the one in the plan, UsageError if its model has
+    no such stage, CapacityError if the stage does not fit its memory, and the errors of reading the
+    checkpoint.
     """
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
@@ -220,6 +245,7 @@ def load(
     stamped = stamp(order.folder)
     checkpoint = Checkpoint.open(order.folder)
     check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    _check_order(order, checkpoint.config)
     model, room_blocks = _load_model(
         order, checkpoint, memory_bytes, progress, _pack_cache(order, stamped, packs)
     )

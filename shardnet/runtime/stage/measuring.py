@@ -68,11 +68,11 @@ def read_config(text: str, where: str) -> ModelConfig:
     """Read a config.json that came as text from `where`. Raises CheckpointError as parsing does."""
     try:
         raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{where}: expected a JSON object")
+        return parse_config(raw, where)
+    except (ValueError, RecursionError) as error:  # of an error's text, too: it has the value
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{where}: expected a JSON object")
-    return parse_config(raw, where)
 
 
 def measure_stage(

@@ -12,34 +12,64 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import OutputParams, SamplingParams
+from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
 from shardnet.wire.framing.frames import Frame
 
 U32_MAX: Final = 2**32 - 1
 MAX_STAGES: Final = 256
 MAX_PEER_ADDRESSES: Final = 16
 
+MAX_LAYERS: Final = 10_000
+MAX_POSITIONS: Final = 1 << 24
+MAX_THREADS: Final = 4096
+MAX_SECONDS: Final = 1e9
+"""31 years."""
+MAX_FIGURE: Final = 1e18
+"""Most of what is computed from seconds and bytes. NaN is outside of every range of floats."""
+
+_NO_NUL: Final = r"\A[^\x00]*\Z"
+_PRINTABLE: Final = r"\A[^\x00-\x1f\x7f]*\Z"
+
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Bytes, or what is counted like them."""
 U64 = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+"""Its upper bound is that of msgpack."""
+LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Layers = tuple[LayerNumber, LayerNumber]
+"""A half-open range. That it is in order and within a model is checked where it is used."""
+Positions = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+Threads = Annotated[int, Meta(ge=0, le=MAX_THREADS)]
+NLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Figure = Annotated[float, Meta(ge=0, le=MAX_FIGURE)]
+"""A rate per second, or milliseconds."""
+Difference = Annotated[float, Meta(ge=-MAX_FIGURE, le=MAX_FIGURE)]
+Logprob = Annotated[float, Meta(le=1e-6)]
+"""Rounding may lift one above 0. Minus infinity is the logprob of what cannot be drawn."""
 Priority = Annotated[int, Meta(ge=-100, le=100)]
-Share = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=MAX_FIGURE)]
 """A part of something, which it may exceed."""
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, until the year 9999."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=256, pattern=_NO_NUL)]
 Quant = Literal["", "int8", "int4"]
 KvDTypeName = Literal["auto", "int8"]
-StreamLayers = U32 | Literal["auto"]
+StreamLayers = LayerNumber | Literal["auto"]
 """How many layers of a stage stay on disk."""
-Address = Annotated[str, Meta(max_length=300)]
+Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
-PathText = Annotated[str, Meta(max_length=4096)]
-Digest = Annotated[str, Meta(max_length=128)]
+PathText = Annotated[str, Meta(max_length=4096, pattern=_NO_NUL)]
+"""A path or the name of a model. An operating system's path has no NUL."""
+FileName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"\A[^\x00/\\]*\Z")]
+"""One file of a checkpoint. Which names a model may have is checked where it is used."""
+Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
+"""SHA-256 in hex. The id of a model is one."""
+DigestOrNone = Annotated[str, Meta(max_length=64, pattern=r"\A(?:[0-9a-f]{64})?\Z")]
+"""SHA-256 in hex, "" for none."""
 Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
 """What a node does before its stage is ready: weights come from the Hub, from peers or from its own
 disk; it still works for another head; nodes and links are measured for a plan."""
@@ -95,4 +125,5 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], frame: Frame) -> _T:
     try:
         return decoder.decode(frame.meta)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {error}") from error
+        why = str(error)[:MAX_EXPLANATION]  # it may repeat a value of any length
+        raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {why}") from error

@@ -18,6 +18,7 @@ from shardnet.wire.framing.schema import (
     Count,
     Digest,
     Explanation,
+    FileName,
     RequestId,
     Row,
     Strict,
@@ -31,7 +32,6 @@ MAX_DIGESTS: Final = 256
 
 MAX_RANGES: Final = 1 << 16
 
-FileName = Annotated[str, Meta(max_length=255)]
 TensorName = Annotated[str, Meta(max_length=1024)]
 
 

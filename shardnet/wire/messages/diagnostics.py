@@ -16,8 +16,11 @@ from shardnet.wire.framing.schema import (
     U32,
     Address,
     Count,
-    Digest,
+    DigestOrNone,
     Explanation,
+    Figure,
+    Layers,
+    Moment,
     Name,
     PathText,
     Rank,
@@ -129,7 +132,7 @@ class PeerView(Strict, frozen=True, kw_only=True):
     is_linked: bool
     address: Address
     rtt_s: Seconds | None
-    bytes_per_s: Seconds | None = None
+    bytes_per_s: Figure | None = None
     told_by: Annotated[list[Name], Meta(max_length=MAX_TELLERS)]
     refusal: Explanation
     addresses: Annotated[list[AddressView], Meta(max_length=MAX_PEER_ADDRESSES)]
@@ -144,7 +147,7 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
     host: Name
     code: U32
     why: Reason
-    n_times: Count
+    n_times: U32
     age_s: Seconds
     remedy: Advice = msgspec.UNSET
 
@@ -156,13 +159,13 @@ class StageState(Strict, frozen=True, kw_only=True):
     """
 
     model: PathText
-    layers: tuple[U32, U32]
+    layers: Layers
     dtype: Name
     kernel: Name
     weight_bytes: Count
-    room_blocks: Count
-    used_blocks: Count
-    n_open: Count = 0
+    room_blocks: U32
+    used_blocks: U32
+    n_open: U32 = 0
     rank: Rank = 0
     n_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     epoch: U32 = 0
@@ -181,15 +184,15 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     cluster: Name
     protocol: U32
     uptime_s: Seconds
-    received_at: Seconds
-    sent_at: Seconds
+    received_at: Moment
+    sent_at: Moment
     interfaces: Annotated[list[InterfaceAddress], Meta(max_length=MAX_VIEWS)]
     multicast: MulticastState
     peers: Annotated[list[PeerView], Meta(max_length=MAX_VIEWS)]
     unreached: Annotated[list[AddressView], Meta(max_length=MAX_VIEWS)]
     refused: Annotated[list[RefusedHost], Meta(max_length=MAX_VIEWS)]
     disk_free_bytes: Count | None
-    n_requests: Count = 0
+    n_requests: U32 = 0
     stage: StageState | None = None
-    model_id: Digest = ""
+    model_id: DigestOrNone = ""
     model_failure: Explanation = ""

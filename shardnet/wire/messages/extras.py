@@ -6,17 +6,21 @@ is done with a message.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from shardnet.types import MAX_LOGPROBS
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
+    MAX_LAYERS,
     MAX_STAGES,
     U32,
     U64,
-    Count,
+    LayerNumber,
+    Logprob,
+    Positions,
     Rank,
     Row,
     Strict,
@@ -24,20 +28,24 @@ from shardnet.wire.framing.schema import (
     encode,
 )
 
+MAX_STEP_ROWS: Final = 4096
+"""Rows of one step that have logprobs: with all their top entries they decode to 100 MB at most."""
+Microseconds = Annotated[int, Meta(ge=0, le=10**15)]
+
 
 class StageTiming(Row, frozen=True, array_like=True):
     """How long one step took in one stage, microseconds, by that stage's own clock."""
 
     rank: Rank
-    compute_us: Count
-    queue_us: Count
+    compute_us: Microseconds
+    queue_us: Microseconds
 
 
 class TopLogprob(Row, frozen=True, array_like=True):
     """One of the most likely tokens of a row."""
 
     token_id: U32
-    logprob: float
+    logprob: Logprob
 
 
 class RowLogprobs(Row, frozen=True, array_like=True):
@@ -45,18 +53,18 @@ class RowLogprobs(Row, frozen=True, array_like=True):
 
     row: U32
     token_id: U32
-    logprob: float
-    top: Annotated[list[TopLogprob], Meta(max_length=1024)]
+    logprob: Logprob
+    top: Annotated[list[TopLogprob], Meta(max_length=MAX_LOGPROBS)]
 
 
 class PromptLogprobs(Row, frozen=True, array_like=True):
     """The logprobs of the prompt's token at a position, of the row before it."""
 
     sequence_id: U64
-    position: U32
+    position: Positions
     token_id: U32
-    logprob: float
-    top: Annotated[list[TopLogprob], Meta(max_length=1024)]
+    logprob: Logprob
+    top: Annotated[list[TopLogprob], Meta(max_length=MAX_LOGPROBS)]
 
 
 class StageExperts(Row, frozen=True, array_like=True):
@@ -67,8 +75,8 @@ class StageExperts(Row, frozen=True, array_like=True):
     """
 
     sequence_id: U64
-    first_layer: U32
-    n_layers: Annotated[int, Meta(ge=1, le=10_000)]
+    first_layer: LayerNumber
+    n_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     top_k: Annotated[int, Meta(ge=1, le=32_767)]
     experts: Annotated[bytes, Meta(max_length=1 << 24)]
 
@@ -82,11 +90,11 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
-    logprobs: Annotated[list[RowLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
+    logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
         default_factory=list
     )
-    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=1 << 14)] = msgspec.field(
-        default_factory=list
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=MAX_STEP_ROWS)] = (
+        msgspec.field(default_factory=list)
     )
     routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
         default_factory=list

@@ -11,14 +11,16 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.types import LiveState
+from shardnet.types import MAX_LOGPROBS, LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
-    Count,
+    Figure,
+    Logprob,
     Moment,
     Name,
     PathText,
+    Positions,
     Priority,
     Rank,
     RequestId,
@@ -87,7 +89,7 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     request: RequestId
     state: LiveState
     ahead: U32 = 0
-    n_kept: U32 = 0
+    n_kept: Positions = 0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -101,7 +103,7 @@ class TopToken(Row, frozen=True, array_like=True):
 
     token_id: U32
     token: Text
-    logprob: float
+    logprob: Logprob
 
 
 class TokenDetail(Strict, frozen=True, kw_only=True):
@@ -110,8 +112,8 @@ class TokenDetail(Strict, frozen=True, kw_only=True):
     token_id: U32
     token: Text
     bytes: Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(max_length=4096)]
-    logprob: float
-    top: Annotated[list[TopToken], Meta(max_length=1024)]
+    logprob: Logprob
+    top: Annotated[list[TopToken], Meta(max_length=MAX_LOGPROBS)]
 
 
 class TextPiece(Tagged, frozen=True, kw_only=True):
@@ -137,7 +139,7 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     kind: Literal["logits", "hidden", "routing"]
-    position: U32
+    position: Positions
     width: U32
     top_k: U32 = 0
     data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
@@ -147,9 +149,9 @@ class MeanStageTime(Strict, frozen=True, kw_only=True):
     """Where the time of a mean decode step went, for one stage."""
 
     rank: Rank
-    compute_ms: Seconds
-    queue_ms: Seconds
-    wire_ms: Seconds
+    compute_ms: Figure
+    queue_ms: Figure
+    wire_ms: Figure
 
 
 class Timing(Strict, frozen=True, kw_only=True):
@@ -157,11 +159,11 @@ class Timing(Strict, frozen=True, kw_only=True):
 
     load_s: Seconds
     ttft_s: Seconds
-    decode_tok_s: Seconds
+    decode_tok_s: Figure
     total_s: Seconds
     per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=MAX_STAGES)]
-    n_drafted: Count = 0
-    n_accepted: Count = 0
+    n_drafted: U32 = 0
+    n_accepted: U32 = 0
 
 
 class Finished(Tagged, frozen=True, kw_only=True):

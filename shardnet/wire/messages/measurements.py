@@ -6,15 +6,16 @@ anything is measured.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
+from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
-    U32,
     Count,
     Explanation,
+    Figure,
     KvDTypeName,
     Moment,
     Name,
@@ -25,7 +26,10 @@ from shardnet.wire.framing.schema import (
     Strict,
     Tagged,
     Text,
+    Threads,
 )
+
+MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
 
 
 class MeasureStage(Tagged, frozen=True, kw_only=True):
@@ -40,7 +44,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     request: RequestId
     config: Text
     dtype: Name
-    threads: U32
+    threads: Threads
     model: PathText = ""
     again: bool = False
     quant: Quant = ""
@@ -66,11 +70,11 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     request: RequestId
     seconds: StageSeconds
     kernel: Name
-    threads: U32
+    threads: Threads
     measured_at_s: Moment
     is_steady: bool = True
     memory_bytes: Count
-    disk_bytes_per_s: Seconds | None = None
+    disk_bytes_per_s: Figure | None = None
 
 
 class MeasureLinks(Tagged, frozen=True, kw_only=True):
@@ -81,7 +85,7 @@ class MeasureLinks(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
-    payload_bytes: U32
+    payload_bytes: Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
     again: bool = False
 
 
@@ -90,7 +94,7 @@ class LinkMeasured(Strict, frozen=True, kw_only=True):
 
     node: Name
     round_trip_s: Seconds
-    bytes_per_s: Seconds
+    bytes_per_s: Figure
 
 
 class LinksMeasured(Tagged, frozen=True, kw_only=True):
@@ -111,10 +115,10 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     memory_bytes: Count
     seconds: StageSeconds | None = None
     kernel: Name = ""
-    threads: U32 = 0
+    threads: Threads = 0
     measured_at_s: Moment | None = None
     is_steady: bool = True
-    disk_bytes_per_s: Seconds | None = None
+    disk_bytes_per_s: Figure | None = None
     why_not: Explanation = ""
 
 
@@ -124,4 +128,4 @@ class WayMeasured(Strict, frozen=True, kw_only=True):
     sender: Name
     receiver: Name
     round_trip_s: Seconds
-    bytes_per_s: Seconds
+    bytes_per_s: Figure

@@ -15,8 +15,10 @@ from shardnet.wire.framing.schema import (
     U32,
     Address,
     Count,
-    Digest,
+    Difference,
+    DigestOrNone,
     Explanation,
+    Layers,
     Name,
     PathText,
     PingPayload,
@@ -24,6 +26,7 @@ from shardnet.wire.framing.schema import (
     RequestId,
     Strict,
     Tagged,
+    Threads,
 )
 from shardnet.wire.messages.diagnostics import NodeReport
 
@@ -32,7 +35,7 @@ class StageInfo(Strict, frozen=True, kw_only=True):
     """The stage that a node runs."""
 
     model: PathText
-    layers: tuple[U32, U32]
+    layers: Layers
     rank: Rank
 
 
@@ -46,8 +49,8 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     device: Name
     memory_bytes: Count
     memory_free_bytes: Count
-    cores: U32
-    threads: U32
+    cores: Threads
+    threads: Threads
     dtypes: Annotated[list[Name], Meta(max_length=16)]
     host_id: Name
     stage: StageInfo | None = None
@@ -70,9 +73,9 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     waiting: U32
     paused: U32
     warm_slots: U32
-    warm_blocks: Count
-    used_blocks: Count
-    room_blocks: Count
+    warm_blocks: U32
+    used_blocks: U32
+    room_blocks: U32
 
 
 class StatusReply(Tagged, frozen=True, kw_only=True):
@@ -138,7 +141,7 @@ class ReportReply(Tagged, frozen=True, kw_only=True):
     info: NodeInfo | None = None
     report: NodeReport | None = None
     failure: Explanation = ""
-    clock_ahead_s: float | None = None
+    clock_ahead_s: Difference | None = None
 
 
 class IdentifyModel(Tagged, frozen=True, kw_only=True):
@@ -149,7 +152,7 @@ class IdentifyModel(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     model: PathText
-    model_id: Digest = ""
+    model_id: DigestOrNone = ""
 
 
 class ModelIdentity(Tagged, frozen=True, kw_only=True):
@@ -160,6 +163,6 @@ class ModelIdentity(Tagged, frozen=True, kw_only=True):
     """
 
     request: RequestId
-    model_id: Digest
+    model_id: DigestOrNone
     complete: bool
-    sample: Digest = ""
+    sample: DigestOrNone = ""

@@ -17,20 +17,25 @@ from shardnet.wire.framing.schema import (
     Address,
     Addresses,
     Count,
+    Difference,
     Digest,
     Explanation,
+    Figure,
     KvDTypeName,
+    LayerNumber,
+    Layers,
     Name,
     PathText,
     Phase,
+    Positions,
     Quant,
     Rank,
     RequestId,
-    Seconds,
     Share,
     StreamLayers,
     Strict,
     Tagged,
+    Threads,
 )
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 
@@ -43,12 +48,12 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
 
     model: PathText
     nodes: Addresses = msgspec.field(default_factory=list)
-    layers: Annotated[list[tuple[U32, U32]], Meta(max_length=MAX_STAGES)] = msgspec.field(
+    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
-    context: U32 = 0
+    context: Positions = 0
     dtype: Name = "auto"
-    threads: U32 = 0
+    threads: Threads = 0
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
     quant: Quant = ""
@@ -77,12 +82,12 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     node: Name
     name: Name
     address: Address
-    layers: tuple[U32, U32]
+    layers: Layers
     weight_bytes: Count
     kv_bytes: Count
-    compute_ms: Seconds | None = None
-    hop_ms: Seconds | None = None
-    streamed_layers: U32 = 0
+    compute_ms: Figure | None = None
+    hop_ms: Figure | None = None
+    streamed_layers: LayerNumber = 0
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
@@ -115,7 +120,7 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
 
     row_bytes: Count
     exact_row_bytes: Count
-    saves_ms: float | None
+    saves_ms: Difference | None
     error: WireError | None
     why: Explanation
 
@@ -131,10 +136,10 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     model_id: Digest
     dtype: Name
     wire_dtype: Name
-    context: U32
+    context: Positions
     stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
     left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
-    predicted_tok_s: Seconds | None = None
+    predicted_tok_s: Figure | None = None
     why: Explanation
     optimise: Literal["latency", "throughput"] = "latency"
     nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = msgspec.field(

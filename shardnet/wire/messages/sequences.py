@@ -15,6 +15,7 @@ from shardnet import types
 from shardnet.types import (
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
+    MAX_TEMPERATURE,
     OutputParams,
     SamplingParams,
     SequenceId,
@@ -22,24 +23,36 @@ from shardnet.types import (
     SlotOperation,
 )
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import U32, U64, Count, Tagged, Travelling, decode, encode
+from shardnet.wire.framing.schema import (
+    U32,
+    U64,
+    NLogprobs,
+    Positions,
+    Tagged,
+    Travelling,
+    decode,
+    encode,
+)
+
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
     """The fields of `types.SamplingParams`, as they travel."""
 
-    temperature: float = 0.0
-    top_k: Count = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Annotated[tuple[tuple[U32, float], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
+    top_k: U32 = 0
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[tuple[tuple[U32, Bias], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
     min_tokens: U32 = 0
     seed: U64 = 0
     sample_index: U32 = 0
-    n_logprobs: U32 | None = None
+    n_logprobs: NLogprobs | None = None
 
     def params(self) -> SamplingParams:
         """Return the parameters, not checked: the caller decides what `check` failing means."""
@@ -49,7 +62,7 @@ class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
 class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
     """The fields of `types.OutputParams`, as they travel."""
 
-    n_prompt_logprobs: U32 | None = None
+    n_prompt_logprobs: NLogprobs | None = None
     logit_rows: U32 | None = None
     hidden_rows: U32 | None = None
     hidden_mean: bool = False
@@ -71,9 +84,9 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     sequence_id: U64
     slot: U32
     sampling: Sampling
-    n_kept: U32 = 0
+    n_kept: Positions = 0
     source: U32 | None = None
-    n_prompt: U32 = 0
+    n_prompt: Positions = 0
     stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     outputs: Outputs = Outputs()
 
@@ -96,7 +109,7 @@ class CloseSequence(Tagged, frozen=True, kw_only=True):
 
     sequence_id: U64
     slot: U32
-    n_kept: U32 = 0
+    n_kept: Positions = 0
 
     def operation(self) -> types.CloseSequence:
         """Return the operation."""

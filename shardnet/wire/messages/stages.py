@@ -19,14 +19,18 @@ from shardnet.wire.framing.schema import (
     Digest,
     Explanation,
     KvDTypeName,
+    LayerNumber,
+    Layers,
     Name,
     PathText,
     Phase,
+    Positions,
     Quant,
     Rank,
     RequestId,
     Seconds,
     Tagged,
+    Threads,
 )
 
 
@@ -46,16 +50,16 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     model: PathText
     model_id: Digest
-    layers: tuple[U32, U32]
+    layers: Layers
     dtype: Name
     wire_dtype: Name
-    context: U32
-    threads: U32
+    context: Positions
+    threads: Threads
     addresses: Addresses
     sources: Addresses = msgspec.field(default_factory=list)
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
-    streamed_layers: U32 = 0
+    streamed_layers: LayerNumber = 0
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
@@ -76,7 +80,7 @@ class StageReady(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     weight_bytes: Count
-    room_blocks: Count
+    room_blocks: U32
     reused: bool
     kernel: Name
     load_s: Seconds

@@ -34,7 +34,7 @@ def stage(rank: int, name: str, compute_ms: float | None, hop_ms: float | None) 
 PLAN = PlanReply(
     request=1,
     model="/m",
-    model_id="ab",
+    model_id="ab" * 32,
     dtype="bfloat16",
     wire_dtype="bfloat16",
     context=512,

@@ -118,7 +118,7 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
     async def main(figures: NodeBenchmark, host: StageHost) -> None:
         with pytest.raises(CheckpointError, match=r"config\.json that anna sent"):
             await measure(figures, ask(config="{"))
-        with pytest.raises(UsageError, match="dtype int3"):
+        with pytest.raises(UsageError, match="'int3' is no dtype"):
             await measure(figures, ask(dtype="int3"))
         with pytest.raises(CapacityError, match="only 0 MiB are free here"):
             await measure(figures, ask())

@@ -56,23 +56,24 @@ async def pair(handler: Handler) -> AsyncIterator[tuple[ControlLink, ControlLink
 def test_progress_precedes_the_reply_and_requests_do_not_mix() -> None:
     async def identify(control: ControlLink, message: Incoming) -> None:
         assert isinstance(message, IdentifyModel)
-        if message.model == "slow":
+        is_slow = message.model == "slow"
+        if is_slow:
             control.send(LoadProgress(request=message.request, done_bytes=1, total_bytes=2))
             await asyncio.sleep(0)
-        control.send(ModelIdentity(request=message.request, model_id=message.model, complete=True))
+        control.send(ModelIdentity(request=message.request, model_id="", complete=is_slow))
 
     async def main() -> None:
         async with pair(identify) as (asking, _):
             seen: list[int] = []
 
-            async def ask(model: str) -> str:
+            async def ask(model: str) -> bool:
                 message = IdentifyModel(request=asking.next_request(), model=model)
                 reply = await asking.ask(
                     message, ModelIdentity, on_progress=lambda p: seen.append(p.done_bytes)
                 )
-                return reply.model_id
+                return reply.complete
 
-            assert await asyncio.gather(ask("slow"), ask("fast")) == ["slow", "fast"]
+            assert await asyncio.gather(ask("slow"), ask("fast")) == [True, False]
             assert seen == [1]
 
     asyncio.run(main())
@@ -90,12 +91,19 @@ def test_a_named_failure_comes_back_as_itself_with_the_peer() -> None:
     asyncio.run(main())
 
 
-def test_a_bug_of_ours_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+class Panic(BaseException):
+    """What a library in another language raises when it panics."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
+def test_a_bug_of_ours_ends_its_request_alone(
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     """The link, and with it the node, goes on: other requests are not at fault."""
 
     async def stumble(control: ControlLink, message: Incoming) -> None:
         if not isinstance(message, Unload):
-            raise ZeroDivisionError("a bug of ours")
+            raise kind("a bug of ours")
         control.send(Done(request=message.request))
 
     async def main() -> None:

@@ -136,3 +136,12 @@ def test_free_plus_used_is_the_room_after_every_action(
         for one, n_blocks in expected.items():
             if n_blocks:
                 assert held_bytes(cache, one) == n_blocks * cache.block_bytes
+
+
+def test_a_slot_that_is_copied_to_itself_keeps_what_it_had() -> None:
+    cache = make_cache()
+    cache.ensure(SLOT, 2 * BLOCK_POSITIONS)
+    cache.layer(SLOT, 0)[0].fill_(7)
+    cache.copy(SLOT, SLOT, 3)
+    assert cache.blocks_used == 1
+    assert (cache.layer(SLOT, 0)[0][:, :3] == 7).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -120,6 +121,16 @@ def test_nothing_is_left_out_and_nothing_comes_unasked() -> None:
         wants_rows.arrive([scored(1)], [])
     with pytest.raises(RemoteProtocolError, match="prompt token 2, not of 1"):
         OutputCollector(OutputParams(n_prompt_logprobs=1), 3).arrive([scored(2)], [])
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_rows_of_another_width_are_the_tails_fault(mean: bool) -> None:
+    collector = OutputCollector(OutputParams(hidden_rows=ALL_ROWS, hidden_mean=mean), 3)
+    collector.arrive([], [block(0, 2)])
+    collector.release(2)
+    collector.arrive([], [replace(block(2, 3), width=1, payload=bytes(4))])
+    with pytest.raises(RemoteProtocolError, match="hidden 1 wide after others 2 wide"):
+        collector.release(3)
 
 
 def test_the_room_for_outputs_is_shared() -> None:

@@ -32,7 +32,9 @@ EPOCH = Epoch(2)
 TIMED = Extras(timings=[StageTiming(rank=0, compute_us=5, queue_us=1)])
 
 
-def received(kind: Callable[..., LinkSource | TailLink], *frames: Frame) -> object:
+def received(
+    kind: Callable[..., LinkSource | TailLink], *frames: Frame, n_before: int = 0
+) -> object:
     """What the far end makes of `frames`."""
 
     async def main() -> object:
@@ -49,7 +51,10 @@ def received(kind: Callable[..., LinkSource | TailLink], *frames: Frame) -> obje
         try:
             for frame in frames:
                 near.send(frame)
-            return await kind(far, EPOCH).receive()
+            end = kind(far, EPOCH)
+            for _ in range(n_before):
+                await end.receive()
+            return await end.receive()
         finally:
             await asyncio.gather(near.close(), far.close())
 
@@ -156,6 +161,13 @@ def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
 def test_what_a_stage_may_not_send(frame: Frame, message: str) -> None:
     with pytest.raises(RemoteProtocolError, match=message):
         received(LinkSource, frame)
+
+
+@pytest.mark.parametrize("second", [3, 5, 2])
+def test_a_step_that_is_left_out_or_comes_twice_is_refused(second: int) -> None:
+    frames = [error_frame(CapacityError("full"), epoch=EPOCH, step=s) for s in (3, second)]
+    with pytest.raises(RemoteProtocolError, match=f"step {second} after step 3"):
+        received(LinkSource, *frames, n_before=1)
 
 
 def test_operations_and_failed_steps_pass() -> None:

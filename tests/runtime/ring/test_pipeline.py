@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from shardnet.errors import CapacityError, PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, step_answer
-from shardnet.runtime.stage.compute import Activations, StepArrived, StepComputed, StepFailed
+from shardnet.runtime.stage.compute import (
+    Activations,
+    ScoredToken,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
 from shardnet.types import (
     Epoch,
     MicroBatch,
@@ -18,6 +25,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    TokenLogprobs,
     WireDType,
 )
 
@@ -119,6 +127,23 @@ def test_an_old_epochs_answer_is_dropped_and_counted() -> None:
         (answer(1, [7, 7]), "sampled 1 rows, the tail answered with 2"),
         (answer(1, []), "answered with 0"),
         (answer(1, [10]), "token 10, the vocabulary has 10"),
+        (
+            replace(answer(1, [7]), logprobs=[TokenLogprobs(token_id=10, logprob=0.0, top=())]),
+            "logprob of token 10",
+        ),
+        (
+            replace(
+                answer(1, [7]),
+                prompt_logprobs=[
+                    ScoredToken(
+                        sequence_id=SequenceId(1),
+                        position=0,
+                        logprobs=TokenLogprobs(token_id=1, logprob=0.0, top=((2**32 - 1, -1.0),)),
+                    )
+                ],
+            ),
+            "logprob of token 4294967295",
+        ),
     ],
 )
 def test_a_wrong_answer_is_the_tails_fault(wrong: StepAnswer, message: str) -> None:

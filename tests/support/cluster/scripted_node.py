@@ -102,7 +102,7 @@ def _plan(number: int, choice: ModelChoice) -> PlanReply:
     return PlanReply(
         request=number,
         model=choice.model,
-        model_id="0",
+        model_id="0" * 64,
         dtype="float32",
         wire_dtype="float32",
         context=64,

@@ -104,6 +104,8 @@ ROWS = RowBlock(
     payload=struct.pack("<2f", 2.0, -0.25),
 )
 
+MODEL_ID = hashlib.sha256(b"model").hexdigest()
+
 EXAMPLES: dict[str, Frame] = {
     "hello": hello_frame(HELLO),
     "error": error_frame(BusyError("another ring is running")),
@@ -128,10 +130,12 @@ EXAMPLES: dict[str, Frame] = {
         step=7,
     ),
     "bulk-digests": bulk_frame(
-        FetchDigests(request=1, model_id="ab", parts=[PartName("lm_head.weight", 0)])
+        FetchDigests(request=1, model_id=MODEL_ID, parts=[PartName("lm_head.weight", 0)])
     ),
     "bulk-digests-answer": bulk_frame(Digests(request=1, sha256=[WEIGHTS_SHA256])),
-    "bulk-part": bulk_frame(FetchPart(request=2, model_id="ab", tensor="lm_head.weight", part=0)),
+    "bulk-part": bulk_frame(
+        FetchPart(request=2, model_id=MODEL_ID, tensor="lm_head.weight", part=0)
+    ),
     "bulk-piece": bulk_frame(Piece(request=2), b"weights"),
     "rows": rows_frames(ROWS, epoch=3, step=7)[0],
 }

@@ -14,6 +14,8 @@ _INTEGERS = {
     (0, 255): "u8",
 }
 
+_HEX = {r"\A[0-9a-f]{64}\Z": "hex(64)", r"\A(?:[0-9a-f]{64})?\Z": 'hex(64) or ""'}
+
 
 def fields_of(kind: type[Any]) -> str:
     """Write a struct's fields in order: `name: type`, with `= default` where there is one.
@@ -43,6 +45,13 @@ def _value(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-inf"
+    whole = abs(value) < 1e15 and value == int(value)
+    return f"{value:.0f}" if whole else f"{value:g}"
+
+
 def _type(info: mi.Type) -> str:
     match info:
         case mi.Metadata(type=inner):
@@ -51,14 +60,14 @@ def _type(info: mi.Type) -> str:
             return f"{low}..{below - 1}"
         case mi.IntType(ge=low, le=high):
             return _INTEGERS.get((low, high)) or f"{low}..{high}"
-        case mi.FloatType(ge=low, le=high) if high is not None:
-            return f"float {low:.0f}..{high:.0f}"
-        case mi.FloatType(ge=low):
-            return "float" if low is None else f"float ≥ {low:g}"
+        case mi.FloatType(ge=low, le=high):
+            return f"float {_number(low)}..{_number(high)}"
         case mi.BoolType():
             return "bool"
         case mi.NoneType():
             return "null"
+        case mi.StrType(pattern=pattern) if pattern in _HEX:
+            return _HEX[pattern]
         case mi.StrType(max_length=longest):
             return f"text({longest})"
         case mi.BytesType(max_length=longest):

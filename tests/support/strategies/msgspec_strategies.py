@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,6 +24,13 @@ def _values(info: mi.Type) -> st.SearchStrategy[Any]:
             return st.integers(low, top)
         case mi.FloatType(ge=low, le=high):
             return st.floats(low, high, allow_nan=False)
+        case mi.StrType(pattern=str(pattern)) if "{64}" in pattern:
+            return st.from_regex(pattern, alphabet=st.characters(codec="ascii"))
+        case mi.StrType(max_length=int(longest), min_length=shortest, pattern=str(pattern)):
+            letters = st.characters(codec="utf-8", exclude_categories=["Cc"])
+            return st.text(letters, min_size=shortest or 0, max_size=min(longest, 20)).filter(
+                lambda text: re.search(pattern, text) is not None
+            )
         case mi.StrType(max_length=int(longest)):
             return st.text(st.characters(codec="utf-8"), max_size=min(longest, 20))
         case mi.BytesType(max_length=int(longest)):
