@@ -78,7 +78,8 @@ class ControlLink:
 
     Incoming requests and notices go to `handler`, each in a task of its own. A ShardnetError that
     it raises is sent back as Failed; any other exception, a library's panic too, is a bug, which is
-    logged and ends its request only. Cancelling the wait for an answer cancels the request at the peer.
+    logged and ends its request only. Cancelling the wait for an answer cancels the request at the
+    peer.
     """
 
     def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
