@@ -226,10 +226,20 @@ def test_a_listener_that_closes_leaves_no_connection_that_waits(harness: Harness
 
 @pytest.mark.usefixtures("many_files")
 def test_300_members_that_connect_at_one_moment_are_all_served(harness: Harness) -> None:
+    """None of them says anything before all are there: on one loop they would come one by one."""
+
     async def scenario(harness: Harness) -> None:
         failures: list[ShardnetError] = []
         door = await harness.listen(until_closed, failures.append)
-        await close_all(await come_up(door.port, 300))
+        socks = [socket.create_connection((LOCAL, door.port), timeout=60) for _ in range(300)]
+        await until(lambda: len(door._waiting) == 300)
+        links = [TcpLink(hello(), initiator=True, options=KEYED) for _ in socks]
+        for link, sock in zip(links, socks, strict=True):
+            sock.setblocking(False)
+            await link.take_over(sock)
+        for link in links:
+            await link.wait_up()
+        await asyncio.gather(*(link.close() for link in links))
         assert failures == []
 
     harness.run(scenario)

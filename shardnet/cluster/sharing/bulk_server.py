@@ -7,6 +7,7 @@ else: tensors and files go by the model's own names. Must not know what they are
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -31,6 +32,8 @@ from shardnet.wire.messages.bulk import (
     read_bulk,
 )
 from shardnet.wire.messages.handshake import error_frame, explanation
+
+_log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 10
 """Bytes per frame: few, so that encrypting them does not block the loop for long."""
@@ -86,8 +89,13 @@ class BulkServer:
         except LinkError:
             raise
         except ShardnetError as error:
-            text = explanation(error)
-            link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))
+            _refuse(link, message, error)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # our own bug, or a library's panic: the node must live
+            what = type(message).__name__
+            _log.error("%s of %s failed", what, link.peer.name, exc_info=error)
+            _refuse(link, message, ShardnetError(f"internal error in {what}: {error!r}"))
 
     async def _carry_out(self, link: Link, message: BulkRequest, model: OpenModel) -> None:
         disk = self._disk.at(model.checkpoint.folder)
@@ -135,3 +143,8 @@ class BulkServer:
             link.send(bulk_frame(Piece(request=request), data))
             await link.drain()
             at += size
+
+
+def _refuse(link: Link, message: BulkRequest, error: ShardnetError) -> None:
+    text = explanation(error)
+    link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))

@@ -66,7 +66,12 @@ class LinkSource:
             _check_epoch(frame, self._epoch, self._link)
             extras = self._extras.before(frame)
             if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
-                self._check_step(frame)
+                # A stage may join when the ring has computed already: any step may be the first.
+                if self._last_step and frame.step != self._last_step + 1:
+                    raise RemoteProtocolError(
+                        f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
+                    )
+                self._last_step = frame.step
             match frame.kind:
                 case FrameKind.DATA:
                     return self._step(read_data(frame), extras)
@@ -78,17 +83,6 @@ class LinkSource:
                     self._extras.keep(frame)
                 case _:
                     raise _unexpected(frame, self._link)
-
-    def _check_step(self, frame: Frame) -> None:
-        """Raise RemoteProtocolError if a step was left out or comes twice: it would have no answer.
-
-        A stage may join when the ring has computed already: any step may be the first.
-        """
-        if self._last_step and frame.step != self._last_step + 1:
-            raise RemoteProtocolError(
-                f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
-            )
-        self._last_step = frame.step
 
     def _step(self, step: StepData, extras: Extras) -> StepArrived:
         return StepArrived(

@@ -64,7 +64,7 @@ Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 PathText = Annotated[str, Meta(max_length=4096, pattern=_NO_NUL)]
 """A path or the name of a model. An operating system's path has no NUL."""
-FileName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"\A[^\x00/\\]*\Z")]
+FileName = Annotated[str, Meta(max_length=255, pattern=_NO_NUL)]
 """One file of a checkpoint. Which names a model may have is checked where it is used."""
 Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
 """SHA-256 in hex. The id of a model is one."""

@@ -15,6 +15,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
+from shardnet.cluster.store.local_models import OpenModel
 from shardnet.errors import RemoteProtocolError
 from shardnet.wire.messages.bulk import FetchHead, FetchPart, Piece, Refused, bulk_frame, read_bulk
 
@@ -97,13 +98,41 @@ def test_only_parts_of_the_models_tensors_are_given(
     run(source, tmp_path, scenario)
 
 
-@pytest.mark.parametrize("model_id", ["f" * 64, "../..", "x"])
-def test_only_models_that_are_here_are_given(source: Path, tmp_path: Path, model_id: str) -> None:
+def test_only_models_that_are_here_are_given(source: Path, tmp_path: Path) -> None:
     async def scenario(sources: Sources, client: BulkClient) -> None:
         with pytest.raises(SourceRefused, match="is not here any more"):
             await client.skeleton()
 
+    run(source, tmp_path, scenario, "f" * 64)
+
+
+@pytest.mark.parametrize("model_id", ["../..", "x", "/somewhere/evil"])
+def test_a_models_id_that_is_a_path_ends_the_link(
+    source: Path, tmp_path: Path, model_id: str
+) -> None:
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        with pytest.raises(RemoteProtocolError, match="model_id"):
+            await client.skeleton()
+
     run(source, tmp_path, scenario, model_id)
+
+
+@pytest.mark.parametrize("kind", [KeyError, MemoryError, BaseException])
+def test_a_bug_of_ours_ends_its_request_alone(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def stumble(*wrong: object) -> None:
+        raise kind("a bug of ours")
+
+    async def scenario(sources: Sources, client: BulkClient) -> None:
+        part = TensorPart(tensor="t", number=0, file="f", offset=0, size_bytes=10)
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenModel, "part", stumble)
+            with pytest.raises(SourceRefused, match="internal error in FetchPart"):
+                await client.piece(client.ask_part(part), 10)
+        assert await client.skeleton()
+
+    run(source, tmp_path, scenario)
 
 
 def test_a_checkpoint_that_has_changed_is_another_model(source: Path, tmp_path: Path) -> None:
