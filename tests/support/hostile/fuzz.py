@@ -1,0 +1,125 @@
+"""The program of scripts/fuzz: rounds of mutated input, figures of each, and the finds kept."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from support.hostile.corpus import HOSTILE
+from support.hostile.mutate_files import fuzz_files, mutated
+from support.hostile.mutate_frames import Figures, Finding, fuzz_frames, fuzz_live
+
+from shardnet.errors import CheckpointError
+from shardnet.tokenizers.tokenizer import Tokenizer
+
+FOUND = HOSTILE / "found"
+N_FRAMES = 20_000
+N_FILES = 1_000
+N_TOKENIZERS = 50
+LIVE_S = 10.0
+TEXT = "Ab c<s>é\n"
+
+
+class Finds:
+    """What was found, in a folder of its own."""
+
+    def __init__(self, folder: Path = FOUND) -> None:
+        self._folder = folder
+        self.n = 0
+
+    def keep_frames(self, data: bytes, why: str) -> None:
+        """Keep what was received, and say why."""
+        name = f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / name).write_bytes(data)
+        self._say(name, why)
+
+    def keep_files(self, folder: Path, why: str) -> None:
+        """Keep a checkpoint, and say why."""
+        name = f"files-{time.time_ns()}"
+        shutil.copytree(folder, self._folder / name, dirs_exist_ok=True)
+        self._say(name, why)
+
+    def _say(self, name: str, why: str) -> None:
+        self.n += 1
+        print(f"FOUND {self._folder / name}: {why}", flush=True)
+
+
+def attack_with_frames(seed: int, finds: Finds, attack: Callable[[], Figures]) -> str:
+    """Run one attack with frames, and keep what it finds."""
+    try:
+        figures = attack()
+    except Finding as finding:
+        finds.keep_frames(finding.data, f"seed {seed}: {finding}")
+        return "ended by a find"
+    for data in figures.slow:
+        finds.keep_frames(data, f"seed {seed}: slow")
+    pings = f", slowest ping {figures.slowest_ping_s:.2f} s" if figures.n_pings else ""
+    return (
+        f"{figures.n_frames} frames, {figures.n_read} read, slowest {figures.slowest_s:.2f} s"
+        f"{pings}, {figures.grown_bytes / 2**20:.0f} MiB grown"
+    )
+
+
+def attack_with_tokenizers(n: int, seed: int, finds: Finds) -> str:
+    """Load mutated tokenizers; encode and decode with those that load."""
+    kinds: Counter[str] = Counter()
+    sources = sorted((HOSTILE / "tokenizers").glob("*.json"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in range(n):
+            chance = random.Random(f"{seed}-{number}")
+            content = chance.choice(sources).read_bytes()
+            (folder / "tokenizer.json").write_bytes(mutated(chance, "tokenizer.json", content))
+            kinds[_used(folder, f"seed {seed}-{number}", finds)] += 1
+    return f"{n} tokenizers: " + ", ".join(f"{many} {kind}" for kind, many in kinds.most_common())
+
+
+def _used(folder: Path, where: str, finds: Finds) -> str:
+    try:
+        with Tokenizer.load(folder) as tokenizer:
+            ids = tokenizer.encode(TEXT)
+            tokenizer.decode([*ids, *range(10)])
+    except CheckpointError:
+        return "refused"
+    except Exception as error:  # whatever it is, it is what is looked for
+        finds.keep_files(folder, f"{where}: {type(error).__name__}: {error}")
+        return "found"
+    return "used"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run rounds until the time is over; return 1 if anything was found."""
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument("--seed", type=int, default=None, help="the first round's seed")
+    asked = parser.parse_args(arguments)
+    seed = asked.seed if asked.seed is not None else int(time.time())
+    ends, finds = time.monotonic() + 60 * asked.minutes, Finds()
+    while time.monotonic() < ends:
+        key = random.Random(seed).randbytes(16)
+        rounds: dict[str, Callable[[int], str]] = {
+            "frames": lambda n: attack_with_frames(n, finds, lambda: fuzz_frames(N_FRAMES, n)),
+            "files": lambda n: str(fuzz_files(N_FILES, n, finds.keep_files)),
+            "tokenizers": lambda n: attack_with_tokenizers(N_TOKENIZERS, n, finds),
+            "live": lambda n: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, None)),
+            "live, key": lambda n: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, key)),
+        }
+        for what, attack in rounds.items():
+            if time.monotonic() < ends:
+                print(f"seed {seed} {what}: {attack(seed)}", flush=True)
+        seed += 1
+    print(f"{finds.n} finds")
+    return 1 if finds.n else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Eight running streams, while another member and local files do their worst to the node.
+
+Each stream has the text that it has undisturbed and never stands still; the process lives on, and
+gives back what memory it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+from support.hostile.corpus import FRAMES, hostile_checkpoints, hostile_tokenizers
+from support.system.nodes import Machine, NodeProcess
+from support.system.parrot import Parrots
+from support.system.strangers import connected, hello
+
+from shardnet.api import ModelChoice, RequestState
+from shardnet.api.client import connect
+from shardnet.errors import BusyError, CheckpointError, ShardnetError
+from shardnet.wire.framing.frames import PREAMBLE
+from shardnet.wire.messages.handshake import PeerRole, Purpose
+
+N_STREAMS = 8
+N_TOKENS = 300
+GAP_S = 3.0
+"""Three times the promise: no stream stands still for a second."""
+MEMORY_SHARE = 1.05
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Streams:
+    """Requests of several people, each with a client of its own, one after the other."""
+
+    def __init__(self, choice: ModelChoice) -> None:
+        self._choice = choice
+        self._ends = asyncio.Event()
+        self.n_texts = 0
+        self.longest_gap_s = 0.0
+
+    async def run(self, number: int) -> None:
+        """Ask again and again; check every text, and when its pieces came."""
+        async with connect(self._choice.nodes[0]) as client:
+            while not self._ends.is_set():
+                at = [time.monotonic()]
+                text = ""
+                asked = client.generate(
+                    LETTERS[number], model=self._choice, max_tokens=N_TOKENS, ignore_eos=True
+                )
+                async for event in asked:
+                    at.append(time.monotonic())
+                    text += event.text
+                    assert event.error is None, event.error
+                assert event.state is RequestState.FINISHED
+                turned = LETTERS[number + 1 :] + LETTERS[: number + 1]
+                assert text == (turned * N_TOKENS)[:N_TOKENS]
+                gaps_s = [later - earlier for earlier, later in pairwise(at)]
+                self.longest_gap_s = max(self.longest_gap_s, *gaps_s)
+                self.n_texts += 1
+
+    def end(self) -> None:
+        """Let each running text end, and ask for no more."""
+        self._ends.set()
+
+
+def say_to(node: NodeProcess, purpose: Purpose, frames: bytes) -> None:
+    """Be a member that opens a link and sends these frames."""
+    ring = {"ring": "none"} if purpose is Purpose.DATA else {}
+    greeting = PREAMBLE + hello(purpose=purpose, role=PeerRole.NODE, **ring)
+    with contextlib.suppress(OSError), connected(node, greeting + frames) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+
+
+def frames_in_corpus() -> Iterator[tuple[Purpose, bytes]]:
+    """Every frame on every kind of link."""
+    for path in sorted(FRAMES.glob("*.bin")):
+        for purpose in Purpose:
+            yield purpose, path.read_bytes()
+
+
+def test_streams_go_on_whatever_a_member_and_files_do(
+    machine: Machine, parrots: Parrots, tmp_path: Path
+) -> None:
+    [node] = machine.start_nodes("anna")
+    choice = ModelChoice(model=str(parrots.alphabet), nodes=[node.address])
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            async with connect(node.address) as client:
+                await client.complete("a", model=choice, max_tokens=2, ignore_eos=True)
+            streams = Streams(choice)
+            running = [tasks.create_task(streams.run(number)) for number in range(N_STREAMS)]
+            before = await settled_bytes(node, streams, 2 * N_STREAMS)
+            n_refused = await ask_for_files(node, tmp_path)
+            for purpose, frames in frames_in_corpus():
+                await asyncio.to_thread(say_to, node, purpose, frames)
+            await ask_for_tokenizers(node, tmp_path / "tokenizers", parrots, BusyError)
+            after = await settled_bytes(node, streams, streams.n_texts + 2 * N_STREAMS)
+            streams.end()
+            await asyncio.wait(running)
+            await ask_for_tokenizers(node, tmp_path / "again", parrots, CheckpointError)
+            async with connect(node.address) as client:
+                [said] = await client.complete("a", model=choice, max_tokens=3, ignore_eos=True)
+                assert said.text == "bcd"
+        print(
+            f"{n_refused} files refused, {streams.n_texts} texts, longest gap "
+            f"{streams.longest_gap_s:.3f} s, {before / 2**20:.1f} MiB before, "
+            f"{after / 2**20:.1f} MiB after"
+        )
+        assert n_refused > 0
+        assert streams.n_texts >= 2 * N_STREAMS
+        assert streams.longest_gap_s < GAP_S
+        assert after <= MEMORY_SHARE * before
+
+    asyncio.run(main())
+    assert node.process.poll() is None
+
+
+async def ask_for_tokenizers(
+    node: NodeProcess, folder: Path, parrots: Parrots, refused: type[ShardnetError]
+) -> None:
+    """Ask for a text of a model with each hostile tokenizer; it is refused by name, or none is."""
+    n_refused = 0
+    async with connect(node.address) as client:
+        for path in hostile_tokenizers(folder, parrots.alphabet):
+            choice = ModelChoice(model=str(path), nodes=[node.address])
+            try:
+                await client.complete("a" * 40, model=choice, max_tokens=3, ignore_eos=True)
+            except refused:
+                n_refused += 1
+    assert n_refused > 5
+
+
+async def settled_bytes(node: NodeProcess, streams: Streams, n_texts: int) -> int:
+    """Return the node's resident memory once so many texts have come."""
+    while streams.n_texts < n_texts:
+        await asyncio.sleep(0.05)
+    return int(psutil.Process(node.pid).memory_info().rss)
+
+
+async def ask_for_files(node: NodeProcess, folder: Path) -> int:
+    """Ask the node to plan with every model of the corpus, as any client may."""
+    n_refused = 0
+    async with connect(node.address) as client:
+        for path in hostile_checkpoints(folder):
+            try:
+                await client.plan(ModelChoice(model=str(path), nodes=[node.address]))
+            except ShardnetError as error:
+                assert "internal" not in str(error), error
+                n_refused += 1
+    return n_refused
