@@ -44,6 +44,11 @@ def hostile_checkpoints(folder: Path) -> Iterator[Path]:
     yield fifo
 
 
+def good_checkpoint(folder: Path) -> Path:
+    """Write the checkpoint over which most of the corpus is laid."""
+    return _good(folder, "safetensors")
+
+
 def hostile_tokenizers(folder: Path, checkpoint: Path) -> Iterator[Path]:
     """Write copies of a good checkpoint, each with a tokenizer of the corpus."""
     for path in sorted(TOKENIZERS.glob("*.json")):

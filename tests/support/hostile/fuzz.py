@@ -96,6 +96,21 @@ def _used(folder: Path, where: str, finds: Finds) -> str:
     return "used"
 
 
+def _key(seed: int) -> bytes:
+    return random.Random(seed).randbytes(16)
+
+
+ROUND: dict[str, Callable[[int, Finds], str]] = {
+    "frames": lambda n, finds: attack_with_frames(n, finds, lambda: fuzz_frames(N_FRAMES, n)),
+    "files": lambda n, finds: str(fuzz_files(N_FILES, n, finds.keep_files)),
+    "tokenizers": lambda n, finds: attack_with_tokenizers(N_TOKENIZERS, n, finds),
+    "live": lambda n, finds: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, None)),
+    "live with a key": lambda n, finds: attack_with_frames(
+        n, finds, lambda: fuzz_live(LIVE_S, n, _key(n))
+    ),
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run rounds until the time is over; return 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
@@ -105,17 +120,9 @@ def main(arguments: Sequence[str]) -> int:
     seed = asked.seed if asked.seed is not None else int(time.time())
     ends, finds = time.monotonic() + 60 * asked.minutes, Finds()
     while time.monotonic() < ends:
-        key = random.Random(seed).randbytes(16)
-        rounds: dict[str, Callable[[int], str]] = {
-            "frames": lambda n: attack_with_frames(n, finds, lambda: fuzz_frames(N_FRAMES, n)),
-            "files": lambda n: str(fuzz_files(N_FILES, n, finds.keep_files)),
-            "tokenizers": lambda n: attack_with_tokenizers(N_TOKENIZERS, n, finds),
-            "live": lambda n: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, None)),
-            "live, key": lambda n: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, key)),
-        }
-        for what, attack in rounds.items():
+        for what, attack in ROUND.items():
             if time.monotonic() < ends:
-                print(f"seed {seed} {what}: {attack(seed)}", flush=True)
+                print(f"seed {seed} {what}: {attack(seed, finds)}", flush=True)
         seed += 1
     print(f"{finds.n} finds")
     return 1 if finds.n else 0
