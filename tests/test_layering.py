@@ -34,7 +34,7 @@ PACKAGES["runtime"] = {
     *("wire", "transport", "model", "checkpoint", "tokenizers", "stage", "threads"),
     *BASE,
 }
-PACKAGES["cluster"] = {"runtime", "files", *PACKAGES["runtime"]}
+PACKAGES["cluster"] = {"runtime", "files", "guard", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 

@@ -23,14 +23,14 @@ from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
 from shardnet.cluster.peers.rtt_probe import ProbeAnswer
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.loading import ModelFacts, identify_at
+from shardnet.threads import DaemonThreads
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
     from shardnet.cluster.discovery.node_record import NodeRecord
-    from shardnet.threads import DaemonThreads
-from shardnet.transport.identity import Identity
+    from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0
 """Deadline for connecting to all addresses together, and for reading a checkpoint's headers."""

@@ -175,7 +175,6 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(machine: Machine, usage: li
     [
         ["a", "--max-tokens", "5000000000"],
         ["a", "--context", "999999999999"],
-        ["a", "--top-k", "9" * 30],
         ["a", "--stop-token-id", "999999999999"],
         ["--token-ids=-1"],
         ["--token-ids", "9" * 30],

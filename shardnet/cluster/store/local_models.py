@@ -13,9 +13,10 @@ from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
 from shardnet.cluster.store.digest_cache import DigestCache
+from shardnet.cluster.store.identify_apart import identify_guarded
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import CheckpointError
-from shardnet.runtime.stage.loading import ModelFacts, find_folder, identify, stamp
+from shardnet.runtime.stage.loading import ModelFacts, find_folder, stamp
 
 
 class LocalModels:
@@ -70,7 +71,7 @@ class LocalModels:
         """Identify the model in a folder; cached until the folder changes."""
         known = self._facts.get(folder)
         if known is None or known.stamp != stamp(folder):
-            known = self._facts[folder] = identify(folder)
+            known = self._facts[folder] = identify_guarded(folder)
         return known
 
 
