@@ -18,6 +18,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.runtime.stage.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
 from shardnet.wire.messages.measurements import (
+    MAX_PAYLOAD_BYTES,
     LinksMeasured,
     MeasureLinks,
     MeasureStage,
@@ -59,7 +60,8 @@ class MeasurementService:
         With `again` known figures are measured too. `on_measured` is as for `gather`.
         """
         ask = await self._ask(choice, facts, dtype, again=again)
-        payload_bytes = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
+        largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
+        payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
         return await gather(nodes, ask, payload_bytes, self, on_measured)
 
     async def known(
