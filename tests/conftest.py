@@ -18,7 +18,7 @@ import hypothesis
 import psutil
 import pytest
 
-for _profile, _max_examples in (("shardnet", 40), ("soak", 400)):
+for _profile, _max_examples in (("shardnet", 30), ("soak", 400)):
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_max_examples,

@@ -17,6 +17,7 @@ from support.models.checkpoints import make_decoder
 from support.oracles.oracle import load_reference
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.soak import cases
 
 from shardnet.runtime.engine.outputs import RowsReady
 from shardnet.runtime.engine.requests import RequestEvent, RequestMoved, Speculation
@@ -39,7 +40,7 @@ def reference(folder: Path) -> Any:
     return load_reference(folder)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=cases([1, 3], [2, 4]))
 def stages(request: pytest.FixtureRequest, folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(N_LAYERS, request.param))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.checkpoints import make_llama
-from support.soak import soak_s
+from support.soak import cases, soak_s
 from support.system.nodes import Crew, open_machine
 
 from shardnet.api import (
@@ -59,7 +59,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
         yield Crew(machine=machine, nodes=nodes)
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=cases(["float32"], ["bfloat16"]))
 def case(request: pytest.FixtureRequest, crew: Crew, tmp_path: Path) -> Case:
     """A model whose keys and values weigh more than it does: 1.5 MiB a block of two layers."""
     dtype = request.param

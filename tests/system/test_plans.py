@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import pytest
 from support.servers.proxy import Proxy
+from support.soak import cases
 from support.system.netns import Host, NotPermittedError, open_network
 from support.system.nodes import Crew, Machine, NodeProcess
 from support.system.parrot import Parrots, make_parrot
@@ -191,7 +192,7 @@ SITES = {"namespaces": in_namespaces, "loopback": on_loopback}
 
 
 @pytest.mark.parametrize("trouble", ["far", "slow"])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", cases(["loopback"], ["namespaces"]))
 def test_a_node_that_would_slow_the_ring_is_used_only_where_nothing_fits_without_it(
     site: str, trouble: Trouble, tmp_path: Path
 ) -> None:

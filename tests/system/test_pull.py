@@ -13,6 +13,7 @@ from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.torch_checkpoints import to_torch_files
 from support.servers.hub_server import COMMIT, Hub, open_hub
+from support.soak import cases
 from support.system.nodes import Machine
 from support.system.parrot import Parrots, make_parrot
 
@@ -161,16 +162,26 @@ def test_one_gguf_of_many_is_pulled_and_used_by_name(machine: Machine, hub: Hub)
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["lab/none"], "neither a folder where it was asked for, nor a model of the Hub"),
-        (["lab/gated"], "accept its terms at https://huggingface.co/lab/gated"),
-        ([REPO, "--revision", "v9"], "lab/parrot has no revision v9"),
-        (["lab/none-of-it"], "has no weights that are read here (its files: config.json)"),
-        (["lab/ggufs"], "has GGUF files only; there are Q4_0, Q8_0; choose one as lab/ggufs:Q4_0"),
-        (["lab/ggufs:Q2_K"], "has no GGUF of the name Q2_K; there are Q4_0, Q8_0"),
-        (["lab/ggufs:Q8_0", "--layers", "0-1"], "its weights are in x-Q8_0.gguf; pull it without"),
-        (["lab/liar"], "index.json names evil.py, which is no tensor file that the Hub has"),
-    ],
+    cases(
+        [
+            (["lab/none"], "neither a folder where it was asked for, nor a model of the Hub"),
+            (["lab/gated"], "accept its terms at https://huggingface.co/lab/gated"),
+            ([REPO, "--revision", "v9"], "lab/parrot has no revision v9"),
+            (
+                ["lab/ggufs"],
+                "has GGUF files only; there are Q4_0, Q8_0; choose one as lab/ggufs:Q4_0",
+            ),
+            (["lab/liar"], "index.json names evil.py, which is no tensor file that the Hub has"),
+        ],
+        [
+            (["lab/none-of-it"], "has no weights that are read here (its files: config.json)"),
+            (["lab/ggufs:Q2_K"], "has no GGUF of the name Q2_K; there are Q4_0, Q8_0"),
+            (
+                ["lab/ggufs:Q8_0", "--layers", "0-1"],
+                "its weights are in x-Q8_0.gguf; pull it without",
+            ),
+        ],
+    ),
 )
 def test_what_the_hub_does_not_give_is_named(
     machine: Machine, hub: Hub, arguments: list[str], words: str
@@ -195,7 +206,7 @@ def test_a_name_that_can_be_none_is_wrong_usage(machine: Machine) -> None:
     assert "is not ORG/NAME" in result.stderr
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", cases([429], [503]))
 def test_a_hub_that_fails_is_named_by_its_status(machine: Machine, hub: Hub, status: int) -> None:
     hub.fails_with = status
     result = machine.run("pull", REPO)

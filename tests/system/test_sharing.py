@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.soak import cases
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots, make_parrot
 from support.system.sites import Site, address, meet, open_site
@@ -91,7 +92,7 @@ def say(site: Site, nodes: Sequence[NodeProcess]) -> Result:
     return site.machines[1].run("generate", "a", "--model", MODEL, "--max-tokens", "30", *split)
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+@pytest.mark.parametrize("kind", cases(["loopback"], ["namespaces"]))
 def test_one_copy_is_enough(kind: str, parrots: Parrots, tmp_path: Path) -> None:
     """Asked is a node without the copy, which then is rank 0; each stage fetches its range."""
     with open_site(kind, 3, tmp_path) as site:
@@ -120,7 +121,7 @@ def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parro
     assert machines[0].call("cache", "ls", "--json").json == []
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "loopback"])
+@pytest.mark.parametrize("kind", cases(["loopback"], ["namespaces"]))
 def test_a_source_that_goes_in_the_middle_is_left_and_the_others_finish(
     kind: str, large: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 
 from shardnet.model.kernels import library
 
@@ -34,7 +35,7 @@ def run(*command: str, cwd: Path, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("has_compiler", [True, False], ids=["compiler", "no-compiler"])
+@pytest.mark.parametrize("has_compiler", cases([True], [False]), ids="compiler={}".format)
 def test_a_wheel_installed_elsewhere_runs_the_bundled_model(
     has_compiler: bool, tmp_path: Path
 ) -> None:

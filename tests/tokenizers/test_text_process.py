@@ -14,6 +14,7 @@ from support.models import small_tokenizers as small
 from support.models.loaded_tokenizers import load_here, made_tokenizer, tokenizer_of
 
 from shardnet.cluster.head.ring_builder import _open_tokenizer
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.tokenizers.text_process import TextProcess
 from shardnet.tokenizers.tokenizer import Tokenizer
@@ -102,11 +103,13 @@ def test_a_tokenizer_that_nobody_waits_for_any_more_is_closed(tmp_path: Path) ->
     before = {child.pid for child in psutil.Process().children()}
 
     async def main() -> None:
-        opening = asyncio.create_task(_open_tokenizer(tmp_path))
+        disk = DiskJobs("disk")
+        opening = asyncio.create_task(_open_tokenizer(disk, tmp_path))
         await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
+        disk.close()
 
     asyncio.run(main())
     left = [child for child in psutil.Process().children() if child.pid not in before]

@@ -102,28 +102,28 @@ def check_decodes(
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_decoders_of_many_steps(name: str, data: st.DataObject) -> None:
     check_decodes(decoded_by(name), data, DECODERS[name][1], in_parts=name not in NOT_IN_PARTS)
 
 
 @pytest.mark.parametrize("kind", sorted(small.KINDS))
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_kinds_of_tokenizer_json(kind: str, data: st.DataObject) -> None:
     check_decodes(tokenizer_of(kind), data, OTHER_KINDS.get(kind, Joins.PIECES))
 
 
 @pytest.mark.parametrize("kind", [*trained.KINDS, *GGUF_WORDS])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_kinds_that_shardnet_builds(kind: str, data: st.DataObject) -> None:
     joins = Joins.BYTES if kind in GGUF_WORDS else Joins.PIECES
     check_decodes(gguf_tokenizer(kind), data, joins)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_the_bundled_model(data: st.DataObject) -> None:
     check_decodes(bundled(), data, Joins.BYTES)
