@@ -42,7 +42,7 @@ def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
     """Prefill in chunks and decoding, against full forwards."""
     reference = load_reference(folder)
     n_layers = Checkpoint.open(folder).config.n_layers
-    prompts = [random_prompt(length, 300, seed=length) for length in (1, 19, 300)]
+    prompts = [random_prompt(length, 300, seed=length) for length in (19, 300)]
     chain = StageChain.load(folder, [LayerRange(0, n_layers)])
     check_generation(chain, reference, prompts, 24)
 

@@ -17,6 +17,7 @@ from support.hostile.corpus import HOSTILE
 from support.hostile.mutate_files import fuzz_files, mutated
 from support.hostile.mutate_frames import Figures, Finding, fuzz_frames, fuzz_live
 
+from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.tokenizer import Tokenizer
 
@@ -73,6 +74,7 @@ def attack_with_tokenizers(n: int, seed: int, finds: Finds) -> str:
     """Load mutated tokenizers; encode and decode with those that load."""
     kinds: Counter[str] = Counter()
     sources = sorted((HOSTILE / "tokenizers").glob("*.json"))
+    sources += [DEFAULT_MODEL_PATH / "tokenizer.json"] * len(sources)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number in range(n):
