@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NewType
+from typing import Final, NewType, TypeVar
 
 from shardnet.errors import SamplingError, UsageError
 
@@ -42,6 +42,18 @@ Its layers keep their window and so many rows (design decision 6).
 """
 
 
+_Names = TypeVar("_Names", bound=enum.Enum)
+
+
+def _named(names: type[_Names], name: str, what: str) -> _Names:
+    """Read the name of a `what`. Raises UsageError for one that is none."""
+    try:
+        return names(name)
+    except ValueError:
+        choices = ", ".join(member.value for member in names)
+        raise UsageError(f"'{name}' is no {what}: choose one of {choices}") from None
+
+
 class DType(enum.Enum):
     """A dtype that computes or travels. The value is the name used in flags and JSON."""
 
@@ -52,11 +64,7 @@ class DType(enum.Enum):
     @classmethod
     def named(cls, name: str) -> DType:
         """Read a name. Raises UsageError for one that is none."""
-        try:
-            return cls(name)
-        except ValueError:
-            names = ", ".join(dtype.value for dtype in cls)
-            raise UsageError(f"'{name}' is no dtype: choose one of {names}") from None
+        return _named(cls, name, "dtype")
 
     @property
     def size_bytes(self) -> int:
@@ -93,11 +101,7 @@ class WireDType(enum.Enum):
     @classmethod
     def named(cls, name: str) -> WireDType:
         """Read a name. Raises UsageError for one that is none."""
-        try:
-            return cls(name)
-        except ValueError:
-            names = ", ".join(dtype.value for dtype in cls)
-            raise UsageError(f"'{name}' is no wire dtype: choose one of {names}") from None
+        return _named(cls, name, "wire dtype")
 
     def row_bytes(self, width: int) -> int:
         """Bytes of one row of `width` columns."""

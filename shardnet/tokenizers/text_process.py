@@ -47,6 +47,10 @@ class TextProcess:
         """The id of the process, None if none runs."""
         return self._process.pid
 
+    @property
+    def _is_loaded(self) -> bool:
+        return self._process.pid is not None and self._loaded_in == self._process.n_started
+
     def load(self) -> tuple[dict[str, Any] | None, bytes]:
         """Load the tokenizer; return what `text_program.described` gives, None if there is none.
 
@@ -65,7 +69,7 @@ class TextProcess:
 
     def ready(self) -> None:
         """Have a process with the tokenizer. Raises CheckpointError as `load`."""
-        if self._process.pid is None or self._loaded_in != self._process.n_started:
+        if not self._is_loaded:
             self.load()
 
     def encode(self, text: str, bos: Bos, parse_special: bool) -> list[int]:
@@ -79,7 +83,7 @@ class TextProcess:
 
     def decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
         """Decode ids. Raises CheckpointError if that fails, or needs a process to be started."""
-        if self._process.pid is None or self._loaded_in != self._process.n_started:
+        if not self._is_loaded:
             raise CheckpointError(
                 f"{self._file}: the process that decodes its tokens has ended", remedy=_AGAIN
             )

@@ -94,17 +94,11 @@ def _finish(
     try:
         result = job()
     except BaseException as error:  # as in a future: whoever waits for the result gets it
-        _tell(loop, failed, contained(error))
+        tell = partial(failed, contained(error))
     else:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(done, result)
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, failed: Callable[[Exception], None], error: Exception
-) -> None:
+        tell = partial(done, result)
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(failed, error)
+        loop.call_soon_threadsafe(tell)
 
 
 def _lower_priority(niceness: int) -> None:
