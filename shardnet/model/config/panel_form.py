@@ -1,0 +1,195 @@
+"""The forms in which linear weights are kept and multiplied, and how many bytes they take.
+
+Knows sizes and numbers. Must not know torch or files: the planner asks here. kernels/panels.py
+packs and unpacks, csrc/ multiplies.
+
+A weight is `scale * code + minimum`, where the code is an integer of a few bits (minus `offset`, or
+looked up in `book`) or a narrow float. Scales and minimums belong to a group of consecutive inputs
+of one output. Where they are integers, they are multiplied by two float16 of the block they are in:
+`scale = d * s`, `minimum = -m * dmin`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+PANEL: Final = 16
+"""Outputs whose weights are interleaved."""
+UNIT: Final = 32
+"""Inputs whose codes are packed together."""
+
+
+class Code(enum.IntEnum):
+    """What the bits of a weight mean."""
+
+    LINEAR = 0
+    """An unsigned integer, minus the form's offset."""
+    BOOK = 1
+    """The place of an int8 in the form's book of 16."""
+    E4M3 = 2
+    """An 8-bit float with 4 bits of exponent, no infinities (OCP FP8)."""
+    E5M2 = 3
+    """An 8-bit float with 5 bits of exponent: the upper half of a float16."""
+    FLOAT_BOOK = 4
+    """The place of a float32 in the form's book of 16."""
+
+
+class Scale(enum.IntEnum):
+    """How a group's scale is stored."""
+
+    FLOAT16 = 0
+    BFLOAT16 = 1
+    FLOAT32 = 2
+    EXPONENT = 3
+    """uint8: the power of two 2 ** (e - 127) (OCP Microscaling E8M0)."""
+    FLOAT8 = 4
+    """uint8: E4M3."""
+    UINT8 = 5
+    """uint8, times the block's float16."""
+    INT8 = 6
+    """int8, times the block's float16."""
+    NIBBLES = 7
+    """uint8: scale in the low half, minimum in the high half, each times the block's float16."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one scale."""
+        return {Scale.FLOAT16: 2, Scale.BFLOAT16: 2, Scale.FLOAT32: 4}.get(self, 1)
+
+
+class Minimum(enum.IntEnum):
+    """How a group's minimum is stored."""
+
+    NONE = 0
+    STORED = 1
+    """Like the scale: added as it is, or subtracted where it is an integer times a float16."""
+    ZERO_POINT = 2
+    """uint8: the integer that stands for zero, so that the minimum is -zero * scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelForm:
+    """One form of packed weights.
+
+    `bits` of a code: 2, 3, 4, 5, 6 or 8; 4 or 8 for floats. `group` inputs share a scale: 16 or a
+    multiple of 32. `block` inputs share the float16 that integer scales are multiplied by: a
+    multiple of 32, 0 where scales are floats. All scales are multiplied by `factor`, a power of 2.
+
+    Packed weights are uint8 [panels, blocks, bytes of a block]. A panel is 16 outputs. A block is
+    `block` inputs, else a group, else 32 inputs (two groups of 16); of a block first 16 float16 d
+    (and 16 float16 dmin) if it has them, then by group 16 scales, then by group 16 minimums, then
+    the codes in units of 32 inputs, 64 bytes for each bit. Units hold *lines* of 64 bytes: [16
+    outputs][4 inputs]. The byte of a line holds one code of 8 bits; or two codes of 4 bits, that of
+    the next four inputs in the high half; or four of 2 bits; or eight of 1 bit. Codes of 6 bits are
+    lines of the low 4, then lines of the high 2; of 5 bits, 4 and 1; of 3 bits, 2 and 1. Floats are
+    not interleaved by four: a unit is [32 inputs][16 outputs], or with 4 bits [16 pairs of
+    inputs][16 outputs]. The last panel and the last block are padded with zeros.
+    """
+
+    name: str
+    bits: int
+    group: int
+    scale: Scale = Scale.FLOAT16
+    minimum: Minimum = Minimum.NONE
+    offset: int = 0
+    book: tuple[float, ...] = ()
+    block: int = 0
+    factor: float = 1.0
+    code: Code = Code.LINEAR
+
+    @property
+    def block_inputs(self) -> int:
+        """Inputs of a block."""
+        return self.block or max(self.group, UNIT)
+
+    @property
+    def block_groups(self) -> int:
+        """Groups of a block."""
+        return self.block_inputs // self.group
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether a minimum is added to weights."""
+        return self.minimum is not Minimum.NONE or self.scale is Scale.NIBBLES
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats, which tokens are multiplied with as they are."""
+        return self.code not in (Code.LINEAR, Code.BOOK)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes of one stored minimum."""
+        if self.minimum is Minimum.NONE:
+            return 0
+        return 1 if self.minimum is Minimum.ZERO_POINT else self.scale.bytes
+
+    @property
+    def block_scales(self) -> int:
+        """float16 that each output of a block has: d, and dmin where there are minimums."""
+        return 0 if not self.block else 2 if self.has_minimum else 1
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a block before its codes."""
+        entry = self.scale.bytes + self.minimum_bytes
+        return PANEL * (2 * self.block_scales + self.block_groups * entry)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.header_bytes + self.block_inputs * PANEL * self.bits // 8
+
+    @property
+    def token_group(self) -> int:
+        """Inputs of a token that share a scale when tokens are quantised to int8."""
+        return 64 if self.group % 64 == 0 else min(self.group, 32)
+
+    def packed_shape(self, n_out: int, n_in: int) -> tuple[int, int, int]:
+        """Return (panels, blocks, bytes of a block) of [n_out, n_in] weights."""
+        return -(-n_out // PANEL), -(-n_in // self.block_inputs), self.block_bytes
+
+    def packed_bytes(self, n_out: int, n_in: int) -> int:
+        """Return the bytes that [n_out, n_in] weights take."""
+        panels, blocks, block_bytes = self.packed_shape(n_out, n_in)
+        return panels * blocks * block_bytes
+
+
+_IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+GGUF_FORMS: Final = {
+    form.name: form
+    for form in (
+        PanelForm(name="Q4_0", bits=4, group=32, offset=8),
+        PanelForm(name="Q4_1", bits=4, group=32, minimum=Minimum.STORED),
+        PanelForm(name="Q5_0", bits=5, group=32, offset=16),
+        PanelForm(name="Q5_1", bits=5, group=32, minimum=Minimum.STORED),
+        PanelForm(name="Q8_0", bits=8, group=32, offset=128),
+        PanelForm(name="Q2_K", bits=2, group=16, scale=Scale.NIBBLES, block=256),
+        PanelForm(name="Q3_K", bits=3, group=16, scale=Scale.INT8, block=256, offset=4),
+        PanelForm(
+            name="Q4_K", bits=4, group=32, scale=Scale.UINT8, minimum=Minimum.STORED, block=256
+        ),
+        PanelForm(
+            name="Q5_K", bits=5, group=32, scale=Scale.UINT8, minimum=Minimum.STORED, block=256
+        ),
+        PanelForm(name="Q6_K", bits=6, group=16, scale=Scale.INT8, block=256, offset=32),
+        PanelForm(name="IQ4_NL", bits=4, group=32, book=_IQ4, code=Code.BOOK),
+        PanelForm(
+            name="IQ4_XS", bits=4, group=32, scale=Scale.INT8, block=256, book=_IQ4, code=Code.BOOK
+        ),
+        PanelForm(
+            name="MXFP4",
+            bits=4,
+            group=32,
+            scale=Scale.EXPONENT,
+            factor=0.5,
+            book=_FP4,
+            code=Code.BOOK,
+        ),
+    )
+}
+"""By the name of a GGUF type: the form that its blocks are packed to, and that loses nothing."""
