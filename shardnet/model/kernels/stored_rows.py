@@ -47,10 +47,9 @@ class PackedWeight:
     """How the stored tensors of a parameter [N, K] become panels of a form.
 
     `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
-    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order int64 [K]
-    in which the form has the inputs: weight column i is of input order[i].
-    With `in_order` its rows are those of its one stored tensor, so that they can be packed while
-    they are read.
+    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order in which
+    the form has the inputs, int64 [K]: weight column i is of input order[i]. With `in_order`
+    its rows are those of its one stored tensor, so that they can be packed while they are read.
     """
 
     form: PanelForm
