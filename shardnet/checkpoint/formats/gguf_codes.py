@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.panel_form import Code, Minimum, PanelForm, Scale
+from shardnet.model.config.panel_form import Code, PanelForm, Scale
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,15 +52,7 @@ CODE_FORMS: Final = {
         _of_book("IQ3_XXS", 32, _EIGHT, 1 / 4),
         _of_book("IQ3_S", 32, _ODD, 1.0),
         _of_book("IQ1_M", 16, _EIGHTHS, 1 / 8),
-        PanelForm(
-            name="IQ1_S",
-            bits=2,
-            group=32,
-            scale=Scale.UINT8,
-            minimum=Minimum.STORED,
-            block=_BLOCK,
-            factor=1 / 8,
-        ),
+        _of_book("IQ1_S", 32, _EIGHTHS, 1 / 8),
         PanelForm(name="TQ1_0", bits=2, group=_BLOCK, offset=1),
         PanelForm(name="TQ2_0", bits=2, group=_BLOCK, offset=1),
         PanelForm(
@@ -101,7 +93,6 @@ def codes_of(kind: str, rows: Tensor) -> Codes:
     return Codes(
         codes=codes,
         scales=scales,
-        minimums=by_row(made.minimums),
         block_scales=by_row(made.block_scales, CODE_FORMS[kind].block_scales),
     )
 
@@ -112,7 +103,6 @@ class _Codes:
 
     codes: Array
     scales: Array
-    minimums: Array | None = None
     block_scales: Array | None = None
 
 
@@ -120,17 +110,17 @@ def _iq(kind: str, blocks: Array) -> _Codes:
     """Unpack a float16, then entries of a grid of four or eight weights, with a bit of sign each.
 
     A grid has at most eight values: the place in the form's book is that of the value in the grid,
-    plus eight where the sign is set.
+    plus eight where the sign is set. That of IQ1 is of an eighth added to eight weights.
     """
     import numpy as np
 
     entries, signs, scales = _PARTS[kind](blocks)
     codes = _grid(kind)[entries].view(np.uint64) | _lanes(8)[signs]
-    return _Codes(codes=codes, scales=_odd(scales), block_scales=blocks[:, :2].copy().view("<f2"))
+    return _Codes(codes=codes, scales=_odd(scales), block_scales=_words(blocks, 0, 2, "<f2"))
 
 
 def _iq1_m(kind: str, blocks: Array) -> _Codes:
-    """Unpack as `_iq`; a sign is for eight weights, and four words have 4 bits of the float16."""
+    """Unpack as `_iq`; four words have 4 bits each of the float16."""
     import numpy as np
 
     halves, words = _halves(blocks, 32, 48), _words(blocks, 48, 56)
@@ -141,22 +131,6 @@ def _iq1_m(kind: str, blocks: Array) -> _Codes:
         codes=_grid(kind)[entries] | _lanes(8)[signs],
         scales=_odd(_bits(words, 3, 4)),
         block_scales=d.astype("<u2").view("<f2"),
-    )
-
-
-def _iq1_s(kind: str, blocks: Array) -> _Codes:
-    """Unpack as `_iq`. Weights are scale * (code - 1 +- 1/8): the minimum is 7 or 9 eighths."""
-    import numpy as np
-
-    words = _words(blocks, 34, 50)
-    entries = blocks[:, 2:34] | _bits(words, 3, 4) << 8
-    scales = _odd(words >> 12 & 7)
-    d = blocks[:, :2].copy().view("<f2")
-    return _Codes(
-        codes=_grid(kind)[entries],
-        scales=(8 * scales).view(np.uint8),
-        minimums=(scales * np.where(words & 0x8000, 9, 7)).astype(np.uint8),
-        block_scales=np.concatenate([d, d], axis=-1),
     )
 
 
@@ -201,7 +175,7 @@ def _grid(kind: str) -> Array:
 
     its = getattr(quants, kind)
     its.init_grid()
-    places = np.searchsorted(its.grid_map, its.grid[0, 0]).astype(np.uint8)
+    places: Array = np.searchsorted(its.grid_map, its.grid[0, 0]).astype(np.uint8)
     return places.view(f"<u{places.shape[-1]}")[:, 0]
 
 
@@ -219,12 +193,14 @@ def _signs(sevens: Array) -> Array:
     import numpy as np
     from gguf.quants import IQ2_XXS
 
-    return np.frombuffer(IQ2_XXS.ksigns, np.uint8)[sevens]
+    signs: Array = np.frombuffer(IQ2_XXS.ksigns, np.uint8)[sevens]
+    return signs
 
 
 def _words(blocks: Array, begin: int, end: int, kind: str = "<u2") -> Array:
     """Return the integers in the bytes [begin, end) of blocks."""
-    return blocks[:, begin:end].copy().view(kind)
+    integers: Array = blocks[:, begin:end].copy().view(kind)
+    return integers
 
 
 def _bits(words: Array, n_bits: int, n_fields: int) -> Array:
@@ -242,7 +218,17 @@ def _halves(blocks: Array, begin: int, end: int) -> Array:
 
 
 def _odd(scales: Array) -> Array:
+    """Return the scales 2 s + 1."""
     return (2 * scales + 1).astype("i1")
+
+
+def _iq1_s(blocks: Array) -> tuple[Array, Array, Array]:
+    import numpy as np
+
+    words = _words(blocks, 34, 50)
+    entries = blocks[:, 2:34] | _bits(words, 3, 4) << 8
+    signs = np.where(words & 0x8000, np.uint8(255), np.uint8(0)).repeat(4, axis=-1)
+    return entries, signs, words >> 12 & 7
 
 
 def _iq2_xxs(blocks: Array) -> tuple[Array, Array, Array]:
@@ -272,6 +258,7 @@ def _iq3_s(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 _PARTS: Final[dict[str, Callable[[Array], tuple[Array, Array, Array]]]] = {
+    "IQ1_S": _iq1_s,
     "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs,
     "IQ2_S": _iq2_s,
@@ -283,7 +270,6 @@ _PARTS: Final[dict[str, Callable[[Array], tuple[Array, Array, Array]]]] = {
 _UNPACKERS: Final[dict[str, Callable[[str, Array], _Codes]]] = {
     **dict.fromkeys(_PARTS, _iq),
     "IQ1_M": _iq1_m,
-    "IQ1_S": _iq1_s,
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "NVFP4": _nvfp4,
