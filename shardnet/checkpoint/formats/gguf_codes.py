@@ -13,12 +13,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.panel_form import Code, PanelForm, Scale
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from shardnet.model.kernels.stored_rows import Codes
 
     Array = NDArray[Any]
 
@@ -74,8 +73,6 @@ def codes_of(kind: str, rows: Tensor) -> Codes:
     import numpy as np
     import torch
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    from shardnet.model.kernels.stored_rows import Codes
 
     block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     blocks = np.ascontiguousarray(rows.numpy().reshape(-1, block_bytes))
@@ -176,7 +173,8 @@ def _grid(kind: str) -> Array:
     its = getattr(quants, kind)
     its.init_grid()
     places: Array = np.searchsorted(its.grid_map, its.grid[0, 0]).astype(np.uint8)
-    return places.view(f"<u{places.shape[-1]}")[:, 0]
+    grid: Array = places.view(f"<u{places.shape[-1]}")[:, 0]
+    return grid
 
 
 @cache
@@ -185,7 +183,8 @@ def _lanes(value: int) -> Array:
     import numpy as np
 
     bits = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & 1
-    return (bits * np.uint8(value)).view("<u8")[:, 0]
+    lanes: Array = (bits * np.uint8(value)).view("<u8")[:, 0]
+    return lanes
 
 
 def _signs(sevens: Array) -> Array:
@@ -208,7 +207,7 @@ def _bits(words: Array, n_bits: int, n_fields: int) -> Array:
     import numpy as np
 
     shifts = np.arange(0, n_bits * n_fields, n_bits, dtype=words.dtype)
-    fields = words[..., None] >> shifts & (1 << n_bits) - 1
+    fields: Array = words[..., None] >> shifts & (1 << n_bits) - 1
     return fields.astype(np.uint16).reshape(len(words), -1)
 
 
