@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
         {"exps.weight": "MXFP4", "attn_q": "Q8_0"},
     ),
     "gemma2": (
-        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 20, "hidden_size": 96}
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "hidden_size": 96}
         | {"num_hidden_layers": 2},
         {"token_embd": "Q8_0", "attn": "Q4_0"},
     ),
