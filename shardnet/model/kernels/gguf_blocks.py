@@ -83,7 +83,7 @@ def _mxfp4(blocks: Tensor) -> Codes:
 def _strided(packed: Tensor, bits: int, run: int) -> Tensor:
     """Split bytes [..., n] into codes of `bits`: in runs of `run` bytes, the lowest bits of all
     first."""
-    runs = packed.unflatten(-1, (-1, run))
+    runs = packed.reshape(*packed.shape[:-1], -1, run)
     parts = [runs >> at & ((1 << bits) - 1) for at in range(0, 8, bits)]
     return torch.stack(parts, -2).flatten(-3)
 
@@ -112,7 +112,7 @@ def _q3_k(blocks: Tensor) -> Codes:
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Split 12 bytes into eight scales and eight minimums of 6 bits: [..., 8] each."""
-    first, second, third = packed.split(4, -1)
+    first, second, third = (packed[..., at : at + 4] for at in (0, 4, 8))
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
     return scales, minimums
@@ -145,7 +145,7 @@ def _q6_k(blocks: Tensor) -> Codes:
 def _iq4_xs(blocks: Tensor) -> Codes:
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
     high = torch.stack([blocks[..., 2:4] >> at & 3 for at in (0, 2, 4, 6)], -1).flatten(-2)
-    codes = _halves(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
+    codes = _halves(blocks[..., 8:].reshape(*blocks.shape[:-1], 8, 16)).flatten(-2)
     return _two_level(blocks, 0, codes, (low | high << 4) - 32)
 
 

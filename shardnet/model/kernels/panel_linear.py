@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.quantization import UNPACKED_PANELS
-from shardnet.model.kernels.library import NativeMatmul, native_kernels
+from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.panels import Panels, unpack
 
 
@@ -27,17 +27,20 @@ class PanelLinear:
 
     weights_stay = True
 
-    def __init__(self, parts: Sequence[Panels], bias: Tensor | None) -> None:
+    def __init__(
+        self, parts: Sequence[Panels], bias: Tensor | None, native: NativeKernels | None = None
+    ) -> None:
         """Join `parts` [N_i, K] with their `bias` [N], any float dtype, on their device.
 
-        Raises ValueError for parts with different numbers of inputs.
+        `native` replaces this machine's library. Raises ValueError for parts with different numbers
+        of inputs.
         """
-        (n_in,) = {part.shape[1] for part in parts}
+        n_in = parts[0].shape[1]
         self._parts = tuple(parts)
         self._shape = (sum(part.shape[0] for part in parts), n_in)
         self._bias = bias.float() if bias is not None else None  # [N]
-        on_cpu = parts[0].packed.device.type == "cpu"
-        native = native_kernels() if on_cpu else None
+        if parts[0].packed.device.type == "cpu":
+            native = native or native_kernels()
         self._native: NativeMatmul | None = None
         if native is not None:
             self._native = native.matmul(self._parts, self._bias)

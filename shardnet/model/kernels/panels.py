@@ -107,7 +107,7 @@ def _lines(codes: Tensor, form: PanelForm) -> Tensor:
         if form.bits == 8:
             return by_input.flatten(-2)
         return (by_input[..., 0::2, :] | by_input[..., 1::2, :] << 4).flatten(-2)
-    quads = codes.unflatten(-1, (UNIT // _QUAD, _QUAD)).transpose(-2, -3)  # [..., 8, 16, 4]
+    quads = codes.reshape(*codes.shape[:-1], UNIT // _QUAD, _QUAD).transpose(-2, -3).contiguous()
     lines = [_plane(quads >> low, bits) for bits, low in _PLANES[form.bits]]
     return torch.cat([line.flatten(-3) for line in lines], dim=-1)
 
@@ -115,7 +115,7 @@ def _lines(codes: Tensor, form: PanelForm) -> Tensor:
 def _plane(quads: Tensor, bits: int) -> Tensor:
     """Pack the lowest `bits` of quads [..., 8, 16, 4]: [..., bits, 16, 4]."""
     each = 8 // bits
-    parts = (quads & ((1 << bits) - 1)).unflatten(-3, (bits, each))
+    parts = (quads & ((1 << bits) - 1)).view(*quads.shape[:-3], bits, each, *quads.shape[-2:])
     line = parts[..., 0, :, :]
     for place in range(1, each):
         line = line | parts[..., place, :, :] << bits * place
@@ -125,6 +125,8 @@ def _plane(quads: Tensor, bits: int) -> Tensor:
 def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
     """Compute the weights [N, K] in `dtype`, columns in the form's order of inputs."""
     n_out, n_in = panels.shape
+    if panels.form.bits == 16:
+        return _halves(panels).to(dtype)
     wide = _unpack(panels.packed, panels.form).transpose(1, 2)  # [panels, 16, inputs]
     return wide.reshape(-1, wide.shape[-1])[:n_out, :n_in].to(dtype)
 
@@ -132,9 +134,21 @@ def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
 def look_up(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the rows `ids` [T] of the weights: [T, K] in `dtype`, for embeddings."""
     panel = panels.packed.index_select(0, ids // PANEL)
+    if panels.form.bits == 16:
+        few = replace(panels, packed=panel, shape=(len(panel) * PANEL, panels.shape[1]))
+        places = torch.arange(len(ids), device=ids.device) * PANEL + ids % PANEL
+        return _halves(few).index_select(0, places).to(dtype)
     wide = _unpack(panel, panels.form)  # [T, inputs, 16]
     own = wide.gather(2, (ids % PANEL)[:, None, None].expand(-1, wide.shape[1], 1))
     return own[:, : panels.shape[1], 0].to(dtype)
+
+
+def _halves(panels: Panels) -> Tensor:
+    """Read weights of 16 bits in their own dtype: [N, K]."""
+    n_out, n_in = panels.shape
+    dtype = torch.bfloat16 if panels.form.code is Code.BFLOAT16 else torch.float16
+    pairs = panels.packed.view(dtype).view(-1, (n_in + 1) // 2, PANEL, 2)
+    return pairs.transpose(1, 2).reshape(-1, 2 * pairs.shape[1])[:n_out, :n_in]
 
 
 def _unpack(packed: Tensor, form: PanelForm) -> Tensor:
@@ -194,8 +208,7 @@ def _numbers(raw: Tensor, scale: Scale) -> Tensor:
             return raw.view(torch.float8_e4m3fn).float()
         case Scale.UINT8 | Scale.NIBBLES:
             return raw.float()
-        case Scale.INT8:
-            return raw.view(torch.int8).float()
+    return raw.view(torch.int8).float()
 
 
 def _values(body: Tensor, form: PanelForm) -> Tensor:
@@ -203,11 +216,11 @@ def _values(body: Tensor, form: PanelForm) -> Tensor:
     panels, blocks, _ = body.shape
     units = body.contiguous().view(panels, blocks, -1, 64 * form.bits)
     if form.is_float:
-        codes = units.unflatten(-1, (-1, PANEL))  # [..., 32 or 16, 16]
+        codes = units.view(*units.shape[:-1], -1, PANEL)  # [..., 32 or 16, 16]
         if form.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -2).flatten(-3, -2)
     else:
-        lines = units.unflatten(-1, (-1, PANEL, _QUAD))  # [..., lines, 16, 4]
+        lines = units.view(*units.shape[:-1], -1, PANEL, _QUAD)  # [..., lines, 16, 4]
         quads, begin = None, 0
         for bits, low in _PLANES[form.bits]:
             plane = lines[..., begin : begin + bits, :, :]
@@ -225,5 +238,4 @@ def _values(body: Tensor, form: PanelForm) -> Tensor:
             return torch.tensor(form.book, device=body.device)[codes.int()].float()
         case Code.E4M3:
             return codes.view(torch.float8_e4m3fn).float()
-        case Code.E5M2:
-            return codes.view(torch.float8_e5m2).float()
+    return codes.view(torch.float8_e5m2).float()
