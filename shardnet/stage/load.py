@@ -7,8 +7,10 @@ not know wire, threads or who asked.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
-from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.device_memory import capacity_error_for
@@ -81,6 +83,7 @@ def load_stage(
     kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
     weights.stream.start()
     form = weight_form(checkpoint, choice)
+    choice = replace(choice, stored_forms=_stored_forms(checkpoint, tensors))
     return StageModel(
         family,
         config,
@@ -93,6 +96,16 @@ def load_stage(
         stream=weights.stream,
         writer=weights.writer,
     )
+
+
+def _stored_forms(checkpoint: Checkpoint, tensors: StageTensors) -> tuple[str, ...]:
+    """Name the forms of most of the weights that stay packed, at most two."""
+    n_bytes: Counter[str] = Counter()
+    for name in tensors.all:
+        tensor = checkpoint.tensors[name]
+        if tensor.packed is not None:
+            n_bytes[tensor.packed.form.name] += tensor.size_bytes
+    return tuple(form for form, _ in n_bytes.most_common(2))
 
 
 def _check_asked(config: ModelConfig, layers: LayerRange, context: int) -> None:

@@ -123,11 +123,16 @@ class TensorReader:
         """Read a tensor in its stored dtype, without counting it."""
         return self._checkpoint.read(name)
 
-    def part(self, name: str) -> FilePart:
-        """Locate the bytes of a tensor that is stored plainly."""
-        source = self._checkpoint.tensors[name].sources[0]
-        path = self._checkpoint.folder / source.file
-        return FilePart.of(path, source.offset, source.size_bytes)
+    def tensor(self, name: str) -> ModelTensor:
+        """Return the description of a tensor."""
+        return self._checkpoint.tensors[name]
+
+    def parts(self, name: str) -> list[FilePart]:
+        """Locate the bytes of the stored tensors that a tensor is made of."""
+        return [
+            FilePart.of(self._checkpoint.folder / source.file, source.offset, source.size_bytes)
+            for source in self._checkpoint.tensors[name].sources
+        ]
 
     def read_ahead(self) -> None:
         """Start reading the next tensors into the page cache, while the caller packs."""

@@ -36,7 +36,7 @@ from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
-from shardnet.stage.packed_weights import JoinedLinear, make_panels
+from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
 from shardnet.stage.streaming.buffers import find_buffers
 from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
@@ -105,8 +105,7 @@ class StageWeights:
         if kind is not None:
             linear = self._quantized(names, bias, kind, layer, transposed=transposed)
         elif self._stays_packed(weights, precise=precise or wide):
-            linear = self._as_stored(weights, bias)
-            self._tests.test(names[0], linear, choice)
+            linear = self._as_stored(weights, bias, layer)
         elif layer is not None:
             linear = self._streamed_linear(weights, bias, layer, transposed=transposed)
         else:
@@ -125,8 +124,13 @@ class StageWeights:
     def _is_packed(self, weight: str) -> bool:
         return self._reader.packed(weight) is not None
 
-    def _as_stored(self, weights: Sequence[str], biases: Sequence[Tensor]) -> Linear:
-        """Make a linear of weights some or all of which are stored packed."""
+    def _as_stored(
+        self, weights: Sequence[str], biases: Sequence[Tensor], layer: int | None
+    ) -> Linear:
+        """Make a linear of weights some or all of which are stored packed.
+
+        Those of a streamed `layer` are read from disk for every pass.
+        """
         parts: list[Linear] = []
         own_biases = [[bias] for bias in biases] or [[] for _ in weights]
         joined = zip(weights, own_biases, strict=True)
@@ -135,13 +139,31 @@ class StageWeights:
         ):
             names, some = zip(*group, strict=True)
             bias = [tensor for own in some for tensor in own]
-            if is_packed:
-                panels = self._panels(names)
-                parts.append(PanelLinear(panels, join_biases(bias, self._device, torch.float32)))
-            else:
+            if not is_packed and layer is not None:
+                parts.append(self._streamed_linear(names, bias, layer, transposed=False))
+            elif not is_packed:
                 plain = self._weights(names, transposed=False)
                 parts.append(make_linear(self._choice, plain, bias, self._device))
+                self._tests.test(names[0], parts[-1], self._choice)
+            else:
+                parts.append(self._packed_linear(names, bias, layer))
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _packed_linear(
+        self, names: Sequence[str], biases: Sequence[Tensor], layer: int | None
+    ) -> Linear:
+        """Make a linear of weights all of which are stored packed."""
+        bias = join_biases(biases, self._device, torch.float32)
+        if layer is None:
+            made = PanelLinear(self._panels(names), bias)
+            self._tests.test(names[0], made, self._choice)
+            return made
+        linear = stream_panels(self._reader, names, bias, self.stream, layer, self._device)
+        if not linear.is_native and self._tests.is_new(linear, self._choice):
+            # Only then is anything read now: the compiled library needs no test.
+            self._tests.test(names[0], PanelLinear(self._panels(names), bias), self._choice)
+        self._reader.skip(names)
+        return linear
 
     def _panels(self, names: Sequence[str]) -> list[Panels]:
         """Pack parameters, but for a tied table: that is held once, and was packed for lookups."""
@@ -159,7 +181,7 @@ class StageWeights:
         """Make a linear whose weights are read from disk for every pass."""
         shapes = [self._reader.shape(name) for name in names]
         stored = StoredLinear.of(self._choice, self._device, shapes, biases, transposed=transposed)
-        parts = [self._reader.part(name) for name in names]
+        parts = [part for name in names for part in self._reader.parts(name)]
         linear = StreamedLinear(
             self.stream,
             layer,

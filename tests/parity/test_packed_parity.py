@@ -11,7 +11,7 @@ import torch
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
 from support.models.packed_blocks import packed_and_plain
-from support.rings.stage_chain import StageChain, even_split, random_prompt
+from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decoder import DecoderStage
@@ -19,6 +19,8 @@ from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.tables import PanelTable
+from shardnet.stage.load import load_stage
+from shardnet.types import DType, LayerRange
 
 MIXED = {
     "blk.0.attn_q": "Q4_K",
@@ -99,6 +101,26 @@ def test_the_library_stays_near_and_splits_change_nothing(case: str, tmp_path: P
     assert float((logits - expected).norm() / expected.norm()) < most
     assert torch.equal(StageChain.load(packed, even_split(2, 2)).prefill(0, prompt), logits)
     assert whole.stages[0].exact_rows == 32
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2"])
+def test_streamed_layers_are_packed_as_they_are_read(case: str, tmp_path: Path) -> None:
+    path, _ = models(case, tmp_path)
+    prompt = random_prompt(20, 300)
+    expected = StageChain.load(path, even_split(2, 1)).prefill(0, prompt)
+    for n_streamed in (1, 2):
+        stage = load_stage(
+            Checkpoint.open(path),
+            LayerRange(0, 2),
+            choice=probed(CPU, DType.FLOAT32, None),
+            device=CPU,
+            room_blocks=2,
+            progress=lambda done, total: None,
+            n_streamed=n_streamed,
+        )
+        assert stage.streams
+        assert torch.equal(StageChain([stage]).prefill(0, prompt), expected)
 
 
 def test_a_tied_table_is_held_once(tmp_path: Path) -> None:

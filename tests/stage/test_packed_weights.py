@@ -27,7 +27,7 @@ from shardnet.stage.estimate.memory_estimate import (
     read_bytes_per_step,
     stage_weight_bytes,
 )
-from shardnet.stage.estimate.packed_sizes import packed_sizes
+from shardnet.stage.estimate.packed_sizes import PackedCount, packed_sizes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.types import DType, LayerRange
@@ -182,6 +182,24 @@ def test_facts_are_the_same_from_another_process(tied: Path) -> None:
     facts = identify(tied)
     assert facts.packed is not None
     assert identify_apart(tied).packed == facts.packed
+
+
+def test_the_kernel_names_most_of_the_forms(tied: Path) -> None:
+    [stage] = StageChain.load(tied, [WHOLE], CHOICE).stages
+    assert "float32 with Q4_K and Q6_K weights, " in stage.kernel
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_256", "nearest"),
+    [(84, Quantization.INT4), (144, Quantization.INT4), (210, Quantization.INT8), (512, None)],
+)
+def test_packed_weights_are_measured_as_the_nearest_kind(
+    bytes_of_256: int, nearest: Quantization | None, tied: Path
+) -> None:
+    sizes = packed_sizes(Checkpoint.open(tied))
+    assert sizes is not None
+    count = PackedCount(n_weights=256 << 20, n_bytes=bytes_of_256 << 20)
+    assert replace(sizes, layers=(count, count)).nearest is nearest
 
 
 def test_nothing_is_packed_in_a_plain_file(tied: Path, tmp_path: Path) -> None:

@@ -32,7 +32,13 @@ from shardnet.checkpoint.formats.gguf_types import (
 )
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
-from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
+from shardnet.checkpoint.tensors.model_tensor import (
+    Make,
+    ModelTensor,
+    as_stored,
+    rotary_halves,
+    unchanged,
+)
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     FileTotals,
@@ -261,6 +267,8 @@ def _expert_tensor(
 
 def _joiner(sources: Sequence[StoredTensor]) -> Make:
     """Concatenate the rows of one or two tensors."""
+    if len(sources) == 1 and sources[0].dtype in PLAIN:
+        return as_stored
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         import torch
@@ -313,6 +321,9 @@ def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
 
 
 def _maker(info: StoredTensor, changes: _Changes) -> Make:
+    if info.dtype in PLAIN and changes == _Changes():
+        return as_stored
+
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         (rows,) = stored
         if changes.n_heads is not None:

@@ -88,7 +88,7 @@ def packing_of(sources: Sequence[StoredTensor], n_heads: int | None = None) -> P
             return GgufRows(type=form.name, rows=some)
         return codes_of(form.name, some)
 
-    return PackedWeight(form=form, rows=rows, in_order=n_heads is None and len(sources) == 1)
+    return PackedWeight(form=form, rows=rows, in_order=n_heads is None)
 
 
 def _rotary_places(begin: int, end: int, size: int) -> Tensor:

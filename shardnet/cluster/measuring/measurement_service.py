@@ -15,8 +15,10 @@ from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
+from shardnet.wire.framing.schema import Quant
 from shardnet.wire.messages.measurements import (
     MAX_PAYLOAD_BYTES,
     LinksMeasured,
@@ -115,9 +117,24 @@ class MeasurementService:
             threads=choice.threads,
             model=choice.model,
             again=again,
-            quant=choice.quant,
+            quant=_measured_as(choice, facts),
             kv_dtype=choice.kv_dtype,
         )
+
+
+def _measured_as(choice: ModelChoice, facts: ModelFacts) -> Quant:
+    """Return what weights are quantised to in measuring: weights that stay packed as they are
+    stored are measured as the kind that takes about as many bytes.
+    """
+    if Quantization.named(choice.quant) is not None or facts.packed is None:
+        return choice.quant
+    match facts.packed.nearest:
+        case Quantization.INT8:
+            return "int8"
+        case Quantization.INT4:
+            return "int4"
+        case None:
+            return choice.quant
 
 
 class _KnownFigures:

@@ -64,6 +64,8 @@ class KernelChoice:
     """What the weights of linear layers are quantised to."""
     device: str = "cpu"
     """Type of the device: the compiled library runs on CPUs only."""
+    stored_forms: tuple[str, ...] = ()
+    """Names of the forms of weights that stay packed as they are stored."""
 
     @property
     def stored_dtype(self) -> DType:
@@ -79,11 +81,14 @@ class KernelChoice:
     @property
     def name(self) -> str:
         """Display name: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
-        if self.quantization is None:
+        weights = " and ".join(self.stored_forms)
+        if self.quantization is not None:
+            weights = self.quantization.value
+        if not weights:
             return f"{self.kernel.value} {self.dtype.value}"
         native = native_kernels() if self.device == "cpu" else None
         path = native.isa.name.lower() if native is not None else "torch"
-        return f"{self.dtype.value} with {self.quantization.value} weights, {path}"
+        return f"{self.dtype.value} with {weights} weights, {path}"
 
 
 class Linear(Protocol):

@@ -36,7 +36,8 @@ class PackedWeight:
     `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
     change. `input_order(stored)`, where groups are not of consecutive inputs, is the order in which
     the form has the inputs, int32 [K]: column i of the panels is of input order[i]. With `in_order`
-    its rows are those of its one stored tensor, so that they can be packed while they are read.
+    its rows are those of its stored tensors, one behind the other, and any of them can be packed
+    while they are read.
     """
 
     form: PanelForm

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.stored_tensor import ITEM_BYTES
+from shardnet.model.config.panel_form import PANEL
+from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.stage_tensors import (
     Table,
     embedding_tensors,
@@ -46,6 +49,14 @@ class PackedSizes:
     is_tied: bool
     can_stream: bool
     is_all: bool
+
+    @property
+    def nearest(self) -> Quantization | None:
+        """The quantisation whose weights take about as many bytes in layers, None for 16 bits."""
+        n_weights = sum(count.n_weights for count in self.layers)
+        bits = 8 * sum(count.n_bytes for count in self.layers) / max(1, n_weights)
+        kinds: list[Quantization | None] = [*Quantization, None]
+        return min(kinds, key=lambda kind: abs(bits - (16 if kind is None else kind.bits)))
 
 
 def packed_sizes(checkpoint: Checkpoint) -> PackedSizes | None:
@@ -86,5 +97,11 @@ def _count(tensors: Iterable[ModelTensor]) -> PackedCount:
 
 
 def _can_stream(tensor: ModelTensor) -> bool:
-    packed = tensor.packed
-    return packed is None or (len(tensor.sources) == 1 and packed.input_order is None)
+    """Say whether rows of blocks can be packed while they are read, one stored tensor at a time."""
+    packed, sources = tensor.packed, tensor.sources
+    if packed is None:
+        return True
+    if packed.input_order is not None or any(source.dtype in ITEM_BYTES for source in sources):
+        return False
+    fills = all(source.shape[0] % PANEL == 0 for source in sources[:-1])
+    return len(sources) == 1 or (packed.in_order and fills)

@@ -155,9 +155,13 @@ class LayerStream:
 
         With `packing` each part is packed as it is read.
         """
+        return self.reserve_each(layer, [(part, packing) for part in parts])
+
+    def reserve_each(self, layer: int, parts: Iterable[tuple[FilePart, Packing | None]]) -> int:
+        """Add parts as `reserve` does, each with a packing of its own."""
         streamed = self._layers.setdefault(layer, _StreamedLayer())
         begin = end = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
-        for part in parts:
+        for part, packing in parts:
             end = streamed.add(part, end, packing)
         return begin
 

@@ -68,7 +68,7 @@ def test_rows_of_two_tensors_follow_each_other() -> None:
     tensors = [torch.from_numpy(random_rows("IQ3_S", n, N_IN, seed=n)) for n in (40, 24)]
     weight = packing_of([stored("IQ3_S", 40), stored("IQ3_S", 24)])
     assert weight is not None
-    assert not weight.in_order
+    assert weight.in_order
     expected = torch.cat([meant("IQ3_S", rows) for rows in tensors])
     assert torch.equal(values_of(weight, tensors, 64), expected)
 
