@@ -39,7 +39,7 @@ class PlatformWheel(bdist_wheel):
 FOLDER = "shardnet/model/kernels/csrc"
 
 flags = (
-    ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
+    ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-Wno-psabi"] if sys.platform != "win32" else []
 )
 packages = find_packages(include=["shardnet", "shardnet.*"])
 commands = find_packages(include=["cli", "cli.*"])
