@@ -183,10 +183,8 @@ def pack_codes_natively(
     check_memory("scales", rows.scales, n_out * n_groups * form.scale.bytes)
     if rows.minimums is not None:
         check_memory("minimums", rows.minimums, n_out * n_groups * form.minimum_bytes)
-    if rows.block_scales is not None:
-        check_memory(
-            "scales of blocks", rows.block_scales, 2 * n_out * n_blocks * form.block_scales
-        )
+    if (outer := rows.block_scales) is not None:
+        check_memory("scales of blocks", outer, 2 * n_out * n_blocks * form.block_scales)
     if (rows.minimums is None) != (form.minimum_bytes == 0):
         raise ValueError(f"{form.name}: minimums are missing, or too many")
     if (rows.block_scales is None) != (form.block_scales == 0):
