@@ -144,7 +144,7 @@ class RowPacking:
         rows = stored.view(-1, self.row_bytes)
         n_rows = rows.shape[0]
         panels = packed.view(self.form.packed_shape(n_rows, self.n_in))
-        pack_into(panels, self.weight.rows([rows], 0, n_rows), self.form)
+        pack_into(panels, self.weight.rows([rows], 0, n_rows), self.form, n_threads=1)
 
 
 class JoinedLinear:

@@ -130,11 +130,11 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     __m256 total[2][MAX_TILE];
     __m256i sum[2][MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int group = 0, unit_of_group = 0;
     for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps(), sum[h][r] = _mm256_setzero_si256();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx2_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
@@ -211,10 +211,10 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
     const __m256 book[2] = {_mm256_loadu_ps(f->book), _mm256_loadu_ps(f->book + 8)};
     __m256 total[MAX_TILE], sum[MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int unit_of_group = 0;
     for (int r = 0; r < n_rows; r++) total[r] = sum[r] = _mm256_setzero_ps();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx2_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
