@@ -83,7 +83,11 @@ def load_stage(
     kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
     weights.stream.start()
     form = weight_form(checkpoint, choice)
-    choice = replace(choice, stored_forms=_stored_forms(checkpoint, tensors))
+    forms = _stored_forms(checkpoint, tensors)
+    choice = replace(choice, stored_forms=forms)
+    if forms and choice.quantization is not None:
+        kind = choice.quantization.value
+        log.info("weights stored as %s are quantised again, to %s", " and ".join(forms), kind)
     return StageModel(
         family,
         config,
