@@ -26,7 +26,9 @@ class LoadBars:
     """Prints the chosen ring, and shows its nodes' progress of measuring, fetching and loading."""
 
     def __init__(self) -> None:
-        self._progress = make_bars()
+        from rich.progress import TransferSpeedColumn
+
+        self._progress = make_bars(TransferSpeedColumn())
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
