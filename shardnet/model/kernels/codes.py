@@ -1,13 +1,15 @@
 """Rows of weights as codes, scales and minimums: what every stored form can be read as.
 
-Must not know who stores weights so, nor how they are packed.
+Must not know who stores weights so, nor how they are packed. Imports no torch (stored_rows.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ checkpoint/formats gives rows as `Codes` or as the blocks of a GGUF type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,6 +23,7 @@ from shardnet.model.kernels.packing import (
     pack_blocks_natively,
     pack_codes_natively,
 )
+from shardnet.model.kernels.stored_rows import GgufRows, StoredRows
 
 _QUAD: Final = 4
 _PLANES: Final[Mapping[int, tuple[tuple[int, int], ...]]] = {
@@ -34,32 +35,6 @@ _PLANES: Final[Mapping[int, tuple[tuple[int, int], ...]]] = {
     2: ((2, 0),),
 }
 """By the bits of a code: how many bits the lines of a unit hold, from which bit on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufRows:
-    """Rows of weights in the blocks of a GGUF type: uint8 [N, bytes of a row]."""
-
-    type: str
-    rows: Tensor
-
-
-StoredRows = Codes | GgufRows
-"""Rows of weights as some format stores them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWeight:
-    """How the stored tensors of a parameter [N, K] become panels of a form.
-
-    `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
-    change. `input_order(stored)` is given where groups are not of consecutive inputs: int32 [K],
-    column i of the panels is that of input order[i].
-    """
-
-    form: PanelForm
-    rows: Callable[[Sequence[Tensor], int, int], StoredRows]
-    input_order: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,7 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
 #define AVX2_NARROW(n) AVX2_HALVES(n, 4, AVX2_BOOK, 0)
 #define AVX2_NARROW_APART(n) AVX2_HALVES(n, 4, AVX2_BOOK, 1)
 #define AVX2_WIDE_BOOK(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 0)
+#define AVX2_WIDE_BOOK_APART(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 1)
 #define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
 #define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
 #define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
@@ -277,6 +278,7 @@ TILE(avx2_6_apart, WITH_AVX2, AVX2_6_APART)
 TILE(avx2_narrow, WITH_AVX2, AVX2_NARROW)
 TILE(avx2_narrow_apart, WITH_AVX2, AVX2_NARROW_APART)
 TILE(avx2_wide_book, WITH_AVX2, AVX2_WIDE_BOOK)
+TILE(avx2_wide_book_apart, WITH_AVX2, AVX2_WIDE_BOOK_APART)
 TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
 TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
 TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
@@ -296,7 +298,7 @@ static struct tiles avx2_tiles(const struct linear *p) {
         case FLOAT_BOOK:
             return (struct tiles){avx2_float_book, NULL};
         case BOOK:
-            if (book_bias(f) == 128) return (struct tiles){avx2_wide_book, NULL};
+            if (book_bias(f) == 128) return (struct tiles){apart ? avx2_wide_book_apart : avx2_wide_book, NULL};
             return (struct tiles){apart ? avx2_narrow_apart : avx2_narrow, NULL};
     }
     switch (f->bits) {
