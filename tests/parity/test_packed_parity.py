@@ -49,8 +49,9 @@ CASES: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
         {"attn": "Q5_0", "ffn": "Q4_0", "token_embd": "Q8_0"},
     ),
     "mixtral": (
-        WIDE | {"sliding_window": None, "num_attention_heads": 4},
-        {"gate_exps": "Q4_K", "up_exps": "Q5_K", "down_exps": "Q6_K", "attn": "Q8_0"},
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        | {"sliding_window": None, "num_attention_heads": 4},
+        {"gate_exps": "Q4_0", "up_exps": "Q5_1", "down_exps": "IQ4_NL", "attn": "Q8_0"},
     ),
     "gpt_oss": (
         {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
