@@ -174,9 +174,16 @@ def pack_blocks_natively(
 
 
 def pack_codes_natively(
-    kernels: NativeKernels, rows: Codes, packed: Tensor, form: PanelForm
+    kernels: NativeKernels,
+    rows: Codes,
+    packed: Tensor,
+    form: PanelForm,
+    n_threads: int | None = None,
 ) -> None:
-    """Pack rows of codes into panels. Raises ValueError for memory that is not as Codes says."""
+    """Pack rows of codes into panels; `n_threads` as pack_natively.
+
+    Raises ValueError for memory that is not as Codes says.
+    """
     n_out, n_in = rows.codes.shape
     n_groups, n_blocks = -(-n_in // form.group), -(-n_in // form.block_inputs)
     check_memory("codes", rows.codes, n_out * n_in, torch.uint8)
@@ -196,7 +203,7 @@ def pack_codes_natively(
         minimums=rows.minimums.data_ptr() if rows.minimums is not None else None,
         outer=outer.data_ptr() if outer is not None else None,
         packed=packed.data_ptr(),
-        team=_team(kernels, None),
+        team=_team(kernels, n_threads),
         n_out=n_out,
         n_in=n_in,
         form=FormStruct.of(form),

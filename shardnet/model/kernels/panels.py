@@ -76,7 +76,7 @@ def pack_into(
             return
         rows = gguf_codes(rows.type, rows.rows)
     if native is not None:
-        pack_codes_natively(native, rows.contiguous(), packed, form)
+        pack_codes_natively(native, rows.contiguous(), packed, form, n_threads)
         return
     packed.copy_(_pack(rows, form).view(packed.shape))
 
