@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.model.kernels.stored_rows import PackedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ class ModelTensor:
     """A parameter under the name and with the shape of the family's table.
 
     `dtype` is safetensors' name of the dtype it is stored in, None if its values are computed.
+    `packed` says how it becomes panels, None if only as values.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ModelTensor:
     dtype: str | None
     sources: tuple[StoredTensor, ...]
     make: Make
+    packed: PackedWeight | None = None
 
     @property
     def size_bytes(self) -> int:

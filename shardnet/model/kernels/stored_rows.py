@@ -47,13 +47,13 @@ class PackedWeight:
     """How the stored tensors of a parameter [N, K] become panels of a form.
 
     `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
-    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order int64 [K]
-    in which the form has the inputs: weight column i is of input order[i].
+    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order int64
+    [K] in which the form has the inputs, None if they are in order: column i is of input order[i].
     With `in_order` its rows are those of its one stored tensor, so that they can be packed while
     they are read.
     """
 
     form: PanelForm
     rows: Callable[[Sequence[Tensor], int, int], StoredRows]
-    input_order: Callable[[Sequence[Tensor]], Tensor] | None = None
+    input_order: Callable[[Sequence[Tensor]], Tensor | None] | None = None
     in_order: bool = False
