@@ -106,12 +106,9 @@ def _numbers(stored: Tensor, scale: Scale) -> Tensor:
 
 
 def _codes(codes: Tensor, form: PanelForm) -> Tensor:
-    match form.code:
-        case Code.LINEAR:
-            return codes.float() - form.offset
-        case Code.BOOK | Code.FLOAT_BOOK:
-            return torch.tensor(form.book, dtype=torch.float32)[codes.int()]
-        case Code.E4M3:
-            return codes.contiguous().view(torch.float8_e4m3fn).float()
-        case Code.E5M2:
-            return codes.contiguous().view(torch.float8_e5m2).float()
+    if form.code is Code.LINEAR:
+        return codes.float() - form.offset
+    if form.code in (Code.BOOK, Code.FLOAT_BOOK):
+        return torch.tensor(form.book, dtype=torch.float32)[codes.int()]
+    is_wide = form.code is Code.E5M2
+    return codes.contiguous().view(torch.float8_e5m2 if is_wide else torch.float8_e4m3fn).float()

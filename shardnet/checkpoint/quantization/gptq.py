@@ -131,7 +131,7 @@ def _combine(parts: WeightParts, *, bits: int, group_size: int, zero_offset: int
 def order_of_groups(
     groups: Tensor, group_size: int, parts: WeightParts, suffix: str
 ) -> Tensor | None:
-    """Return the inputs, int64 [K], in the order of the groups that they are in.
+    """Return the inputs, int32 [K], in the order of the groups that they are in.
 
     None if they are in order. Raises CheckpointError for groups of another size.
     """
@@ -146,4 +146,4 @@ def order_of_groups(
             suffix,
             f"does not divide the inputs into {int(in_order[-1]) + 1} groups of {group_size}",
         )
-    return order
+    return order.int()
