@@ -19,7 +19,7 @@ from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, make_quantized, probe
-from shardnet.model.kernels.quantized_linear import pack
+from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.norms import Norm
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -68,7 +68,7 @@ class NoiseWeights:
         if kind is None:
             return make_linear(self._choice, [self._noise(*shape)], [], self._device)
         if (shape, kind) not in self._packed:
-            self._packed[shape, kind] = pack(self._noise(*shape), kind)
+            self._packed[shape, kind] = quantized(self._noise(*shape), kind).packed
         return make_quantized(self._packed[shape, kind].clone(), shape, [], self._device, kind)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:

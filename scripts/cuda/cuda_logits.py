@@ -27,7 +27,8 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE
 from shardnet.model.kernels.linear import probe
-from shardnet.model.kernels.quantized_linear import pack, unpack
+from shardnet.model.kernels.panels import unpack
+from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
@@ -257,5 +258,5 @@ class PlainLlama:
         if self._kind is None or name == "model.embed_tokens" or stored.ndim != 2:
             return stored.double()
         kind = self._kind.of_head if name == "lm_head" else self._kind
-        whole = unpack(pack(stored, kind), kind, torch.float32)
+        whole = unpack(quantized(stored, kind), torch.float32)
         return whole[: stored.shape[0], : stored.shape[1]].double()

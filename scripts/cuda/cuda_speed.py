@@ -22,7 +22,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import make_quantized, probe
-from shardnet.model.kernels.quantized_linear import pack
+from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     graph_bytes,
@@ -59,7 +59,7 @@ def products(gpu: Gpu, config: ModelConfig) -> Iterator[Cells]:
 def _products(weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor], int]]:
     yield "bfloat16", lambda rows: F.linear(rows, weight), weight.nbytes
     for kind in Quantization:
-        packed = pack(weight, kind)
+        packed = quantized(weight, kind).packed
         shape = (weight.shape[0], weight.shape[1])
         yield kind.value, make_quantized(packed, shape, [], weight.device, kind), packed.nbytes
     if weight.device.type == "cuda":

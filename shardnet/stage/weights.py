@@ -28,7 +28,9 @@ from shardnet.model.kernels.linear import (
     make_linear,
     probe,
 )
-from shardnet.model.kernels.quantized_linear import QuantizedLinear, pack_all
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.layers.norms import Norm
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
@@ -156,14 +158,17 @@ class StageWeights:
             names, kind, shape, transposed=transposed, is_streamed=layer is not None
         )
         bias = join_biases(biases, self._device, torch.float32)
-        made = QuantizedLinear(packed.to(self._device), shape, kind, bias)
+        own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
+        made = PanelLinear([own], bias)
         self._tests.test(names[0], made, self._choice)
         if layer is None:
             return made
         part, packed_shape = self._cached_part(names, kind, packed), packed.shape
 
-        def make(read: Tensor) -> QuantizedLinear:
-            return QuantizedLinear(read.view(packed_shape), shape, kind, bias)
+        def make(read: Tensor) -> PanelLinear:
+            return PanelLinear(
+                [Panels(packed=read.view(packed_shape), form=kind.form, shape=shape)], bias
+            )
 
         return StreamedLinear(
             self.stream,
@@ -199,7 +204,7 @@ class StageWeights:
     ) -> Tensor:
         """Return packed weights of `shape` (N, K), from the cache, or packed now and cached."""
         weights = [f"{name}.weight" for name in names]
-        packed_shape = kind.packed_shape(*shape)
+        packed_shape = kind.form.packed_shape(*shape)
         if self._packs is not None:
             came = self._reader.instead_of(weights, math.prod(packed_shape))
             cached = self._packs.get(names, kind, packed_shape, came)

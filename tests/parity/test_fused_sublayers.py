@@ -21,9 +21,10 @@ from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.sublayers import NativeSublayers
-from shardnet.model.kernels.bf16_linear import Bf16Linear
+from shardnet.model.kernels.half_linear import half_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
+from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import AttentionKind, ForwardStep, plan_step
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
 from shardnet.model.layers.kv_cache import KvCache
@@ -155,9 +156,9 @@ def layer_by_torch(
     """A layer with norms everywhere, whose linears are the library's for an instruction set."""
     n_heads, n_kv_heads = heads
 
-    def linear(n_out: int, n_in: int, seed: int) -> Bf16Linear:
+    def linear(n_out: int, n_in: int, seed: int) -> PanelLinear:
         weight = numbers(n_out, n_in, seed=seed) / n_in**0.5
-        return Bf16Linear.pack([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
+        return half_linear([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
 
     def norm(width: int, seed: int) -> Norm:
         return Norm(weight=numbers(width, seed=seed).to(norms), bias=None, eps=1e-5)

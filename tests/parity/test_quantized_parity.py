@@ -19,10 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels import quantized_linear
+from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.model.kernels.quantized_linear import pack, unpack
+from shardnet.model.kernels.panels import unpack
+from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.types import DType, LayerRange
 
 CASES: dict[str, dict[str, Any]] = {
@@ -72,8 +73,7 @@ def _round_experts(experts: Any, kind: Quantization, *, transposed: bool) -> Non
 
 
 def _there_and_back(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
-    n_out, n_in = weight.shape
-    return unpack(pack(weight, kind), kind, torch.float32)[:n_out, :n_in]
+    return unpack(quantized(weight, kind), torch.float32)
 
 
 def choice_of(kind: Quantization) -> KernelChoice:
@@ -85,7 +85,7 @@ def choice_of(kind: Quantization) -> KernelChoice:
 def test_logits_are_those_of_transformers_with_these_weights(
     family: str, kind: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
+    monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
     folder = make(tmp_path, family)
     reference = rounded(folder, kind)
     n_layers = Checkpoint.open(folder).config.n_layers

@@ -25,10 +25,17 @@ from support.soak import cases
 from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.kernels import panel_linear
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes
 from shardnet.types import DType, LayerRange
 
 USUAL = ["gptq-order", "awq", "fp8-blocks", "int4-zeros", "nf4-nested", "bnb-8", "mlx-4"]
+
+
+@pytest.fixture(autouse=True)
+def _by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch multiply packed weights: the library rounds tokens to int8."""
+    monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
 
 
 def make_source(folder: Path) -> Path:

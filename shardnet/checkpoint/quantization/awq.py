@@ -19,7 +19,7 @@ from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import Minimum, PanelForm
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def _combine_gemm(parts: WeightParts, *, group_size: int) -> ModelTensor:
 
 def _outputs(packed: Tensor) -> Tensor:
     """Split integers [R, n / 8] into codes of outputs in order: uint8 [R, n]."""
-    from shardnet.checkpoint.quantization.codes import split_bits
+    from shardnet.checkpoint.quantization.code_values import split_bits
 
     eights = split_bits(packed, 4).view(packed.shape[0], -1, 8)
     return eights[..., list(ORDER)].flatten(1)
@@ -105,7 +105,7 @@ def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import split_bits
+        from shardnet.checkpoint.quantization.code_values import split_bits
 
         qweight, qzeros, scales = (values[begin:end] for values in stored)
         return Codes(

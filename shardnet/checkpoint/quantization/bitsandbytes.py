@@ -15,7 +15,7 @@ from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightPa
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import Code, PanelForm, Scale
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def _combine_rows(parts: WeightParts) -> ModelTensor:
         sources.append(parts.part(".weight_format", ("U8",), (), (1,)))
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import biased
+        from shardnet.checkpoint.quantization.code_values import biased
 
         weight, largest, *layout = stored
         if layout and layout[0].any():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.model.config.panel_form import UNIT, PanelForm, Scale
-from shardnet.model.kernels.stored_rows import Codes, PackedWeight
+from shardnet.model.kernels.codes import Codes
+from shardnet.model.kernels.stored_rows import PackedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def coded_tensor(
     """
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        from shardnet.checkpoint.quantization.codes import all_values
+        from shardnet.checkpoint.quantization.code_values import all_values
 
         order = None if input_order is None else input_order(stored)
         return all_values(lambda begin, end: rows(stored, begin, end), shape, form, order, dtype)

@@ -24,7 +24,7 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
 from shardnet.model.config.panel_form import Minimum, PanelForm, Scale
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +168,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         return order_of_groups(groups, scheme.group_size or n_in, parts, ".weight_g_idx")
 
     def zero_points(stored: Sequence[Tensor], begin: int, end: int) -> Tensor | None:
-        from shardnet.checkpoint.quantization.codes import biased, split_bits
+        from shardnet.checkpoint.quantization.code_values import biased, split_bits
 
         if "zeros" not in places:
             return None
@@ -183,7 +183,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         return split_bits(packed.T, bits)[:, : end - begin].T.contiguous()
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import biased, split_bits
+        from shardnet.checkpoint.quantization.code_values import biased, split_bits
 
         taken = stored[0][begin:end]
         codes = split_bits(taken, bits)[:, :n_in] if is_packed else biased(taken)
@@ -231,7 +231,7 @@ def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import split_bits
+        from shardnet.checkpoint.quantization.code_values import split_bits
 
         packed, scales, divisor = stored
         return Codes(
@@ -260,7 +260,7 @@ def _combine_mxfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import split_bits
+        from shardnet.checkpoint.quantization.code_values import split_bits
 
         packed, exponents = (values[begin:end] for values in stored)
         return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())

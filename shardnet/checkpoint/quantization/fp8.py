@@ -19,7 +19,7 @@ from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
 from shardnet.model.config.panel_form import Code, PanelForm, Scale
 from shardnet.model.families.tensor_shapes import Shape
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class ScaleLayout:
 
     def of_rows(self, scales: Tensor, begin: int, end: int) -> Tensor:
         """Return the scales of rows [begin, end): [rows, G]."""
-        from shardnet.checkpoint.quantization.codes import repeat_rows
+        from shardnet.checkpoint.quantization.code_values import repeat_rows
 
         table = scales if scales.ndim == 2 else scales.reshape(-1, 1)
         return repeat_rows(table, self.rows, begin, end)

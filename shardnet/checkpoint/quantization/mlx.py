@@ -17,7 +17,7 @@ from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import Code, Minimum, PanelForm, Scale
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ def _combine(
         form = float_form
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.codes import split_bits
+        from shardnet.checkpoint.quantization.code_values import split_bits
 
         some = [values[begin:end].contiguous() for values in stored]
         return Codes(

@@ -13,7 +13,7 @@ from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightPa
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import GGUF_FORMS, PanelForm
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def _combine(parts: WeightParts) -> ModelTensor:
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
         import torch
 
-        from shardnet.checkpoint.quantization.codes import split_bits
+        from shardnet.checkpoint.quantization.code_values import split_bits
 
         index = torch.arange(begin, end)
         if is_both:

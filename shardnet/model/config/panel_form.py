@@ -34,6 +34,8 @@ class Code(enum.IntEnum):
     """An 8-bit float with 5 bits of exponent: the upper half of a float16."""
     FLOAT_BOOK = 4
     """The place of a float32 in the form's book of 16."""
+    BFLOAT16 = 5
+    FLOAT16 = 6
 
 
 class Scale(enum.IntEnum):
@@ -73,8 +75,8 @@ class Minimum(enum.IntEnum):
 class PanelForm:
     """One form of packed weights.
 
-    `bits` of a code: 2, 3, 4, 5, 6 or 8; 4 or 8 for floats. `group` inputs share a scale: 16 or a
-    multiple of 32. `block` inputs share the float16 that integer scales are multiplied by: a
+    `bits` of a code: 2, 3, 4, 5, 6 or 8; 4, 8 or 16 for floats. `group` inputs share a scale: 16
+    or a multiple of 32. `block` inputs share the float16 that integer scales are multiplied by: a
     multiple of 32, 0 where scales are floats. All scales are multiplied by `factor`, a power of 2.
 
     Packed weights are uint8 [panels, blocks, bytes of a block]. A panel is 16 outputs. A block is
@@ -86,6 +88,8 @@ class PanelForm:
     lines of the low 4, then lines of the high 2; of 5 bits, 4 and 1; of 3 bits, 2 and 1. Floats are
     not interleaved by four: a unit is [32 inputs][16 outputs], or with 4 bits [16 pairs of
     inputs][16 outputs]. The last panel and the last block are padded with zeros.
+
+    Floats of 16 bits have neither groups nor blocks: a panel is [pairs of inputs][16 outputs][2].
     """
 
     name: str
@@ -102,7 +106,7 @@ class PanelForm:
     @property
     def block_inputs(self) -> int:
         """Inputs of a block."""
-        return self.block or max(self.group, UNIT)
+        return 2 if self.bits == 16 else self.block or max(self.group, UNIT)
 
     @property
     def block_groups(self) -> int:
@@ -134,6 +138,8 @@ class PanelForm:
     @property
     def header_bytes(self) -> int:
         """Bytes of a block before its codes."""
+        if self.bits == 16:
+            return 0
         entry = self.scale.bytes + self.minimum_bytes
         return PANEL * (2 * self.block_scales + self.block_groups * entry)
 
@@ -145,7 +151,7 @@ class PanelForm:
     @property
     def token_group(self) -> int:
         """Inputs of a token that share a scale when tokens are quantised to int8."""
-        return 64 if self.group % 64 == 0 else min(self.group, 32)
+        return 64 if self.group % 64 == 0 else min(self.group, UNIT)
 
     def packed_shape(self, n_out: int, n_in: int) -> tuple[int, int, int]:
         """Return (panels, blocks, bytes of a block) of [n_out, n_in] weights."""
@@ -159,6 +165,9 @@ class PanelForm:
 
 _IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+BFLOAT16: Final = PanelForm(name="BF16", bits=16, group=2, code=Code.BFLOAT16)
+FLOAT16: Final = PanelForm(name="F16", bits=16, group=2, code=Code.FLOAT16)
 
 GGUF_FORMS: Final = {
     form.name: form

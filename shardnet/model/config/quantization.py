@@ -9,11 +9,8 @@ import enum
 from typing import Final
 
 from shardnet.errors import UsageError
+from shardnet.model.config.panel_form import PanelForm
 
-PANEL: Final = 16
-"""Outputs whose weights are interleaved; see kernels/quantized_linear.py."""
-SCALE_BYTES: Final = 2 * PANEL
-"""A group's float16 scales, one for each output of a panel."""
 UNPACKED_PANELS: Final = 64
 """Panels that torch unpacks at a time where there is no compiled matmul."""
 
@@ -35,26 +32,27 @@ class Quantization(enum.Enum):
             raise UsageError(f"--quant {name}: choose none, int8 or int4") from None
 
     @property
+    def form(self) -> PanelForm:
+        """The form of the quantised weights."""
+        return _FORMS[self]
+
+    @property
     def bits(self) -> int:
         """Bits of one weight, without its part of the scale."""
-        return 8 if self is Quantization.INT8 else 4
+        return self.form.bits
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return 64 if self is Quantization.INT8 else 32
+        return self.form.group
 
     @property
     def of_head(self) -> Quantization:
         """The LM head's type: its errors go straight into the logits."""
         return Quantization.INT8
 
-    def packed_shape(self, n_out: int, n_in: int) -> tuple[int, int, int]:
-        """Return (panels, groups, bytes of a group of a panel) of [n_out, n_in] weights."""
-        group_bytes = SCALE_BYTES + PANEL * self.group * self.bits // 8
-        return -(-n_out // PANEL), -(-n_in // self.group), group_bytes
 
-    def packed_bytes(self, n_out: int, n_in: int) -> int:
-        """Return the bytes that [n_out, n_in] weights take."""
-        panels, groups, group_bytes = self.packed_shape(n_out, n_in)
-        return panels * groups * group_bytes
+_FORMS: Final = {
+    Quantization.INT8: PanelForm(name="int8", bits=8, group=64, offset=128),
+    Quantization.INT4: PanelForm(name="int4", bits=4, group=32, offset=8),
+}

@@ -11,22 +11,22 @@ import ctypes
 import enum
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from shardnet.model.config.quantization import PANEL, Quantization
+from shardnet.model.config.panel_form import PanelForm
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
 
 _LIBRARY: Final = "_quantized.so"
-_VERSION: Final = 8
+_VERSION: Final = 9
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
@@ -52,6 +52,45 @@ class Team(ctypes.Structure):
     )
 
 
+class FormStruct(ctypes.Structure):
+    """`struct form` of csrc/linear.h."""
+
+    _fields_ = (
+        ("bits", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("scale", ctypes.c_int32),
+        ("minimum", ctypes.c_int32),
+        ("offset", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("block", ctypes.c_int32),
+        ("block_scales", ctypes.c_int32),
+        ("header_bytes", ctypes.c_int32),
+        ("block_bytes", ctypes.c_int32),
+        ("token_group", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("book", ctypes.c_float * 16),
+    )
+
+    @classmethod
+    def of(cls, form: PanelForm) -> FormStruct:
+        """Mirror a form."""
+        return cls(
+            bits=form.bits,
+            code=form.code,
+            scale=form.scale,
+            minimum=form.minimum,
+            offset=form.offset,
+            group=form.group,
+            block=form.block_inputs,
+            block_scales=form.block_scales,
+            header_bytes=form.header_bytes,
+            block_bytes=form.block_bytes,
+            token_group=form.token_group,
+            factor=form.factor,
+            book=(ctypes.c_float * 16)(*form.book),
+        )
+
+
 class _LinearStruct(ctypes.Structure):
     """`struct linear` of csrc/linear.h."""
 
@@ -60,20 +99,43 @@ class _LinearStruct(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
         ("quantized", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("team", Team),
         ("n_rows", ctypes.c_int64),
         ("n_in", ctypes.c_int64),
         ("n_out", ctypes.c_int64),
+        ("width", ctypes.c_int64),
         ("n_groups", ctypes.c_int64),
-        ("group", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
+        ("form", FormStruct),
         ("is_bf16", ctypes.c_int32),
         ("has_pairs", ctypes.c_int32),
         ("pairs", ctypes.c_int32),
     )
+
+
+class PackedPart(Protocol):
+    """Packed weights: some of the outputs of a matmul."""
+
+    @property
+    def packed(self) -> Tensor:
+        """The weights in memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+
+    @property
+    def form(self) -> PanelForm:
+        """What the memory means."""
+
+    @property
+    def input_order(self) -> Tensor | None:
+        """The input of each column, int32 [K]; None where they are in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,57 +164,39 @@ class NativeKernels:
         found.restype = None
         return found
 
-    def matmul(
-        self,
-        weights: Tensor,
-        bias: Tensor | None,
-        shape: tuple[int, int],
-        bits: int,
-        group: int = 0,
-    ) -> NativeMatmul:
-        """Make the matmul with packed `weights` of `shape` (N, K), all on the CPU.
+    def matmul(self, parts: Sequence[PackedPart], bias: Tensor | None) -> NativeMatmul:
+        """Make the matmul with packed weights, all on the CPU: outputs of `parts` in order.
 
-        `bits` is 8 or 4, with weights quantised in groups of `group` inputs, or 16 for bfloat16.
         `bias` is float32 [N]. Raises ValueError for memory of another size, device or dtype.
         """
-        return NativeMatmul(self, weights, bias, shape, bits, group)
+        return NativeMatmul(self, parts, bias)
 
 
 class NativeMatmul:
     """A matmul with packed weights. Not thread-safe: it holds the arguments of its calls."""
 
     def __init__(
-        self,
-        kernels: NativeKernels,
-        weights: Tensor,
-        bias: Tensor | None,
-        shape: tuple[int, int],
-        bits: int,
-        group: int,
+        self, kernels: NativeKernels, parts: Sequence[PackedPart], bias: Tensor | None
     ) -> None:
-        n_out, n_in = shape
-        n_groups = -(-n_in // group) if group else 0
-        check_memory("packed weights", weights, packed_bytes(shape, bits))
+        n_out, n_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
         if bias is not None:
             check_memory("a bias", bias, 4 * n_out, torch.float32)
-        self.shape = shape
-        self.row_bytes = n_groups * (group + 8) if group else 4 * (n_in + n_in % 2)
+        self.shape = (n_out, n_in)
+        self.row_bytes = sum(_row_bytes(part.form, n_in) for part in parts)
         """Scratch memory that each row needs during a call."""
-        self._kept = (weights, bias)
+        self._kept = (*parts, bias)
         self._call = kernels.function("shardnet_linear", ctypes.POINTER(_LinearStruct))
-        self._arguments = _LinearStruct(
-            weights=weights.data_ptr(),
-            bias=bias.data_ptr() if bias is not None else None,
-            team=kernels.team,
-            n_in=n_in,
-            n_out=n_out,
-            n_groups=n_groups,
-            group=group,
-            bits=bits,
-            has_pairs=kernels.has_pairs,
-        )
-        self.address = ctypes.addressof(self._arguments)
-        """Address of its `struct linear`, valid as long as this object lives."""
+        self._structs = (_LinearStruct * len(parts))()
+        begin = 0
+        for place, part in enumerate(parts):
+            own_bias = bias[begin : begin + part.shape[0]] if bias is not None else None
+            self._structs[place] = _struct_of(kernels, part, own_bias, n_out, n_in)
+            begin += part.shape[0]
+        self.address = ctypes.addressof(self._structs)
+        """Address of its first `struct linear`, valid as long as this object lives."""
+        for place in range(1, len(parts)):
+            following = self.address + place * ctypes.sizeof(_LinearStruct)
+            self._structs[place - 1].next = following
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply rows [T, K], bfloat16 or float32 on the CPU: [T, N] in their dtype.
@@ -160,7 +204,7 @@ class NativeMatmul:
         Raises ValueError for rows of another shape, dtype or device.
         """
         rows = rows.contiguous()
-        arguments = self._arguments
+        arguments = self._structs[0]
         n_rows = check_rows(rows, self.shape[1])
         out = rows.new_empty(n_rows, self.shape[0])
         arguments.rows = rows.data_ptr()
@@ -173,13 +217,38 @@ class NativeMatmul:
         return out
 
 
-def packed_bytes(shape: tuple[int, int], bits: int) -> int:
-    """Return the bytes of packed weights of `shape` (N, K) with 8, 4 or 16 `bits` each."""
-    n_out, n_in = shape
-    if bits == 16:
-        return -(-n_out // PANEL) * -(-n_in // 2) * PANEL * 4
-    kind = Quantization.INT8 if bits == 8 else Quantization.INT4
-    return kind.packed_bytes(n_out, n_in)
+def _struct_of(
+    kernels: NativeKernels, part: PackedPart, bias: Tensor | None, width: int, n_in: int
+) -> _LinearStruct:
+    """Describe one part. Raises ValueError for memory of another size or device."""
+    form, shape, order = part.form, part.shape, part.input_order
+    if shape[1] != n_in:
+        raise ValueError(f"parts of {n_in} and {shape[1]} inputs do not make one matmul")
+    check_memory("packed weights", part.packed, form.packed_bytes(*shape))
+    if order is not None:
+        check_memory("an order of inputs", order, 4 * n_in, torch.int32)
+        if n_in and not 0 <= int(order.min()) <= int(order.max()) < n_in:
+            raise ValueError(f"an order of inputs names one beyond {n_in}")
+    return _LinearStruct(
+        weights=part.packed.data_ptr(),
+        bias=bias.data_ptr() if bias is not None else None,
+        order=order.data_ptr() if order is not None else None,
+        team=kernels.team,
+        n_in=n_in,
+        n_out=shape[0],
+        width=width,
+        n_groups=-(-n_in // form.block_inputs) * form.block_inputs // form.token_group,
+        form=FormStruct.of(form),
+        has_pairs=kernels.has_pairs,
+    )
+
+
+def _row_bytes(form: PanelForm, n_in: int) -> int:
+    """Return the scratch memory that a row needs for one part."""
+    inputs = -(-n_in // form.block_inputs) * form.block_inputs
+    if form.is_float:
+        return 4 * inputs
+    return inputs + 12 * inputs // form.token_group
 
 
 def check_memory(

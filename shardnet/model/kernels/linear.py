@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.half_linear import half_linear
 from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
-from shardnet.model.kernels.quantized_linear import QuantizedLinear, pack_all
+from shardnet.model.kernels.packing import HALF_FORMS
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.types import DType
 
 MAX_EXACT_ROWS = 32
@@ -200,8 +203,9 @@ def make_linear(
         return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
     bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
-    if native is not None and all(weight.dtype is torch.bfloat16 for weight in weights):
-        return Bf16Linear.pack(weights, bias, native)
+    dtypes = {weight.dtype for weight in weights}
+    if native is not None and len(dtypes) == 1 and dtypes <= HALF_FORMS.keys():
+        return half_linear(weights, bias, native)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
@@ -225,7 +229,8 @@ def make_quantized(
 ) -> Linear:
     """Make a linear layer of packed, quantised weights of `shape` (N, K) on `device`."""
     bias = join_biases(biases, device, torch.float32)
-    return QuantizedLinear(packed.to(device), shape, quantization, bias)
+    panels = Panels(packed=packed.to(device), form=quantization.form, shape=shape)
+    return PanelLinear([panels], bias)
 
 
 def probe(

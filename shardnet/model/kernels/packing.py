@@ -12,8 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.kernels.library import NativeKernels, Team, check_memory, packed_bytes
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, PanelForm
+from shardnet.model.kernels.library import NativeKernels, Team, check_memory
 
+HALF_FORMS: Final = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""The forms of weights of 16 bits, by their dtype."""
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -41,22 +44,22 @@ def pack_natively(
     kernels: NativeKernels,
     weight: Tensor,
     packed: Tensor,
-    bits: int,
+    form: PanelForm,
     n_threads: int | None = None,
 ) -> None:
     """Pack weights [N, K] into `packed`, [panels, ...].
 
-    With 8 or 4 `bits` they are quantised; with 16 they must be bfloat16 and keep their values.
+    To int8 or int4 they are quantised; to floats of 16 bits they must be of that dtype.
     `n_threads` None takes as many threads as torch. Raises ValueError for weights or memory that
     the library cannot read or write.
     """
     if (
         not can_pack(weight)
         or weight.ndim != 2
-        or (bits == 16 and weight.dtype is not torch.bfloat16)
+        or (form.bits == 16 and HALF_FORMS.get(weight.dtype) is not form)
     ):
         raise ValueError(f"weights {list(weight.shape)}, {weight.dtype} on {weight.device}")
-    check_memory("packed weights", packed, packed_bytes((weight.shape[0], weight.shape[1]), bits))
+    check_memory("packed weights", packed, form.packed_bytes(weight.shape[0], weight.shape[1]))
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     team = kernels.team
     team.n_threads = n_threads or torch.get_num_threads()
@@ -68,6 +71,6 @@ def pack_natively(
         n_in=rows.shape[1],
         stride=rows.stride(0),
         type=_TYPES[rows.dtype],
-        bits=bits,
+        bits=form.bits,
     )
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)

@@ -6,13 +6,29 @@ checkpoint/formats gives rows as `Codes` or as the blocks of a GGUF type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.kernels.stored_rows import StoredRows
+from shardnet.model.config.panel_form import PANEL, UNIT, Code, Minimum, PanelForm, Scale
+from shardnet.model.kernels.codes import Codes
+from shardnet.model.kernels.gguf_blocks import gguf_codes
+from shardnet.model.kernels.stored_rows import GgufRows, StoredRows
+
+_QUAD: Final = 4
+_PLANES: Final[Mapping[int, tuple[tuple[int, int], ...]]] = {
+    8: ((8, 0),),
+    6: ((4, 0), (2, 4)),
+    5: ((4, 0), (1, 4)),
+    4: ((4, 0),),
+    3: ((2, 0), (1, 2)),
+    2: ((2, 0),),
+}
+"""By the bits of a code: how many bits the lines of a unit hold, from which bit on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +40,202 @@ class Panels:
     shape: tuple[int, int]
     input_order: Tensor | None = None
 
+    def split(self, n_panels: int) -> Iterator[Panels]:
+        """Yield the weights `n_panels` panels at a time."""
+        left = self.shape[0]
+        for some in torch.split(self.packed, n_panels):
+            n_out = min(left, some.shape[0] * PANEL)
+            left -= n_out
+            yield replace(self, packed=some, shape=(n_out, self.shape[1]))
+
+    def to(self, device: torch.device) -> Panels:
+        """Move the weights to a device."""
+        order = self.input_order
+        moved = None if order is None else order.to(device)
+        return replace(self, packed=self.packed.to(device), input_order=moved)
+
 
 def pack_into(packed: Tensor, rows: StoredRows, form: PanelForm) -> None:
     """Pack rows into `packed`, uint8 [panels, blocks, bytes of a block], all of it.
 
     Raises ValueError for rows or memory of another size.
     """
-    raise NotImplementedError
+    codes = gguf_codes(rows.type, rows.rows) if isinstance(rows, GgufRows) else rows
+    packed.copy_(_pack(codes, form))
+
+
+def pack_codes(codes: Codes, form: PanelForm) -> Tensor:
+    """Pack rows of codes: uint8 [panels, blocks, bytes of a block] on their device."""
+    packed = codes.codes.new_empty(form.packed_shape(*codes.codes.shape))
+    pack_into(packed, codes, form)
+    return packed
+
+
+def _pack(rows: Codes, form: PanelForm) -> Tensor:
+    n_out, n_in = rows.codes.shape
+    panels, blocks, _ = form.packed_shape(n_out, n_in)
+    n_groups = -(-n_in // form.group)
+    header = []
+    if form.block:
+        assert rows.block_scales is not None, "the form has two levels of scales"
+        header.append(_interleave(rows.block_scales, panels, blocks, form.block_scales))
+    for entries in (rows.scales, rows.minimums):
+        if entries is not None:
+            spread = entries.reshape(n_out, n_groups, 1)
+            missing = blocks * form.block_groups - n_groups
+            spread = F.pad(spread.view(n_out, n_groups), (0, missing)) if missing else spread
+            header.append(_interleave(spread, panels, blocks, form.block_groups))
+    padding = (0, blocks * form.block_inputs - n_in, 0, panels * PANEL - n_out)
+    codes = F.pad(rows.codes, padding).view(panels, PANEL, blocks, -1, UNIT)
+    codes = codes.permute(0, 2, 3, 1, 4)  # [panels, blocks, units, 16, 32]
+    header.append(_lines(codes, form).reshape(panels, blocks, -1))
+    return torch.cat(header, dim=-1)
+
+
+def _interleave(entries: Tensor, panels: int, blocks: int, n: int) -> Tensor:
+    """Interleave [N, blocks x n] numbers by output: bytes [panels, blocks, n x 16 x item size]."""
+    n_out = entries.shape[0]
+    whole = F.pad(entries.reshape(n_out, blocks * n), (0, 0, 0, panels * PANEL - n_out))
+    mixed = whole.view(panels, PANEL, blocks, n).permute(0, 2, 3, 1).contiguous()
+    return mixed.view(torch.uint8).view(panels, blocks, -1)
+
+
+def _lines(codes: Tensor, form: PanelForm) -> Tensor:
+    """Pack codes [..., 16, 32] into the lines of units: [..., bytes]."""
+    if form.is_float:
+        by_input = codes.transpose(-1, -2)  # [..., 32, 16]
+        if form.bits == 8:
+            return by_input.flatten(-2)
+        return (by_input[..., 0::2, :] | by_input[..., 1::2, :] << 4).flatten(-2)
+    quads = codes.reshape(*codes.shape[:-1], UNIT // _QUAD, _QUAD).transpose(-2, -3).contiguous()
+    lines = [_plane(quads >> low, bits) for bits, low in _PLANES[form.bits]]
+    return torch.cat([line.flatten(-3) for line in lines], dim=-1)
+
+
+def _plane(quads: Tensor, bits: int) -> Tensor:
+    """Pack the lowest `bits` of quads [..., 8, 16, 4]: [..., bits, 16, 4]."""
+    each = 8 // bits
+    parts = (quads & ((1 << bits) - 1)).view(*quads.shape[:-3], bits, each, *quads.shape[-2:])
+    line = parts[..., 0, :, :]
+    for place in range(1, each):
+        line = line | parts[..., place, :, :] << bits * place
+    return line
 
 
 def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
     """Compute the weights [N, K] in `dtype`, columns in the form's order of inputs."""
-    raise NotImplementedError
+    n_out, n_in = panels.shape
+    if panels.form.bits == 16:
+        return _halves(panels).to(dtype)
+    wide = _unpack(panels.packed, panels.form).transpose(1, 2)  # [panels, 16, inputs]
+    return wide.reshape(-1, wide.shape[-1])[:n_out, :n_in].to(dtype)
 
 
 def look_up(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the rows `ids` [T] of the weights: [T, K] in `dtype`, for embeddings."""
-    raise NotImplementedError
+    panel = panels.packed.index_select(0, ids // PANEL)
+    if panels.form.bits == 16:
+        few = replace(panels, packed=panel, shape=(len(panel) * PANEL, panels.shape[1]))
+        places = torch.arange(len(ids), device=ids.device) * PANEL + ids % PANEL
+        return _halves(few).index_select(0, places).to(dtype)
+    wide = _unpack(panel, panels.form)  # [T, inputs, 16]
+    own = wide.gather(2, (ids % PANEL)[:, None, None].expand(-1, wide.shape[1], 1))
+    return own[:, : panels.shape[1], 0].to(dtype)
+
+
+def _halves(panels: Panels) -> Tensor:
+    """Read weights of 16 bits in their own dtype: [N, K]."""
+    n_out, n_in = panels.shape
+    dtype = torch.bfloat16 if panels.form.code is Code.BFLOAT16 else torch.float16
+    pairs = panels.packed.view(dtype).view(-1, (n_in + 1) // 2, PANEL, 2)
+    return pairs.transpose(1, 2).reshape(-1, 2 * pairs.shape[1])[:n_out, :n_in]
+
+
+def _unpack(packed: Tensor, form: PanelForm) -> Tensor:
+    """Compute weights in float32 from panels: [panels, inputs, 16]."""
+    panels, blocks, _ = packed.shape
+    scales, minimums = _scales(packed, form)  # [panels, blocks, groups, 16]
+    codes = _values(packed[..., form.header_bytes :], form).view(
+        panels, blocks, form.block_groups, form.group, PANEL
+    )
+    weight = codes * scales[:, :, :, None]
+    if minimums is not None:
+        weight += minimums[:, :, :, None]
+    return weight.view(panels, -1, PANEL)
+
+
+def _scales(packed: Tensor, form: PanelForm) -> tuple[Tensor, Tensor | None]:
+    """Compute all groups' scales and minimums in float32: [panels, blocks, groups, 16] each."""
+    panels, blocks, _ = packed.shape
+    at = 2 * PANEL * form.block_scales
+    middle = at + PANEL * form.block_groups * form.scale.bytes
+    shape = (panels, blocks, form.block_groups, PANEL)
+    raw = packed[..., at:middle].contiguous()
+    low = _numbers(raw & 15 if form.scale is Scale.NIBBLES else raw, form.scale).view(shape)
+    high: Tensor | None = None
+    if form.scale is Scale.NIBBLES:
+        high = (raw >> 4).float().view(shape)
+    elif form.minimum is Minimum.ZERO_POINT:
+        high = packed[..., middle : form.header_bytes].float().view(shape)
+    elif form.minimum is Minimum.STORED:
+        high = _numbers(packed[..., middle : form.header_bytes].contiguous(), form.scale)
+        high = high.view(shape)
+    low = low * form.factor
+    if form.block:
+        outer = packed[..., :at].contiguous().view(torch.float16).float()
+        outer = outer.view(panels, blocks, form.block_scales, 1, PANEL)
+        low = low * outer[:, :, 0]
+        return low, None if high is None else high * -outer[:, :, 1]
+    if form.minimum is Minimum.ZERO_POINT:
+        assert high is not None
+        high = -high * low
+    return low, high
+
+
+def _numbers(raw: Tensor, scale: Scale) -> Tensor:
+    """Read stored scales, contiguous bytes, as float32."""
+    match scale:
+        case Scale.FLOAT16:
+            return raw.view(torch.float16).float()
+        case Scale.BFLOAT16:
+            return raw.view(torch.bfloat16).float()
+        case Scale.FLOAT32:
+            return raw.view(torch.float32)
+        case Scale.EXPONENT:
+            bits = (raw.int() << 23).masked_fill_(raw == 0, 0x400000)  # 2 ** -127 is subnormal
+            return bits.view(torch.float32)
+        case Scale.FLOAT8:
+            return raw.view(torch.float8_e4m3fn).float()
+        case Scale.UINT8 | Scale.NIBBLES:
+            return raw.float()
+    return raw.view(torch.int8).float()
+
+
+def _values(body: Tensor, form: PanelForm) -> Tensor:
+    """Read codes [panels, blocks, bytes] as float32 [panels, blocks, inputs, 16]."""
+    panels, blocks, _ = body.shape
+    units = body.contiguous().view(panels, blocks, -1, 64 * form.bits)
+    if form.is_float:
+        codes = units.view(*units.shape[:-1], -1, PANEL)  # [..., 32 or 16, 16]
+        if form.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -2).flatten(-3, -2)
+    else:
+        lines = units.view(*units.shape[:-1], -1, PANEL, _QUAD)  # [..., lines, 16, 4]
+        quads, begin = None, 0
+        for bits, low in _PLANES[form.bits]:
+            plane = lines[..., begin : begin + bits, :, :]
+            parts = [plane >> bits * place & ((1 << bits) - 1) for place in range(8 // bits)]
+            part = torch.stack(parts, -3).flatten(-4, -3) << low  # [..., 8, 16, 4]
+            quads = part if quads is None else quads | part
+            begin += bits
+        assert quads is not None
+        codes = quads.transpose(-1, -2).flatten(-3, -2)  # [..., 32, 16]
+    codes = codes.reshape(panels, blocks, -1, PANEL)
+    match form.code:
+        case Code.LINEAR:
+            return codes.float() - form.offset
+        case Code.BOOK | Code.FLOAT_BOOK:
+            return torch.tensor(form.book, device=body.device)[codes.int()].float()
+        case Code.E4M3:
+            return codes.view(torch.float8_e4m3fn).float()
+    return codes.view(torch.float8_e5m2).float()

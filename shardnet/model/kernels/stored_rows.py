@@ -11,23 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardnet.model.config.panel_form import PanelForm
+from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
-    """Rows of weights as codes, scales and minimums.
-
-    `codes` are uint8 [N, K], `scales` [N, groups] in the form's type (torch.uint8 where torch has
-    none), `minimums` likewise or None, `block_scales` float16 [N, blocks, 1 or 2], or None.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    minimums: Tensor | None = None
-    block_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +34,10 @@ class PackedWeight:
     """How the stored tensors of a parameter [N, K] become panels of a form.
 
     `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
-    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order int64
-    [K] in which the form has the inputs, None if they are in order: column i is of input order[i].
-    With `in_order` its rows are those of its one stored tensor, so that they can be packed while
-    they are read.
+    change. `input_order(stored)`, where groups are not of consecutive inputs, is the order in which
+    the form has the inputs, int32 [K], None after all if they are in order: column i of the panels
+    is of input order[i]. With `in_order` its rows are those of its one stored tensor, so that they
+    can be packed while they are read.
     """
 
     form: PanelForm

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import PANEL, UNPACKED_PANELS, Quantization
+from shardnet.model.config.panel_form import PANEL
+from shardnet.model.config.quantization import UNPACKED_PANELS, Quantization
 from shardnet.model.families.stage_tensors import (
     Shape,
     Table,
@@ -258,7 +259,7 @@ def _table_bytes(tensors: Table, form: WeightForm) -> int:
         return _bytes(rest, form.dtype) + _bytes(linears.values(), form.linear_dtype or form.dtype)
     return _bytes(rest, form.dtype) + sum(
         math.prod(shape[:-2])
-        * max(kind.packed_bytes(*shape[-2:]), kind.packed_bytes(*shape[:-3:-1]))
+        * max(kind.form.packed_bytes(*shape[-2:]), kind.form.packed_bytes(*shape[:-3:-1]))
         for shape in linears.values()
     )
 

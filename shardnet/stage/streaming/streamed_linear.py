@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.config.panel_form import BFLOAT16
 from shardnet.model.families.stage_tensors import Shape
-from shardnet.model.kernels.bf16_linear import Bf16Linear, PanelPacking, fills_panels
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.half_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import (
     NativeKernels,
     NativeMatmul,
@@ -29,6 +30,8 @@ from shardnet.model.kernels.linear import (
     join_biases,
     make_linear,
 )
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
 from shardnet.stage.streaming.layer_stream import LayerStream
 
 
@@ -104,7 +107,8 @@ class StoredLinear:
     def make(self, read: Tensor) -> Linear:
         """Make the linear from the bytes in a buffer, uint8 [read_bytes]."""
         if self.native is not None and self.packing is not None:
-            return Bf16Linear(read, self.stored, self.bias, self.native)
+            panels = Panels(packed=read, form=BFLOAT16, shape=self.stored)
+            return PanelLinear([panels], self.bias, self.native)
         weight = read.view(torch_dtype(self.choice.stored_dtype)).view(self.stored)
         if self._is_plain:
             return PlainLinear(weight, self.bias, self.choice.min_rows)

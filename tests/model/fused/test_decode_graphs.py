@@ -19,7 +19,7 @@ from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE, find_capture
-from shardnet.model.kernels import quantized_linear
+from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, probe
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import Run
@@ -173,7 +173,7 @@ def test_rounded_weights_are_replayed_as_torch_multiplies_them(
     quantization: Quantization, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU there is no compiled library, and torch is not batch-invariant."""
-    monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
+    monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
     choice = probe(CPU, DType.FLOAT32, None, quantization)
     capture, steps = TapeCapture(), traffic(12)
     got = answers(load(llama, capture, choice=choice), steps)

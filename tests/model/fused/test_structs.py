@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardnet.model.config import quantization
+from shardnet.model.config import panel_form, quantization
 from shardnet.model.fused import structs
 from shardnet.model.kernels import library, packing
 from shardnet.model.layers.attention import plan_step
@@ -32,6 +32,7 @@ TYPES = {
 }
 MIRRORS: dict[str, type[ctypes.Structure]] = {
     "team": library.Team,
+    "form": library.FormStruct,
     "linear": library._LinearStruct,
     "packing": packing._Packing,
     "norm": structs.NormStruct,
@@ -60,7 +61,8 @@ def fields_of(name: str) -> Fields:
         for field in said[2].split(","):
             is_pointer = "*" in field
             kind = ctypes.c_void_p if is_pointer else type_of(said[1])
-            found.append((field.strip(" *\n"), kind))
+            name, _, size = field.strip(" *\n]").partition("[")
+            found.append((name, kind * int(size) if size else kind))
     return found
 
 
@@ -136,8 +138,15 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
     in_c = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
     assert {dtype: constant(name) for dtype, name in in_c.items()} == packing._TYPES
     assert constant("MAX_HEAD") == structs.MAX_HEAD
-    assert constant("PANEL") == quantization.PANEL
-    assert constant("SCALE_BYTES") == quantization.SCALE_BYTES
+    assert constant("PANEL") == panel_form.PANEL
+    assert constant("UNIT") == panel_form.UNIT
+    names = {"BFLOAT16": "BF16", "FLOAT16": "F16"}
+    for code in panel_form.Code:
+        assert code == constant(names.get(code.name, code.name))
+    for scale in panel_form.Scale:
+        assert scale == constant(f"SCALE_{scale.name}")
+    for minimum in panel_form.Minimum:
+        assert minimum == constant("NO_MINIMUM" if minimum.name == "NONE" else minimum.name)
     for kind in quantization.Quantization:
         assert kind.group == constant(f"INT{kind.bits}_GROUP")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardnet.errors import UsageError
-from shardnet.model.config.quantization import SCALE_BYTES, Quantization
-from shardnet.model.kernels import quantized_linear
+from shardnet.model.config.panel_form import PANEL
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels import panel_linear, quantized_linear
 from shardnet.model.kernels.library import Isa, NativeKernels, find_kernels, native_kernels
-from shardnet.model.kernels.quantized_linear import QuantizedLinear, pack, pack_all, unpack
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import unpack
+from shardnet.model.kernels.quantized_linear import pack_all, quantized
 
 KINDS = list(Quantization)
 NATIVE = native_kernels()
@@ -56,13 +60,14 @@ def _plain_int4(group: Tensor) -> Tensor:
     return best
 
 
-def make(weight: Tensor, kind: Quantization, bias: Tensor | None = None) -> QuantizedLinear:
-    return QuantizedLinear(pack(weight, kind), (weight.shape[0], weight.shape[1]), kind, bias)
+def make(weight: Tensor, kind: Quantization, bias: Tensor | None = None) -> PanelLinear:
+    return PanelLinear([quantized(weight, kind)], bias)
 
 
 @pytest.fixture
 def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
+    for module in (quantized_linear, panel_linear):
+        monkeypatch.setattr(module, "native_kernels", lambda: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,12 +76,14 @@ def test_what_comes_back_is_what_plain_rounding_gives(
     shape: tuple[int, int], kind: Quantization
 ) -> None:
     weight = numbers(*shape)
-    packed = pack(weight, kind)
-    assert tuple(packed.shape) == kind.packed_shape(*shape)
-    assert packed.numel() == kind.packed_bytes(*shape)
-    whole = unpack(packed, kind, torch.float32)
+    panels = quantized(weight, kind)
+    assert tuple(panels.packed.shape) == kind.form.packed_shape(*shape)
+    assert panels.packed.numel() == kind.form.packed_bytes(*shape)
+    whole = unpack(panels, torch.float32)
     came = whole[: shape[0], : shape[1]]
     torch.testing.assert_close(came, plain_round(weight, kind), rtol=1e-6, atol=1e-7)
+    filled = replace(panels, shape=(len(panels.packed) * PANEL, -shape[1] % kind.group + shape[1]))
+    whole = unpack(filled, torch.float32)
     whole[: shape[0], : shape[1]] = 0
     assert not whole.any()  # what fills up is zero
 
@@ -84,7 +91,7 @@ def test_what_comes_back_is_what_plain_rounding_gives(
 @pytest.mark.parametrize(("kind", "error"), [(Quantization.INT8, 0.007), (Quantization.INT4, 0.09)])
 def test_rounding_errs_as_little_as_its_bits_allow(kind: Quantization, error: float) -> None:
     weight = numbers(512, 512, spread=0.02)
-    came = unpack(pack(weight, kind), kind, torch.float32)
+    came = unpack(quantized(weight, kind), torch.float32)
     assert float((came - weight).norm() / weight.norm()) < error
 
 
@@ -95,13 +102,13 @@ def test_weights_of_any_dtype_and_of_zeros_are_packed(
 ) -> None:
     weight = numbers(20, 70).to(dtype)
     weight[3] = 0
-    assert torch.equal(pack(weight, kind), pack(weight.float(), kind))
-    assert not unpack(pack(weight, kind), kind, torch.float32)[3].any()
+    assert torch.equal(quantized(weight, kind).packed, quantized(weight.float(), kind).packed)
+    assert not unpack(quantized(weight, kind), torch.float32)[3].any()
 
 
 def test_packing_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = numbers(100, 96)
-    whole = pack(weight, Quantization.INT4)
+    whole = quantized(weight, Quantization.INT4).packed
     monkeypatch.setattr(quantized_linear, "_TORCH_CHUNK_WEIGHTS", 1)
     monkeypatch.setattr(quantized_linear, "_NATIVE_CHUNK_WEIGHTS", 1)
     calls = []
@@ -113,7 +120,7 @@ def test_packing_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_weights_packed_together_are_joined(n_outs: tuple[int, ...]) -> None:
     weights = [numbers(n_out, 70, seed=n_out) for n_out in n_outs]
     for kind in KINDS:
-        assert torch.equal(pack_all(weights, kind), pack(torch.cat(weights), kind))
+        assert torch.equal(pack_all(weights, kind), quantized(torch.cat(weights), kind).packed)
 
 
 # --- the library rounds as torch does
@@ -140,8 +147,8 @@ def packed_by(name: str, weight: Tensor, kind: Quantization) -> Tensor:
         patch.setattr(
             quantized_linear, "native_kernels", lambda: find_kernels({"SHARDNET_ISA": name})
         )
-        packed = pack(weight, kind)
-    scales = packed[..., :SCALE_BYTES].view(torch.float16)
+        packed = quantized(weight, kind).packed
+    scales = packed[..., : 2 * PANEL].view(torch.float16)
     scales[scales.isnan()] = torch.nan  # one of its many bit patterns
     return packed
 
@@ -254,10 +261,10 @@ def test_every_instruction_set_and_batch_give_the_same_bits(
 ) -> None:
     """Alone or beside others, by any instruction set, on one thread or several."""
     weight, rows = numbers(n_out, n_in, seed=seed), numbers(n_rows, n_in, seed=seed, spread=spread)
-    packed = pack(weight, kind)
+    panels = quantized(weight, kind)
 
     def multiply(native: NativeKernels, some: Tensor) -> Tensor:
-        return native.matmul(packed, None, (n_out, n_in), kind.bits, kind.group)(some)
+        return native.matmul([panels], None)(some)
 
     assert NATIVE is not None
     whole = multiply(NATIVE, rows)
@@ -289,7 +296,8 @@ def test_what_is_not_a_number_stays_none(
 ) -> None:
     """The sampler finds it and names it."""
     if path == "torch":
-        monkeypatch.setattr(quantized_linear, "native_kernels", lambda: None)
+        for module in (quantized_linear, panel_linear):
+            monkeypatch.setattr(module, "native_kernels", lambda: None)
     rows = numbers(3, 96)
     rows[1, 70] = value
     product = make(numbers(20, 96), Quantization.INT8)(rows)

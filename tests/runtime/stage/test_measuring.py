@@ -17,9 +17,9 @@ from support.rings.stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.kernels.bf16_linear import Bf16Linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear, make_linear
+from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.runtime.stage import measuring
 from shardnet.runtime.stage.measuring import (
@@ -121,7 +121,7 @@ def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     choice = probed(torch.device("cpu"), DType.FLOAT32, DType.BFLOAT16)
     SyntheticModel(model, choice, torch.device("cpu"), no_tick)
     assert made
-    assert all(isinstance(product, Bf16Linear) for product in made)
+    assert all(isinstance(product, PanelLinear) for product in made)
 
 
 def windows_of(durations_s: Iterable[float]) -> list[float]:

@@ -22,7 +22,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
-from shardnet.model.kernels.quantized_linear import QuantizedLinear
+from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.stage import weights
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache
@@ -215,7 +215,7 @@ def test_rounded_layers_on_a_device_are_not_the_compiled_librarys(
             streamed,
         )
         linear = own.linear("model.layers.1.mlp.down_proj")
-        assert isinstance(linear, StreamedLinear if streamed else QuantizedLinear)
+        assert isinstance(linear, StreamedLinear if streamed else PanelLinear)
         assert not linear.is_native
 
 

@@ -22,11 +22,14 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
+from shardnet.model.config.panel_form import BFLOAT16
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
-from shardnet.model.kernels.bf16_linear import Bf16Linear, PanelPacking
+from shardnet.model.kernels.half_linear import PanelPacking, half_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache, packed_models, remove
@@ -311,8 +314,8 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
     packed = stream.weights(begin, packing.packed_bytes(2 * shape[0] * n_in), 0)
     assert begin + packed.numel() <= end
     assert torch.equal(
-        Bf16Linear(packed, shape, None, native)(rows),
-        Bf16Linear.pack(weights, None, native)(rows),
+        PanelLinear([Panels(packed=packed, form=BFLOAT16, shape=shape)], None, native)(rows),
+        half_linear(weights, None, native)(rows),
     )
     first = weights[0].view(torch.uint8).flatten()
     for plain in (0, end):

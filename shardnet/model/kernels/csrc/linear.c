@@ -1,20 +1,14 @@
-/* Linear layers with int8, int4 and bfloat16 weights, for AVX-512, AVX2, NEON and plain C.
+/* Linear layers with packed weights, for AVX-512, AVX2, NEON and plain C.
  *
- * kernels/quantized_linear.py and kernels/bf16_linear.py define the layouts, pack.c packs weights;
+ * config/panel_form.py and kernels/bf16_linear.py define the layouts, pack.c and panels.c pack weights;
  * kernels/library.py finds this library and calls it. It is optional: built where a C compiler is available, and torch
  * does its work elsewhere.
  *
- * Packed weights: panels of 16 outputs; in a panel the groups of inputs, in order; of a group first 16 float16 scales,
- * one per output, then the weights, four inputs of each output at a time: 64 bytes hold [16 outputs][4 inputs] of
- * int8 + 128, or of two such quads int4 + 8, the first in the low nibbles.
- *
- * Of bfloat16 there are no groups: 64 bytes hold [16 outputs][2 inputs].
- *
- * With int8 and int4 weights, rows are quantised to int8 per row and group. The dot product of a group is exact, in
- * int32, then scaled and added to a float32 sum, group by group: a row's bits are independent of the batch, of the
- * number of threads and of the instruction set. With bfloat16 weights a row is multiplied in float32, input by input,
- * with fused multiply-adds: also independent of the batch. Where rows are bfloat16 and the machine has instructions for
- * it, pairs of inputs are added first.
+ * Where weights are integers, rows are quantised to int8 per row and token group. The dot product of a group is exact,
+ * in int32, then scaled and added to a float32 sum, group by group: a row's bits are independent of the batch, of the
+ * number of threads and of the instruction set. With weights that are floats a row is multiplied in float32, input by
+ * input, with fused multiply-adds: also independent of the batch. Where bfloat16 rows meet bfloat16 weights and the
+ * machine has instructions for it, pairs of inputs are added first.
  */
 
 #include <math.h>
@@ -44,20 +38,32 @@ INLINE int8_t *tile_of(const struct linear *p, int64_t row, int64_t g, int32_t *
     int64_t first = row / MAX_TILE * MAX_TILE;
     int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     *stride = (int32_t)n_rows * 4;
-    return p->quantized + first * p->n_groups * p->group + g * p->group * n_rows + (row - first) * 4;
+    const int64_t group = p->form.token_group;
+    return p->quantized + first * p->n_groups * group + g * group * n_rows + (row - first) * 4;
+}
+
+/* The input of a row that input `i` of the weights belongs to. */
+INLINE int64_t input_of(const struct linear *p, int64_t i) { return p->order ? p->order[i] : i; }
+
+INLINE float number_of(const struct linear *p, int64_t row, int64_t i) {
+    const int64_t at = row * p->n_in + input_of(p, i);
+    return p->is_bf16 ? from_bf16(((const uint16_t *)p->rows)[at]) : ((const float *)p->rows)[at];
 }
 
 INLINE void quantize_row(const struct linear *p, int64_t row) {
-    const int32_t group = p->group;
-    const float *wide = (const float *)p->rows + row * p->n_in;
-    const uint16_t *narrow = (const uint16_t *)p->rows + row * p->n_in;
-    float values[INT8_GROUP];
-    int8_t quantized[INT8_GROUP];
+    const int32_t group = p->form.token_group, bias = code_bias(p);
+    float values[MAX_TOKEN_GROUP];
+    int8_t quantized[MAX_TOKEN_GROUP];
     for (int64_t g = 0; g < p->n_groups; g++) {
         int64_t begin = g * group;
-        int32_t n = (int32_t)(p->n_in - begin < group ? p->n_in - begin : group);
+        const int32_t n = (int32_t)(p->n_in - begin < 0 ? 0 : p->n_in - begin < group ? p->n_in - begin : group);
         float largest = 0;
-        for (int32_t i = 0; i < n; i++) values[i] = p->is_bf16 ? from_bf16(narrow[begin + i]) : wide[begin + i];
+        if (p->order)
+            for (int32_t i = 0; i < n; i++) values[i] = number_of(p, row, begin + i);
+        else if (p->is_bf16)
+            for (int32_t i = 0; i < n; i++) values[i] = from_bf16(((const uint16_t *)p->rows)[row * p->n_in + begin + i]);
+        else
+            memcpy(values, (const float *)p->rows + row * p->n_in + begin, sizeof(float) * (size_t)n);
         for (int32_t i = n; i < group; i++) values[i] = 0;
         int is_finite = 1;
         for (int32_t i = 0; i < group; i++) {
@@ -81,19 +87,20 @@ INLINE void quantize_row(const struct linear *p, int64_t row) {
         }
         for (int32_t i = 0; i < group; i += 4) memcpy(out + i / 4 * stride, quantized + i, 4);
         p->scales[row * p->n_groups + g] = scale;
-        p->offsets[row * p->n_groups + g] = (p->bits == 8 ? -128 : -8) * sum;
+        p->offsets[row * p->n_groups + g] = -bias * sum;
+        p->sums[row * p->n_groups + g] = (float)sum * scale;
     }
 }
 
-/* --- rows for bfloat16 weights: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
+/* --- rows for weights that are floats: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
 
 INLINE void lay_out_row(const struct linear *p, int64_t row) {
-    const int64_t first = row / MAX_TILE * MAX_TILE, n_in = p->n_in;
+    const int64_t first = row / MAX_TILE * MAX_TILE, n_in = p->n_in, padded = padded_inputs(p);
     const int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     const float *wide = (const float *)p->rows + row * n_in;
     const uint16_t *narrow = (const uint16_t *)p->rows + row * n_in;
     if (p->pairs) {
-        uint16_t *out = (uint16_t *)p->quantized + first * even_inputs(p) + (row - first) * 2;
+        uint16_t *out = (uint16_t *)p->quantized + first * padded + (row - first) * 2;
         for (int64_t i = 0; i + 1 < n_in; i += 2) memcpy(out + i * n_rows, narrow + i, 4);
         if (n_in % 2) {
             out[(n_in - 1) * n_rows] = narrow[n_in - 1];
@@ -101,22 +108,22 @@ INLINE void lay_out_row(const struct linear *p, int64_t row) {
         }
         return;
     }
-    float *out = (float *)p->quantized + first * even_inputs(p) + (row - first);
-    for (int64_t i = 0; i < n_in; i++) out[i * n_rows] = p->is_bf16 ? from_bf16(narrow[i]) : wide[i];
-    if (n_in % 2) out[n_in * n_rows] = 0;
+    float *out = (float *)p->quantized + first * padded + (row - first);
+    if (p->order)
+        for (int64_t i = 0; i < n_in; i++) out[i * n_rows] = number_of(p, row, i);
+    else
+        for (int64_t i = 0; i < n_in; i++) out[i * n_rows] = p->is_bf16 ? from_bf16(narrow[i]) : wide[i];
+    for (int64_t i = n_in; i < padded; i++) out[i * n_rows] = 0;
 }
 
-static const struct tiles *tiles_for(const struct linear *p) {
+static struct tiles tiles_for(const struct linear *p) {
 #if defined(__x86_64__)
-    if (p->team.isa == AVX512 && p->bits == 16) return p->pairs ? &avx512_pairs_tiles : &avx512_wide_tiles;
-    if (p->team.isa == AVX512) return p->bits == 8 ? &avx512_eight_tiles : &avx512_four_tiles;
-    if (p->team.isa == AVX2 && p->bits == 16) return &avx2_wide_tiles;
-    if (p->team.isa == AVX2) return p->bits == 8 ? &avx2_eight_tiles : &avx2_four_tiles;
+    if (p->team.isa == AVX512) return avx512_tiles(p);
+    if (p->team.isa == AVX2) return avx2_tiles(p);
 #elif defined(__aarch64__)
-    if (p->team.isa == NEON && p->bits == 16) return &neon_wide_tiles;
-    if (p->team.isa == NEON) return p->bits == 8 ? &neon_eight_tiles : &neon_four_tiles;
+    if (p->team.isa == NEON) return neon_tiles(p);
 #endif
-    return p->bits == 16 ? &portable_wide_tiles : &portable_quantized_tiles;
+    return portable_tiles(p);
 }
 
 static void store(const struct linear *p, int64_t row, int64_t panel, const float *sums) {
@@ -127,39 +134,62 @@ static void store(const struct linear *p, int64_t row, int64_t panel, const floa
     if (p->bias)
         for (int o = 0; o < n; o++) values[o] += p->bias[begin + o];
     if (p->is_bf16) {
-        uint16_t *out = (uint16_t *)p->out + row * p->n_out + begin;
+        uint16_t *out = (uint16_t *)p->out + row * p->width + begin;
         for (int o = 0; o < n; o++) out[o] = to_bf16(values[o]);
     } else {
-        memcpy((float *)p->out + row * p->n_out + begin, values, sizeof(float) * (size_t)n);
+        memcpy((float *)p->out + row * p->width + begin, values, sizeof(float) * (size_t)n);
     }
 }
 
 /* --- the work */
 
-static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
-    const struct linear *p = argument;
-    for (int64_t row = begin; row < end; row++)
-        if (p->bits == 16)
-            lay_out_row(p, row);
-        else
-            quantize_row(p, row);
+/* Whether a part uses the rows as they were prepared for the part before it. */
+INLINE int shares_rows(const struct linear *before, const struct linear *p) {
+    if (!before || before->order != p->order || is_float(&before->form) != is_float(&p->form)) return 0;
+    if (before->pairs != p->pairs || padded_inputs(before) != padded_inputs(p)) return 0;
+    if (is_float(&p->form)) return 1;
+    return before->form.token_group == p->form.token_group && code_bias(before) == code_bias(p);
 }
 
-static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
-    const struct linear *p = argument;
-    const struct tiles *tiles = tiles_for(p);
+static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
+    const struct linear *before = NULL;
+    for (const struct linear *p = argument; p; before = p, p = p->next) {
+        if (shares_rows(before, p)) continue;
+        for (int64_t row = begin; row < end; row++)
+            if (is_float(&p->form))
+                lay_out_row(p, row);
+            else
+                quantize_row(p, row);
+    }
+}
+
+INLINE int64_t panels_of(const struct linear *p) { return (p->n_out + PANEL - 1) / PANEL; }
+
+/* Computes the panels [begin, end) of one part. */
+static void multiply_part(const struct linear *p, int64_t begin, int64_t end) {
+    const struct tiles tiles = tiles_for(p);
     const int64_t panel_bytes = bytes_of_panel(p);
     float sums[2][MAX_TILE][PANEL];
     int n_panels;
     for (int64_t panel = begin; panel < end; panel += n_panels) {
-        n_panels = tiles->two && panel + 1 < end ? 2 : 1;
-        const tile_function tile = n_panels == 2 ? tiles->two : tiles->one;
+        n_panels = tiles.two && panel + 1 < end ? 2 : 1;
+        const tile_function tile = n_panels == 2 ? tiles.two : tiles.one;
         for (int64_t row = 0; row < p->n_rows; row += MAX_TILE) {
             const int n_rows = (int)(p->n_rows - row < MAX_TILE ? p->n_rows - row : MAX_TILE);
             tile(p, p->weights + panel * panel_bytes, row, n_rows, sums);
             for (int q = 0; q < n_panels; q++)
                 for (int r = 0; r < n_rows; r++) store(p, row + r, panel + q, sums[q][r]);
         }
+    }
+}
+
+/* Computes the panels [begin, end) of all parts, counted through. */
+static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
+    for (const struct linear *p = argument; p && end > 0; p = p->next) {
+        const int64_t n = panels_of(p);
+        if (begin < n) multiply_part(p, begin, end < n ? end : n);
+        begin = begin > n ? begin - n : 0;
+        end -= n;
     }
 }
 
@@ -258,16 +288,44 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_8(void) {}
+void shardnet_version_9(void) {}
 
-void shardnet_linear(struct linear *p) {
-    const int64_t n_panels = (p->n_out + PANEL - 1) / PANEL;
+/* Gives a part its share of the scratch memory at `from`, and returns what is left. */
+static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {
+    if (shares_rows(before, p)) {
+        p->quantized = before->quantized;
+        p->scales = before->scales, p->offsets = before->offsets, p->sums = before->sums;
+        return from;
+    }
+    p->quantized = from;
+    if (is_float(&p->form)) return from + p->n_rows * padded_inputs(p) * (int64_t)sizeof(float);
+    const int64_t n = p->n_rows * p->n_groups;
+    p->scales = (float *)(from + n * p->form.token_group);
+    p->offsets = (int32_t *)(p->scales + n);
+    p->sums = (float *)(p->offsets + n);
+    return (int8_t *)(p->sums + n);
+}
+
+void shardnet_linear(struct linear *first) {
+    const struct linear *before = NULL;
+    char *out = first->out;
+    int8_t *scratch = first->quantized;
+    int64_t n_panels = 0, bytes = 0;
+    for (struct linear *p = first; p; before = p, p = p->next) {
+        p->rows = first->rows;
+        p->out = out;
+        p->n_rows = first->n_rows;
+        p->is_bf16 = first->is_bf16;
+        p->team = first->team;
+        p->pairs = p->has_pairs && p->is_bf16 && p->form.code == BF16;
+        scratch = place(p, before, scratch);
+        out += p->n_out * (p->is_bf16 ? 2 : 4);
+        n_panels += panels_of(p);
+        bytes = bytes_of_panel(p) > bytes ? bytes_of_panel(p) : bytes;
+    }
     /* Pieces of about 128 KiB of weights, and of whole pairs of panels: small enough to share out evenly, large enough
      * to pay. */
-    const int64_t bytes = bytes_of_panel(p), pairs = 65536 / (bytes ? bytes : 1);
-    p->pairs = p->has_pairs && p->is_bf16;
-    p->scales = (float *)(p->quantized + p->n_rows * p->n_groups * p->group);
-    p->offsets = (int32_t *)(p->scales + p->n_rows * p->n_groups);
-    shardnet_parallel_for(&p->team, prepare_rows, p, p->n_rows, 16);
-    shardnet_parallel_for(&p->team, multiply_panels, p, n_panels, 2 * (pairs > 0 ? pairs : 1));
+    const int64_t pairs = 65536 / (bytes ? bytes : 1);
+    shardnet_parallel_for(&first->team, prepare_rows, first, first->n_rows, 16);
+    shardnet_parallel_for(&first->team, multiply_panels, first, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }

@@ -1,7 +1,7 @@
 /* Packs weights for linear.c: quantised to int8 or int4, or bfloat16 unchanged.
  *
- * linear.c describes the layouts; kernels/quantized_linear.py and kernels/bf16_linear.py do the same with torch, to
- * the same bits: every sum, multiplication and comparison here is one of theirs, in the same order.
+ * config/panel_form.py describes the layouts; kernels/quantized_linear.py and kernels/bf16_linear.py do the same with
+ * torch, to the same bits: every sum, multiplication and comparison here is one of theirs, in the same order.
  *
  * The lanes of a vector are outputs of a panel; compilers map them to the machine's registers.
  */
@@ -15,6 +15,9 @@
 #include <immintrin.h>
 #endif
 
+#define SCALE_BYTES 32 /* 16 float16 */
+#define INT8_GROUP 64  /* inputs that share a scale */
+#define INT4_GROUP 32
 #define MAX_GROUP INT8_GROUP
 #define SQUARE_BYTES (PANEL * QUAD_BYTES)
 #if defined(__x86_64__)
@@ -51,7 +54,7 @@ INLINE lanes choose(whole_lanes which, lanes one, lanes other) {
     return (lanes)choose_bits(which, (bit_lanes)one, (bit_lanes)other);
 }
 
-INLINE lanes from_f16(bit_lanes half) {
+INLINE lanes lanes_from_f16(bit_lanes half) {
     const bit_lanes size = half & 0x7fff, sign = (half & 0x8000) << 16;
     const lanes small = __builtin_convertvector((whole_lanes)size, lanes) * 0x1p-24f;
     const bit_lanes endless = (bit_lanes)(size >= 0x7c00) & 0x38000000u;
@@ -60,7 +63,7 @@ INLINE lanes from_f16(bit_lanes half) {
 }
 
 /* To the nearest, ties to even. */
-INLINE bit_lanes to_f16(lanes value) {
+INLINE bit_lanes lanes_to_f16(lanes value) {
     const bit_lanes sign = (bit_lanes)value & 0x80000000u, size = (bit_lanes)value ^ sign;
     const bit_lanes normal = (size - 0x38000000u + 0xfff + (size >> 13 & 1)) >> 13;
     const bit_lanes small = (bit_lanes)((lanes)size + 0.5f) - 0x3f000000u;
@@ -87,7 +90,7 @@ INLINE void widen(lanes values[MAX_GROUP], int type, int group) {
         if (type == BFLOAT16)
             values[i] = (lanes)((bit_lanes)values[i] << 16);
         else if (type == FLOAT16)
-            values[i] = from_f16((bit_lanes)values[i]);
+            values[i] = lanes_from_f16((bit_lanes)values[i]);
 }
 
 /* Reads the inputs from `begin` on of the outputs from `first` on, padded with zeros. */
@@ -134,8 +137,8 @@ INLINE void pack_int8(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
         is_broken |= size != size;
     }
     largest = choose(is_broken, all(NAN), largest);
-    const bit_lanes scale = to_f16(largest / 127.0f);
-    const lanes inverse = inverse_of(from_f16(scale));
+    const bit_lanes scale = lanes_to_f16(largest / 127.0f);
+    const lanes inverse = inverse_of(lanes_from_f16(scale));
     put_scales(scale, scales);
     for (int i = 0; i < 64; i += 4, out += QUAD_BYTES) {
         const bit_lanes bytes = quad(values + i, inverse, -127, 127, 128);
@@ -165,15 +168,15 @@ INLINE void pack_int4(const lanes values[MAX_GROUP], uint8_t *scales, uint8_t *o
         extreme = choose((size_of(values[i]) > size_of(extreme)) | is_broken, values[i], extreme);
     }
     const lanes whole_scale = extreme / -8.0f;
-    bit_lanes best = to_f16(whole_scale);
-    lanes best_error = error_of(values, from_f16(best));
+    bit_lanes best = lanes_to_f16(whole_scale);
+    lanes best_error = error_of(values, lanes_from_f16(best));
     for (int k = 0; k < 3; k++) {
-        const bit_lanes scale = to_f16(whole_scale * shrinks[k]);
-        const lanes error = error_of(values, from_f16(scale));
+        const bit_lanes scale = lanes_to_f16(whole_scale * shrinks[k]);
+        const lanes error = error_of(values, lanes_from_f16(scale));
         best = choose_bits(error < best_error, scale, best);
         best_error = choose(error < best_error, error, best_error);
     }
-    const lanes inverse = inverse_of(from_f16(best));
+    const lanes inverse = inverse_of(lanes_from_f16(best));
     put_scales(best, scales);
     for (int i = 0; i < 32; i += 8, out += QUAD_BYTES) {
         const bit_lanes both = quad(values + i, inverse, -8, 7, 8) | quad(values + i + 4, inverse, -8, 7, 8) << 4;

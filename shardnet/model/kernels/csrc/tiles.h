@@ -1,4 +1,4 @@
-/* A tile: a few rows times one panel of weights, or two consecutive panels. */
+/* A tile: a few rows times one panel of weights, or two consecutive panels. config/panel_form.py describes panels. */
 
 #ifndef SHARDNET_TILES_H
 #define SHARDNET_TILES_H
@@ -16,27 +16,79 @@ struct tiles {
     tile_function one, two; /* `two` may be NULL */
 };
 
-INLINE int64_t even_inputs(const struct linear *p) { return (p->n_in + 1) / 2 * 2; }
+INLINE int64_t blocks_of_panel(const struct linear *p) { return (p->n_in + p->form.block - 1) / p->form.block; }
 
-INLINE int64_t bytes_of_group(const struct linear *p) { return SCALE_BYTES + (int64_t)p->group * PANEL * p->bits / 8; }
+/* Inputs of a row as it is laid out in scratch memory: padded with zeros. */
+INLINE int64_t padded_inputs(const struct linear *p) {
+    return p->form.bits == 16 ? (p->n_in + 1) / 2 * 2 : blocks_of_panel(p) * p->form.block;
+}
 
 INLINE int64_t bytes_of_panel(const struct linear *p) {
-    return p->bits == 16 ? even_inputs(p) / 2 * QUAD_BYTES : p->n_groups * bytes_of_group(p);
+    if (p->form.bits == 16) return padded_inputs(p) / 2 * QUAD_BYTES;
+    return blocks_of_panel(p) * p->form.block_bytes;
 }
 
 /* Where a tile's rows lie: float32 [inputs][rows of the tile], or bfloat16 [pairs of inputs][rows of the tile][2]. */
 INLINE const float *floats_of(const struct linear *p, int64_t row) {
-    return (const float *)p->quantized + row * even_inputs(p);
+    return (const float *)p->quantized + row * padded_inputs(p);
 }
 
 INLINE const uint16_t *pairs_of(const struct linear *p, int64_t row) {
-    return (const uint16_t *)p->quantized + row * even_inputs(p);
+    return (const uint16_t *)p->quantized + row * padded_inputs(p);
 }
 
 /* Where a tile's quantised rows lie: [quads of inputs][rows of the tile][4]. */
-INLINE const int8_t *quads_of(const struct linear *p, int64_t row) {
-    return p->quantized + row * p->n_groups * p->group;
+INLINE const int8_t *quads_of(const struct linear *p, int64_t row) { return p->quantized + row * padded_inputs(p); }
+
+/* Books of a narrow range are made unsigned by this; offsets correct for it. */
+#define NARROW_BOOK 25
+
+INLINE int32_t book_bias(const struct form *f) {
+    float low = f->book[0], high = f->book[0];
+    for (int i = 1; i < 16; i++) {
+        low = f->book[i] < low ? f->book[i] : low;
+        high = f->book[i] > high ? f->book[i] : high;
+    }
+    return high - low < NARROW_BOOK ? (int32_t)-low : 128;
 }
+
+/* What a tile's codes are too large by: offsets correct for it. Where bytes are signed, 128 was subtracted. */
+INLINE int32_t code_bias(const struct linear *p) {
+    const int isa = p->team.isa;
+    if (p->form.code == BOOK) {
+        const int32_t bias = book_bias(&p->form);
+        return isa == AVX512 || (isa == AVX2 && bias < 128) ? bias : 0;
+    }
+    return p->form.bits == 8 && isa != AVX512 ? p->form.offset - 128 : p->form.offset;
+}
+
+/* Units of a block that lie one after the other, with the scales of their token groups.
+ * `n_blocks` blocks follow each other; of each, `n_inputs` inputs from `from` on. */
+struct stretch {
+    const uint8_t *blocks;
+    int64_t from, n_inputs, n_blocks;
+};
+
+/* Cuts a panel into stretches of at most STRETCH inputs. Begin with {panel, 0, 0, 0}; returns 0 at the end. */
+INLINE int next_stretch(const struct linear *p, const uint8_t *panel, struct stretch *s) {
+    const struct form *f = &p->form;
+    const uint8_t *end = panel + bytes_of_panel(p);
+    s->from += s->n_inputs;
+    if (s->from == f->block || !s->n_inputs) {
+        s->blocks += s->n_blocks * f->block_bytes;
+        s->from = 0;
+        if (s->blocks == end) return 0;
+        const int64_t left = (end - s->blocks) / f->block_bytes, most = STRETCH / f->block;
+        s->n_blocks = most < 1 ? 1 : left < most ? left : most;
+    }
+    s->n_inputs = f->block - s->from < STRETCH ? f->block - s->from : STRETCH;
+    return 1;
+}
+
+/* The scales and minimums of a stretch, by token group: at least 16 inputs each. */
+struct scales {
+    float scale[STRETCH / 16][PANEL], minimum[STRETCH / 16][PANEL];
+};
 
 INLINE int32_t quad_at(const void *x) {
     int32_t quad;

@@ -7,8 +7,9 @@
 #define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
 
 /* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: as many sums as registers hold. */
-INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const int n_rows, const struct linear *p,
-                                     const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
+INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const int begin, const int n_rows,
+                                     const struct linear *p, const uint8_t *w, int64_t row,
+                                     float sums[2][MAX_TILE][PANEL]) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
     const float *x = floats_of(p, row) + begin;
     __m256 total[2][MAX_TILE];
@@ -18,8 +19,15 @@ INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const in
         __m256 first[2], second[2];
         for (int h = 0; h < 2; h++) {
             const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * h));
-            first[h] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-            second[h] = _mm256_castsi256_ps(_mm256_and_si256(both, high));
+            if (is_f16) {
+                const __m256i mixed = _mm256_packus_epi32(_mm256_andnot_si256(high, both), _mm256_srli_epi32(both, 16));
+                const __m256i apart = _mm256_permute4x64_epi64(mixed, 0xd8);
+                first[h] = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
+                second[h] = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+            } else {
+                first[h] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+                second[h] = _mm256_castsi256_ps(_mm256_and_si256(both, high));
+            }
         }
         for (int r = 0; r < n_rows; r++) {
             const __m256 own = _mm256_broadcast_ss(x + r);
@@ -34,80 +42,275 @@ INLINE WITH_AVX2 void avx2_wide_part(const int n_tile, const int begin, const in
         for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * h, total[h][r]);
 }
 
-INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const struct linear *p, const uint8_t *w, int64_t row,
-                                   float sums[2][MAX_TILE][PANEL]) {
+INLINE WITH_AVX2 void avx2_wide_of(const int is_f16, const int n_rows, const struct linear *p, const uint8_t *w,
+                                   int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int most = n_rows <= AVX2_WIDE_ROWS ? n_rows : (n_rows + 1) / 2;
-    avx2_wide_part(n_rows, 0, most, p, w, row, sums);
-    if (most < n_rows) avx2_wide_part(n_rows, most, n_rows - most, p, w, row, sums);
+    avx2_wide_part(is_f16, n_rows, 0, most, p, w, row, sums);
+    if (most < n_rows) avx2_wide_part(is_f16, n_rows, most, n_rows - most, p, w, row, sums);
 }
 
-/* Quantised rows and weights. */
-INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, int half, const int bits,
-                                        const struct linear *p, const uint8_t *w, int64_t row,
+INLINE WITH_AVX2 void avx2_halves(const uint8_t *from, float out[PANEL]) {
+    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
+    _mm256_storeu_ps(out + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + 1)));
+}
+
+#define TARGET WITH_AVX2
+#define NAME(x) avx2_##x
+#define HALVES avx2_halves
+#include "panel_body.h"
+#undef TARGET
+#undef NAME
+#undef HALVES
+
+INLINE WITH_AVX2 __m256i avx2_line(const uint8_t *unit, const int line, int half) {
+    return _mm256_loadu_si256((const __m256i *)(unit + line * QUAD_BYTES + 32 * half));
+}
+
+/* Moves the bits from `from` on to `to`; the others are of no use. */
+INLINE WITH_AVX2 __m256i avx2_moved(__m256i bits, const int from, const int to) {
+    return from < to ? _mm256_slli_epi16(bits, to - from) : from > to ? _mm256_srli_epi16(bits, from - to) : bits;
+}
+
+/* The bits of quad `quad` in a plane of `bits` bits that begins at line `first`, moved to bit `to`. */
+INLINE WITH_AVX2 __m256i avx2_plane(const int bits, const uint8_t *unit, const int first, const int quad, const int to,
+                                    int half) {
+    const int each = 8 / bits;
+    const __m256i line = avx2_line(unit, first + quad / each, half);
+    return _mm256_and_si256(avx2_moved(line, quad % each * bits, to), _mm256_set1_epi8((char)(((1 << bits) - 1) << to)));
+}
+
+/* The codes of four inputs of eight outputs, unsigned bytes. */
+INLINE WITH_AVX2 __m256i avx2_codes(const int bits, const uint8_t *unit, const int quad, int half) {
+    switch (bits) {
+        case 2:
+            return avx2_plane(2, unit, 0, quad, 0, half);
+        case 3:
+            return _mm256_or_si256(avx2_plane(2, unit, 0, quad, 0, half), avx2_plane(1, unit, 2, quad, 2, half));
+        case 4:
+            return avx2_plane(4, unit, 0, quad, 0, half);
+        case 5:
+            return _mm256_or_si256(avx2_plane(4, unit, 0, quad, 0, half), avx2_plane(1, unit, 4, quad, 4, half));
+        case 6:
+            return _mm256_or_si256(avx2_plane(4, unit, 0, quad, 0, half), avx2_plane(2, unit, 4, quad, 4, half));
+        default:
+            return avx2_line(unit, quad, half);
+    }
+}
+
+/* How codes are multiplied: as unsigned bytes; looked up in a book of such; or as signed bytes. */
+enum avx2_kind { AVX2_UNSIGNED, AVX2_BOOK, AVX2_SIGNED, AVX2_SIGNED_BOOK };
+
+/* Quads whose products of 16 bits may be added: a code's largest value times 2 * 127 each. */
+INLINE int avx2_depth(const int bits, const int kind) {
+    if (kind == AVX2_BOOK) return 4;
+    return bits <= 4 ? 8 : bits == 5 ? 4 : 2;
+}
+
+/* Quantised rows, `n_halves` halves of a panel from `half` on. With `apart` a token group is 16 inputs. */
+INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, int half, const int bits, const int kind,
+                                        const int apart, const struct linear *p, const uint8_t *w, int64_t row,
                                         float sums[2][MAX_TILE][PANEL]) {
-    const int32_t group = p->group;
-    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const __m256i flip = _mm256_set1_epi8((char)0x80);
+    const struct form *f = &p->form;
+    const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8((char)0x80);
+    const int is_signed = kind == AVX2_SIGNED || kind == AVX2_SIGNED_BOOK;
+    const int is_book = kind == AVX2_BOOK || kind == AVX2_SIGNED_BOOK, depth = avx2_depth(bits, kind);
+    const int n_groups = (int)p->n_groups;
+    const int units = f->token_group > UNIT ? f->token_group / UNIT : 1; /* of a token group */
+    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    const int64_t unit_bytes = f->bits * QUAD_BYTES;
     const int8_t *x = quads_of(p, row);
+    const int64_t at = row * n_groups;
+    __m256i book = flip;
+    if (is_book) {
+        int8_t numbers[32];
+        const int bias = is_signed ? 0 : book_bias(f);
+        for (int i = 0; i < 32; i++) numbers[i] = (int8_t)(f->book[i % 16] + (float)bias);
+        book = _mm256_loadu_si256((const __m256i *)numbers);
+    }
     __m256 total[2][MAX_TILE];
+    __m256i sum[2][MAX_TILE];
+    struct scales scales;
+    struct stretch s = {w, 0, 0, 0};
+    int group = 0, unit_of_group = 0;
     for (int h = 0; h < n_halves; h++)
-        for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < p->n_groups; g++) {
-        __m256 scale[2];
-        __m256i sum[2][MAX_TILE];
-        for (int h = 0; h < n_halves; h++)
-            scale[h] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w + 16 * (half + h))));
-        for (int r = 0; r < n_rows; r++)
-            sum[0][r] = sum[1][r] = _mm256_set1_epi32(bits == 8 ? 0 : p->offsets[(row + r) * p->n_groups + g]);
-        w += SCALE_BYTES;
-        for (int32_t k = 0; k < group; k += bits == 8 ? 4 : 8, w += QUAD_BYTES) {
-            for (int h = 0; h < n_halves; h++) {
-                const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * (half + h)));
-                if (bits == 8) {
-                    const __m256i own = _mm256_xor_si256(both, flip), size = _mm256_abs_epi8(own);
-                    for (int r = 0; r < n_rows; r++) {
-                        const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * r));
-                        /* At most 2 * 127 * 127, which 16 bits hold. */
-                        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(quad, own));
-                        sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs, ones));
+        for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps(), sum[h][r] = _mm256_setzero_si256();
+    while (next_stretch(p, w, &s)) {
+        avx2_read_scales(f, &s, &scales);
+        int own = 0;
+        for (int64_t b = 0; b < s.n_blocks; b++) {
+            const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
+            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes, x += UNIT * n_rows) {
+                __m256i pairs[2][MAX_TILE];
+                UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                    const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
+                    for (int h = 0; h < n_halves; h++) {
+                        __m256i own_codes = avx2_codes(bits, unit, q, half + h);
+                        if (kind == AVX2_SIGNED) own_codes = _mm256_xor_si256(own_codes, flip);
+                        if (is_book) own_codes = _mm256_shuffle_epi8(book, own_codes);
+                        for (int r = 0; r < n_rows; r++) {
+                            const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                            if (is_signed) {
+                                /* At most 2 * 127 * 127, which 16 bits hold. */
+                                const __m256i some =
+                                    _mm256_maddubs_epi16(_mm256_abs_epi8(own_codes), _mm256_sign_epi8(quad, own_codes));
+                                sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(some, ones));
+                                continue;
+                            }
+                            const __m256i some = _mm256_maddubs_epi16(own_codes, quad);
+                            pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
+                            if (place % depth == depth - 1 || place == last)
+                                sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs[h][r], ones));
+                        }
                     }
-                } else {
-                    const __m256i first = _mm256_and_si256(both, low);
-                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                    if (place < last || (!apart && ++unit_of_group < units)) continue;
+                    unit_of_group = 0;
                     for (int r = 0; r < n_rows; r++) {
-                        const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * r));
-                        const __m256i next = _mm256_set1_epi32(quad_at(x + 4 * (n_rows + r)));
-                        /* Each at most 2 * 15 * 127. */
-                        const __m256i pairs =
-                            _mm256_add_epi16(_mm256_maddubs_epi16(first, quad), _mm256_maddubs_epi16(second, next));
-                        sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs, ones));
+                        const int64_t token = at + (int64_t)r * n_groups + group;
+                        const __m256 x_scale = _mm256_set1_ps(p->scales[token]), x_sum = _mm256_set1_ps(p->sums[token]);
+                        const __m256i offset = _mm256_set1_epi32(p->offsets[token]);
+                        for (int h = 0; h < n_halves; h++) {
+                            const __m256 scale = _mm256_loadu_ps(scales.scale[own] + 8 * (half + h));
+                            const __m256 minimum = _mm256_loadu_ps(scales.minimum[own] + 8 * (half + h));
+                            const __m256 whole = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[h][r], offset));
+                            total[h][r] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, x_scale), total[h][r]);
+                            if (has_minimum) total[h][r] = _mm256_fmadd_ps(minimum, x_sum, total[h][r]);
+                            sum[h][r] = _mm256_setzero_si256();
+                        }
                     }
+                    group++, own++;
                 }
             }
-            x += bits == 8 ? 4 * n_rows : 8 * n_rows;
-        }
-        for (int r = 0; r < n_rows; r++) {
-            const __m256 own = _mm256_set1_ps(p->scales[(row + r) * p->n_groups + g]);
-            for (int h = 0; h < n_halves; h++)
-                total[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[h][r]), _mm256_mul_ps(scale[h], own), total[h][r]);
         }
     }
     for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
 }
 
-#define AVX2_HALVES(n, OF, ...)   \
-    if (n <= AVX2_ROWS_OF_BOTH)   \
-        OF(n, 2, 0, __VA_ARGS__); \
-    else                          \
-        for (int half = 0; half < 2; half++) OF(n, 1, half, __VA_ARGS__)
-#define AVX2_WIDE(n) avx2_wide_of(n, p, w, row, sums)
-#define AVX2_EIGHT(n) AVX2_HALVES(n, avx2_quantized_of, 8, p, w, row, sums)
-#define AVX2_FOUR(n) AVX2_HALVES(n, avx2_quantized_of, 4, p, w, row, sums)
-TILE(avx2_wide, WITH_AVX2, AVX2_WIDE)
-TILE(avx2_eight, WITH_AVX2, AVX2_EIGHT)
-TILE(avx2_four, WITH_AVX2, AVX2_FOUR)
+/* Eight weights of one input as float32, from codes that are floats. */
+INLINE WITH_AVX2 __m256 avx2_floats(const int code, const uint8_t *unit, int input, int half, const __m256 book[2]) {
+    if (code == FLOAT_BOOK) {
+        const __m128i both = _mm_loadl_epi64((const __m128i *)(unit + input / 2 * PANEL + 8 * half));
+        const __m256i index = _mm256_cvtepu8_epi32(input % 2 ? _mm_srli_epi16(both, 4) : both);
+        const __m256 low = _mm256_permutevar8x32_ps(book[0], index), high = _mm256_permutevar8x32_ps(book[1], index);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+    }
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)(unit + input * PANEL + 8 * half));
+    if (code == E5M2) return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes));
+    const __m256i wide = _mm256_slli_epi32(_mm256_cvtepi8_epi32(bytes), 20);
+    const __m256i bits = _mm256_and_si256(wide, _mm256_set1_epi32((int)0x87f00000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+}
 
-static const struct tiles avx2_wide_tiles = {avx2_wide, NULL};
-static const struct tiles avx2_eight_tiles = {avx2_eight, NULL};
-static const struct tiles avx2_four_tiles = {avx2_four, NULL};
+/* Rows of float32, one half of a panel of narrow floats. */
+INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code, const struct linear *p,
+                                     const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int units = f->token_group > UNIT ? f->token_group / UNIT : 1;
+    const int64_t unit_bytes = f->bits * QUAD_BYTES;
+    const float *x = floats_of(p, row);
+    const __m256 book[2] = {_mm256_loadu_ps(f->book), _mm256_loadu_ps(f->book + 8)};
+    __m256 total[MAX_TILE], sum[MAX_TILE];
+    struct scales scales;
+    struct stretch s = {w, 0, 0, 0};
+    int unit_of_group = 0;
+    for (int r = 0; r < n_rows; r++) total[r] = sum[r] = _mm256_setzero_ps();
+    while (next_stretch(p, w, &s)) {
+        avx2_read_scales(f, &s, &scales);
+        int own = 0;
+        for (int64_t b = 0; b < s.n_blocks; b++) {
+            const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
+            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes) {
+                for (int i = 0; i < UNIT; i++, x += n_rows) {
+                    const __m256 weights = avx2_floats(code, unit, i, half, book);
+                    for (int r = 0; r < n_rows; r++)
+                        sum[r] = _mm256_fmadd_ps(weights, _mm256_broadcast_ss(x + r), sum[r]);
+                }
+                if (++unit_of_group < units) continue;
+                unit_of_group = 0;
+                const __m256 scale = _mm256_loadu_ps(scales.scale[own++] + 8 * half);
+                for (int r = 0; r < n_rows; r++) {
+                    total[r] = _mm256_fmadd_ps(sum[r], scale, total[r]);
+                    sum[r] = _mm256_setzero_ps();
+                }
+            }
+        }
+    }
+    for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * half, total[r]);
+}
+
+#define AVX2_HALVES(n, ...)                                           \
+    if (n <= AVX2_ROWS_OF_BOTH)                                       \
+        avx2_quantized_of(n, 2, 0, __VA_ARGS__, p, w, row, sums);     \
+    else                                                              \
+        for (int half = 0; half < 2; half++) avx2_quantized_of(n, 1, half, __VA_ARGS__, p, w, row, sums)
+#define AVX2_FLOATS(n, code) \
+    for (int half = 0; half < 2; half++) avx2_floats_of(n, half, code, p, w, row, sums)
+
+#define AVX2_BF16(n) avx2_wide_of(0, n, p, w, row, sums)
+#define AVX2_F16(n) avx2_wide_of(1, n, p, w, row, sums)
+#define AVX2_2(n) AVX2_HALVES(n, 2, AVX2_UNSIGNED, 0)
+#define AVX2_3(n) AVX2_HALVES(n, 3, AVX2_UNSIGNED, 0)
+#define AVX2_4(n) AVX2_HALVES(n, 4, AVX2_UNSIGNED, 0)
+#define AVX2_5(n) AVX2_HALVES(n, 5, AVX2_UNSIGNED, 0)
+#define AVX2_6(n) AVX2_HALVES(n, 6, AVX2_UNSIGNED, 0)
+#define AVX2_8(n) AVX2_HALVES(n, 8, AVX2_SIGNED, 0)
+#define AVX2_2_APART(n) AVX2_HALVES(n, 2, AVX2_UNSIGNED, 1)
+#define AVX2_3_APART(n) AVX2_HALVES(n, 3, AVX2_UNSIGNED, 1)
+#define AVX2_6_APART(n) AVX2_HALVES(n, 6, AVX2_UNSIGNED, 1)
+#define AVX2_NARROW(n) AVX2_HALVES(n, 4, AVX2_BOOK, 0)
+#define AVX2_NARROW_APART(n) AVX2_HALVES(n, 4, AVX2_BOOK, 1)
+#define AVX2_WIDE_BOOK(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 0)
+#define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
+#define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
+#define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
+TILE(avx2_bf16, WITH_AVX2, AVX2_BF16)
+TILE(avx2_f16, WITH_AVX2, AVX2_F16)
+TILE(avx2_2, WITH_AVX2, AVX2_2)
+TILE(avx2_3, WITH_AVX2, AVX2_3)
+TILE(avx2_4, WITH_AVX2, AVX2_4)
+TILE(avx2_5, WITH_AVX2, AVX2_5)
+TILE(avx2_6, WITH_AVX2, AVX2_6)
+TILE(avx2_8, WITH_AVX2, AVX2_8)
+TILE(avx2_2_apart, WITH_AVX2, AVX2_2_APART)
+TILE(avx2_3_apart, WITH_AVX2, AVX2_3_APART)
+TILE(avx2_6_apart, WITH_AVX2, AVX2_6_APART)
+TILE(avx2_narrow, WITH_AVX2, AVX2_NARROW)
+TILE(avx2_narrow_apart, WITH_AVX2, AVX2_NARROW_APART)
+TILE(avx2_wide_book, WITH_AVX2, AVX2_WIDE_BOOK)
+TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
+TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
+TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
+
+static struct tiles avx2_tiles(const struct linear *p) {
+    const struct form *f = &p->form;
+    const int apart = f->token_group < UNIT;
+    switch (f->code) {
+        case BF16:
+            return (struct tiles){avx2_bf16, NULL};
+        case F16:
+            return (struct tiles){avx2_f16, NULL};
+        case E4M3:
+            return (struct tiles){avx2_e4m3, NULL};
+        case E5M2:
+            return (struct tiles){avx2_e5m2, NULL};
+        case FLOAT_BOOK:
+            return (struct tiles){avx2_float_book, NULL};
+        case BOOK:
+            if (book_bias(f) == 128) return (struct tiles){avx2_wide_book, NULL};
+            return (struct tiles){apart ? avx2_narrow_apart : avx2_narrow, NULL};
+    }
+    switch (f->bits) {
+        case 2:
+            return (struct tiles){apart ? avx2_2_apart : avx2_2, NULL};
+        case 3:
+            return (struct tiles){apart ? avx2_3_apart : avx2_3, NULL};
+        case 4:
+            return (struct tiles){avx2_4, NULL};
+        case 5:
+            return (struct tiles){avx2_5, NULL};
+        case 6:
+            return (struct tiles){apart ? avx2_6_apart : avx2_6, NULL};
+        default:
+            return (struct tiles){avx2_8, NULL};
+    }
+}

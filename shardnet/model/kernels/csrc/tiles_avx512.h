@@ -14,8 +14,8 @@
 INLINE WITH_AVX512 void avx512_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
 /* Rows of float32. */
-INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, const struct linear *p, const uint8_t *w,
-                                       int64_t row, float sums[2][MAX_TILE][PANEL]) {
+INLINE WITH_AVX512 void avx512_wide_of(const int is_f16, const int n_rows, const int n_panels, const struct linear *p,
+                                       const uint8_t *w, int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int64_t panel = bytes_of_panel(p);
     const __m512i high = _mm512_set1_epi32((int)0xffff0000);
     const float *x = floats_of(p, row);
@@ -28,8 +28,13 @@ INLINE WITH_AVX512 void avx512_wide_of(const int n_rows, const int n_panels, con
         for (int q = 0; q < n_panels; q++) {
             const __m512i both = _mm512_loadu_si512(w + q * panel);
             if (prefetches) avx512_prefetch(w + q * panel);
-            first[q] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-            second[q] = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+            if (is_f16) {
+                first[q] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+                second[q] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+            } else {
+                first[q] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+                second[q] = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+            }
         }
         for (int r = 0; r < n_rows; r++) {
             const __m512 own = _mm512_set1_ps(x[r]);
@@ -77,53 +82,236 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
         for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
 }
 
-/* Quantised rows and weights, one panel at a time: with two, registers run out. The sums of groups stay in memory. */
-INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, const struct linear *p, const uint8_t *w,
-                                            int64_t row, float sums[2][MAX_TILE][PANEL]) {
-    const int group = bits == 8 ? INT8_GROUP : INT4_GROUP, group_bytes = SCALE_BYTES + group * PANEL * bits / 8;
-    const __m512i low = _mm512_set1_epi8(15);
-    const int8_t *x = quads_of(p, row);
-    const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
-    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], _mm512_setzero_ps());
-    for (int64_t g = 0; g < p->n_groups; g++, w += group_bytes) {
-        __m512i sum[MAX_TILE];
-        if (prefetches)
-            for (int byte = 0; byte < group_bytes; byte += 64) avx512_prefetch(w + byte);
-        for (int r = 0; r < n_rows; r++) sum[r] = _mm512_set1_epi32(p->offsets[(row + r) * p->n_groups + g]);
-        for (int quad = 0; quad < group / 4; quad += 2, x += 8 * n_rows) {
-            const uint8_t *quads = w + SCALE_BYTES + quad * QUAD_BYTES * bits / 8;
-            const __m512i both = _mm512_loadu_si512(quads);
-            const __m512i first = bits == 8 ? both : _mm512_and_si512(both, low);
-            const __m512i second =
-                bits == 8 ? _mm512_loadu_si512(quads + QUAD_BYTES) : _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-            for (int r = 0; r < n_rows; r++)
-                sum[r] = _mm512_dpbusd_epi32(sum[r], first, _mm512_set1_epi32(quad_at(x + 4 * r)));
-            for (int r = 0; r < n_rows; r++)
-                sum[r] = _mm512_dpbusd_epi32(sum[r], second, _mm512_set1_epi32(quad_at(x + 4 * (n_rows + r))));
-        }
-        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)w));
-        for (int r = 0; r < n_rows; r++) {
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[(row + r) * p->n_groups + g]));
-            const __m512 before = _mm512_loadu_ps(sums[0][r]);
-            _mm512_storeu_ps(sums[0][r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both, before));
-        }
+INLINE WITH_AVX512 void avx512_halves(const uint8_t *from, float out[PANEL]) {
+    _mm512_storeu_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
+}
+
+#define TARGET WITH_AVX512
+#define NAME(x) avx512_##x
+#define HALVES avx512_halves
+#include "panel_body.h"
+#undef TARGET
+#undef NAME
+#undef HALVES
+
+INLINE WITH_AVX512 __m512i avx512_line(const uint8_t *unit, const int line) {
+    return _mm512_loadu_si512(unit + line * QUAD_BYTES);
+}
+
+INLINE WITH_AVX512 __m512i avx512_moved(__m512i bits, const int from, const int to) {
+    return from < to ? _mm512_slli_epi16(bits, to - from) : from > to ? _mm512_srli_epi16(bits, from - to) : bits;
+}
+
+/* The bits of quad `quad` in a plane of `bits` bits that begins at line `first`, moved to bit `to`. */
+INLINE WITH_AVX512 __m512i avx512_plane(const int bits, const uint8_t *unit, const int first, const int quad,
+                                        const int to) {
+    const int each = 8 / bits;
+    const __m512i line = avx512_line(unit, first + quad / each);
+    return _mm512_and_si512(avx512_moved(line, quad % each * bits, to),
+                            _mm512_set1_epi8((char)(((1 << bits) - 1) << to)));
+}
+
+/* The codes of four inputs of all outputs, unsigned bytes. */
+INLINE WITH_AVX512 __m512i avx512_codes(const int bits, const uint8_t *unit, const int quad) {
+    switch (bits) {
+        case 2:
+            return avx512_plane(2, unit, 0, quad, 0);
+        case 3:
+            return _mm512_or_si512(avx512_plane(2, unit, 0, quad, 0), avx512_plane(1, unit, 2, quad, 2));
+        case 4:
+            return avx512_plane(4, unit, 0, quad, 0);
+        case 5:
+            return _mm512_or_si512(avx512_plane(4, unit, 0, quad, 0), avx512_plane(1, unit, 4, quad, 4));
+        case 6:
+            return _mm512_or_si512(avx512_plane(4, unit, 0, quad, 0), avx512_plane(2, unit, 4, quad, 4));
+        default:
+            return avx512_line(unit, quad);
     }
 }
 
-#define ONE_WIDE(n) avx512_wide_of(n, 1, p, w, row, sums)
-#define TWO_WIDE(n) avx512_wide_of(n, 2, p, w, row, sums)
+/* Quantised rows, one panel at a time: with two, registers run out. With `apart` a token group is 16 inputs. */
+INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, const int is_book, const int apart,
+                                            const struct linear *p, const uint8_t *w, int64_t row,
+                                            float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int n_groups = (int)p->n_groups, units = f->token_group > UNIT ? f->token_group / UNIT : 1;
+    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    const int64_t unit_bytes = f->bits * QUAD_BYTES, at = row * n_groups;
+    const int8_t *x = quads_of(p, row);
+    const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
+    __m512i book = _mm512_setzero_si512();
+    if (is_book) {
+        uint8_t numbers[64];
+        const float bias = (float)book_bias(f);
+        for (int i = 0; i < 64; i++) numbers[i] = (uint8_t)(f->book[i % 16] + bias);
+        book = _mm512_loadu_si512(numbers);
+    }
+    __m512 total[MAX_TILE];
+    __m512i sum[MAX_TILE];
+    struct scales scales;
+    struct stretch s = {w, 0, 0, 0};
+    int group = 0, unit_of_group = 0;
+    for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
+    while (next_stretch(p, w, &s)) {
+        avx512_read_scales(f, &s, &scales);
+        int own = 0;
+        for (int64_t b = 0; b < s.n_blocks; b++) {
+            const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
+            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes, x += UNIT * n_rows) {
+                if (prefetches)
+                    for (int line = 0; line < bits; line++) avx512_prefetch(unit + line * QUAD_BYTES);
+                UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                    const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
+                    if (place == 0 && unit_of_group == 0)
+                        for (int r = 0; r < n_rows; r++)
+                            sum[r] = _mm512_set1_epi32(p->offsets[at + (int64_t)r * n_groups + group]);
+                    __m512i own_codes = avx512_codes(bits, unit, q);
+                    if (is_book) own_codes = _mm512_shuffle_epi8(book, own_codes);
+                    for (int r = 0; r < n_rows; r++) {
+                        const __m512i quad = _mm512_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                        sum[r] = _mm512_dpbusd_epi32(sum[r], own_codes, quad);
+                    }
+                    if (place < last || (!apart && ++unit_of_group < units)) continue;
+                    unit_of_group = 0;
+                    const __m512 scale = _mm512_loadu_ps(scales.scale[own]);
+                    const __m512 minimum = _mm512_loadu_ps(scales.minimum[own]);
+                    for (int r = 0; r < n_rows; r++) {
+                        const int64_t token = at + (int64_t)r * n_groups + group;
+                        const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[token]));
+                        total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both, total[r]);
+                        if (has_minimum)
+                            total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(p->sums[token]), total[r]);
+                    }
+                    group++, own++;
+                }
+            }
+        }
+    }
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
+}
+
+/* Sixteen weights of one input as float32, from codes that are floats. */
+INLINE WITH_AVX512 __m512 avx512_floats(const int code, const uint8_t *unit, int input, __m512 book) {
+    if (code == FLOAT_BOOK) {
+        const __m128i both = _mm_loadu_si128((const __m128i *)(unit + input / 2 * PANEL));
+        const __m512i index = _mm512_cvtepu8_epi32(input % 2 ? _mm_srli_epi16(both, 4) : both);
+        return _mm512_permutexvar_ps(index, book);
+    }
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(unit + input * PANEL));
+    if (code == E5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
+    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20);
+    const __m512i bits = _mm512_and_si512(wide, _mm512_set1_epi32((int)0x87f00000));
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
+
+/* Rows of float32, a panel of narrow floats. */
+INLINE WITH_AVX512 void avx512_floats_of(const int n_rows, const int code, const struct linear *p, const uint8_t *w,
+                                         int64_t row, float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int units = f->token_group > UNIT ? f->token_group / UNIT : 1;
+    const int64_t unit_bytes = f->bits * QUAD_BYTES;
+    const float *x = floats_of(p, row);
+    const __m512 book = _mm512_loadu_ps(f->book);
+    __m512 total[MAX_TILE], sum[MAX_TILE];
+    struct scales scales;
+    struct stretch s = {w, 0, 0, 0};
+    int unit_of_group = 0;
+    for (int r = 0; r < n_rows; r++) total[r] = sum[r] = _mm512_setzero_ps();
+    while (next_stretch(p, w, &s)) {
+        avx512_read_scales(f, &s, &scales);
+        int own = 0;
+        for (int64_t b = 0; b < s.n_blocks; b++) {
+            const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
+            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes) {
+                for (int i = 0; i < UNIT; i++, x += n_rows) {
+                    const __m512 weights = avx512_floats(code, unit, i, book);
+                    for (int r = 0; r < n_rows; r++)
+                        sum[r] = _mm512_fmadd_ps(weights, _mm512_set1_ps(x[r]), sum[r]);
+                }
+                if (++unit_of_group < units) continue;
+                unit_of_group = 0;
+                const __m512 scale = _mm512_loadu_ps(scales.scale[own++]);
+                for (int r = 0; r < n_rows; r++) {
+                    total[r] = _mm512_fmadd_ps(sum[r], scale, total[r]);
+                    sum[r] = _mm512_setzero_ps();
+                }
+            }
+        }
+    }
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
+}
+
+#define ONE_WIDE(n) avx512_wide_of(0, n, 1, p, w, row, sums)
+#define TWO_WIDE(n) avx512_wide_of(0, n, 2, p, w, row, sums)
+#define ONE_F16(n) avx512_wide_of(1, n, 1, p, w, row, sums)
+#define TWO_F16(n) avx512_wide_of(1, n, 2, p, w, row, sums)
 #define ONE_PAIRS(n) avx512_pairs_of(n, 1, p, w, row, sums)
 #define TWO_PAIRS(n) avx512_pairs_of(n, 2, p, w, row, sums)
-#define ONE_EIGHT(n) avx512_quantized_of(n, 8, p, w, row, sums)
-#define ONE_FOUR(n) avx512_quantized_of(n, 4, p, w, row, sums)
 TILE(avx512_one_wide, WITH_AVX512, ONE_WIDE)
 TILE(avx512_two_wide, WITH_AVX512, TWO_WIDE)
+TILE(avx512_one_f16, WITH_AVX512, ONE_F16)
+TILE(avx512_two_f16, WITH_AVX512, TWO_F16)
 TILE(avx512_one_pairs, WITH_AVX512_BF16, ONE_PAIRS)
 TILE(avx512_two_pairs, WITH_AVX512_BF16, TWO_PAIRS)
-TILE(avx512_one_eight, WITH_AVX512, ONE_EIGHT)
-TILE(avx512_one_four, WITH_AVX512, ONE_FOUR)
+#define AVX512_2(n) avx512_quantized_of(n, 2, 0, 0, p, w, row, sums)
+#define AVX512_3(n) avx512_quantized_of(n, 3, 0, 0, p, w, row, sums)
+#define AVX512_4(n) avx512_quantized_of(n, 4, 0, 0, p, w, row, sums)
+#define AVX512_5(n) avx512_quantized_of(n, 5, 0, 0, p, w, row, sums)
+#define AVX512_6(n) avx512_quantized_of(n, 6, 0, 0, p, w, row, sums)
+#define AVX512_8(n) avx512_quantized_of(n, 8, 0, 0, p, w, row, sums)
+#define AVX512_2_APART(n) avx512_quantized_of(n, 2, 0, 1, p, w, row, sums)
+#define AVX512_3_APART(n) avx512_quantized_of(n, 3, 0, 1, p, w, row, sums)
+#define AVX512_6_APART(n) avx512_quantized_of(n, 6, 0, 1, p, w, row, sums)
+#define AVX512_BOOK(n) avx512_quantized_of(n, 4, 1, 0, p, w, row, sums)
+#define AVX512_BOOK_APART(n) avx512_quantized_of(n, 4, 1, 1, p, w, row, sums)
+#define AVX512_E4M3(n) avx512_floats_of(n, E4M3, p, w, row, sums)
+#define AVX512_E5M2(n) avx512_floats_of(n, E5M2, p, w, row, sums)
+#define AVX512_FLOAT_BOOK(n) avx512_floats_of(n, FLOAT_BOOK, p, w, row, sums)
+TILE(avx512_2, WITH_AVX512, AVX512_2)
+TILE(avx512_3, WITH_AVX512, AVX512_3)
+TILE(avx512_4, WITH_AVX512, AVX512_4)
+TILE(avx512_5, WITH_AVX512, AVX512_5)
+TILE(avx512_6, WITH_AVX512, AVX512_6)
+TILE(avx512_8, WITH_AVX512, AVX512_8)
+TILE(avx512_2_apart, WITH_AVX512, AVX512_2_APART)
+TILE(avx512_3_apart, WITH_AVX512, AVX512_3_APART)
+TILE(avx512_6_apart, WITH_AVX512, AVX512_6_APART)
+TILE(avx512_book, WITH_AVX512, AVX512_BOOK)
+TILE(avx512_book_apart, WITH_AVX512, AVX512_BOOK_APART)
+TILE(avx512_e4m3, WITH_AVX512, AVX512_E4M3)
+TILE(avx512_e5m2, WITH_AVX512, AVX512_E5M2)
+TILE(avx512_float_book, WITH_AVX512, AVX512_FLOAT_BOOK)
 
-static const struct tiles avx512_wide_tiles = {avx512_one_wide, avx512_two_wide};
-static const struct tiles avx512_pairs_tiles = {avx512_one_pairs, avx512_two_pairs};
-static const struct tiles avx512_eight_tiles = {avx512_one_eight, NULL};
-static const struct tiles avx512_four_tiles = {avx512_one_four, NULL};
+static struct tiles avx512_tiles(const struct linear *p) {
+    const struct form *f = &p->form;
+    const int apart = f->token_group < UNIT;
+    switch (f->code) {
+        case BF16:
+            if (p->pairs) return (struct tiles){avx512_one_pairs, avx512_two_pairs};
+            return (struct tiles){avx512_one_wide, avx512_two_wide};
+        case F16:
+            return (struct tiles){avx512_one_f16, avx512_two_f16};
+        case E4M3:
+            return (struct tiles){avx512_e4m3, NULL};
+        case E5M2:
+            return (struct tiles){avx512_e5m2, NULL};
+        case FLOAT_BOOK:
+            return (struct tiles){avx512_float_book, NULL};
+        case BOOK:
+            return (struct tiles){apart ? avx512_book_apart : avx512_book, NULL};
+    }
+    switch (f->bits) {
+        case 2:
+            return (struct tiles){apart ? avx512_2_apart : avx512_2, NULL};
+        case 3:
+            return (struct tiles){apart ? avx512_3_apart : avx512_3, NULL};
+        case 4:
+            return (struct tiles){avx512_4, NULL};
+        case 5:
+            return (struct tiles){avx512_5, NULL};
+        case 6:
+            return (struct tiles){apart ? avx512_6_apart : avx512_6, NULL};
+        default:
+            return (struct tiles){avx512_8, NULL};
+    }
+}

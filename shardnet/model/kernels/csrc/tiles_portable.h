@@ -1,41 +1,97 @@
 /* Tiles in plain C: the reference for the other instruction sets. */
 
-INLINE float from_f16(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31;
-    uint32_t mantissa = half & 1023, bits;
-    float value;
-    if (exponent == 0) {
-        value = (float)mantissa * 5.9604644775390625e-8f; /* 2^-24 */
-        memcpy(&bits, &value, 4);
-        bits |= sign;
-    } else {
-        bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+INLINE void portable_halves(const uint8_t *from, float out[PANEL]) {
+    for (int o = 0; o < PANEL; o++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * o, 2);
+        out[o] = from_f16(half);
     }
-    memcpy(&value, &bits, 4);
-    return value;
 }
 
-static void portable_quantized(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
-                               float sums[2][MAX_TILE][PANEL]) {
-    const int n_quads = p->group / 4, stride = 4 * n_rows;
-    for (int64_t g = 0; g < p->n_groups; g++) {
-        const uint8_t *scales = w + g * bytes_of_group(p), *quads = scales + SCALE_BYTES;
-        for (int r = 0; r < n_rows; r++) {
-            const int64_t at = (row + r) * p->n_groups + g;
-            const int8_t *x = quads_of(p, row) + g * p->group * n_rows + 4 * r;
-            for (int o = 0; o < PANEL; o++) {
-                int32_t sum = p->offsets[at];
-                for (int q = 0; q < n_quads; q++)
-                    for (int i = 0; i < 4; i++) {
-                        const uint8_t byte = p->bits == 8 ? quads[q * QUAD_BYTES + o * 4 + i]
-                                                          : quads[q / 2 * QUAD_BYTES + o * 4 + i] >> (q % 2 * 4);
-                        sum += (int32_t)(p->bits == 8 ? byte : byte & 15) * x[q * stride + i];
+#define TARGET
+#define NAME(x) portable_##x
+#define HALVES portable_halves
+#include "panel_body.h"
+#undef TARGET
+#undef NAME
+#undef HALVES
+
+/* The code of an input (0 to 31) of an output in a unit. */
+INLINE uint8_t code_at(const struct form *f, const uint8_t *unit, int input, int output) {
+    if (is_float(f)) {
+        if (f->bits == 8) return unit[input * PANEL + output];
+        return unit[input / 2 * PANEL + output] >> (input % 2 * 4) & 15;
+    }
+    const int quad = input / 4, at = output * 4 + input % 4;
+    const uint8_t fours = unit[quad / 2 * QUAD_BYTES + at] >> (quad % 2 * 4) & 15;
+    switch (f->bits) {
+        case 2:
+            return unit[quad / 4 * QUAD_BYTES + at] >> (quad % 4 * 2) & 3;
+        case 3:
+            return (uint8_t)((unit[quad / 4 * QUAD_BYTES + at] >> (quad % 4 * 2) & 3) |
+                             (unit[2 * QUAD_BYTES + at] >> quad & 1) << 2);
+        case 4:
+            return fours;
+        case 5:
+            return (uint8_t)(fours | (unit[4 * QUAD_BYTES + at] >> quad & 1) << 4);
+        case 6:
+            return (uint8_t)(fours | (unit[(4 + quad / 4) * QUAD_BYTES + at] >> (quad % 4 * 2) & 3) << 4);
+        default:
+            return unit[quad * QUAD_BYTES + at];
+    }
+}
+
+/* What a code stands for, before scale and minimum. */
+INLINE float value_of(const struct form *f, uint8_t code) {
+    switch (f->code) {
+        case LINEAR:
+            return (float)((int32_t)code - f->offset);
+        case E4M3:
+            return from_e4m3(code);
+        case E5M2:
+            return from_f16((uint16_t)(code << 8));
+        default:
+            return f->book[code & 15];
+    }
+}
+
+static void portable_panel(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
+                           float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int token_group = f->token_group, has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    struct scales scales;
+    struct stretch s = {w, 0, 0, 0};
+    int64_t group = 0;
+    memset(sums[0], 0, sizeof sums[0]);
+    while (next_stretch(p, w, &s)) {
+        portable_read_scales(f, &s, &scales);
+        int own = 0;
+        for (int64_t b = 0; b < s.n_blocks; b++) {
+            const uint8_t *units = s.blocks + b * f->block_bytes + f->header_bytes;
+            for (int64_t k = s.from; k < s.from + s.n_inputs; k += token_group, group++, own++)
+                for (int r = 0; r < n_rows; r++)
+                    for (int o = 0; o < PANEL; o++) {
+                        const int8_t *x = quads_of(p, row) + group * token_group * n_rows + 4 * r;
+                        const float *wide = floats_of(p, row) + group * token_group * n_rows + r;
+                        const int64_t at = (row + r) * p->n_groups + group;
+                        int32_t whole = 0;
+                        float sum = 0;
+                        for (int i = 0; i < token_group; i++) {
+                            const int input = (int)(k + i);
+                            const uint8_t *unit = units + input / UNIT * f->bits * QUAD_BYTES;
+                            const float value = value_of(f, code_at(f, unit, input % UNIT, o));
+                            if (is_float(f))
+                                sum = fmaf(value, wide[i * n_rows], sum);
+                            else
+                                whole += (int32_t)value * x[i / 4 * 4 * n_rows + i % 4];
+                        }
+                        float *total = &sums[0][r][o];
+                        if (is_float(f))
+                            *total = fmaf(sum, scales.scale[own][o], *total);
+                        else
+                            *total = fmaf((float)whole, scales.scale[own][o] * p->scales[at], *total);
+                        if (has_minimum) *total = fmaf(scales.minimum[own][o], p->sums[at], *total);
                     }
-                uint16_t half;
-                memcpy(&half, scales + 2 * o, 2);
-                const float before = g ? sums[0][r][o] : 0;
-                sums[0][r][o] = fmaf((float)sum, from_f16(half) * p->scales[at], before);
-            }
         }
     }
 }
@@ -49,9 +105,11 @@ static void portable_wide(const struct linear *p, const uint8_t *w, int64_t row,
             for (int o = 0; o < PANEL; o++) {
                 uint16_t bits;
                 memcpy(&bits, w + 4 * o + 2 * i, 2);
-                for (int r = 0; r < n_rows; r++) sums[0][r][o] = fmaf(from_bf16(bits), x[r], sums[0][r][o]);
+                const float weight = p->form.code == F16 ? from_f16(bits) : from_bf16(bits);
+                for (int r = 0; r < n_rows; r++) sums[0][r][o] = fmaf(weight, x[r], sums[0][r][o]);
             }
 }
 
-static const struct tiles portable_wide_tiles = {portable_wide, NULL};
-static const struct tiles portable_quantized_tiles = {portable_quantized, NULL};
+static struct tiles portable_tiles(const struct linear *p) {
+    return (struct tiles){p->form.bits == 16 ? portable_wide : portable_panel, NULL};
+}

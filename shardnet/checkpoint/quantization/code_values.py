@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.panel_form import Code, Minimum, PanelForm, Scale
-from shardnet.model.kernels.stored_rows import Codes
+from shardnet.model.kernels.codes import Codes
 
 PIECE_ELEMENTS: Final = 1 << 22
 """Values that are computed at a time."""

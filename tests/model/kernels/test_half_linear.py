@@ -15,17 +15,19 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
+from shardnet.model.config.panel_form import BFLOAT16, GGUF_FORMS, PanelForm
+from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import linear as linear_module
-from shardnet.model.kernels.bf16_linear import Bf16Linear
+from shardnet.model.kernels.half_linear import half_linear
 from shardnet.model.kernels.library import (
     Isa,
     NativeKernels,
     find_kernels,
     native_kernels,
-    packed_bytes,
 )
 from shardnet.model.kernels.linear import Kernel, KernelChoice, make_linear, probe
 from shardnet.model.kernels.packing import pack_natively
+from shardnet.model.kernels.panels import Panels
 from shardnet.types import DType, LayerRange
 
 NATIVE = native_kernels()
@@ -52,7 +54,7 @@ def test_the_product_is_that_of_torch(
 ) -> None:
     weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
     rows = numbers(n_rows, shape[1], seed=2).to(dtype)
-    product = Bf16Linear.pack([weight], bias, kernels_named(name))(rows)
+    product = half_linear([weight], bias, kernels_named(name))(rows)
     assert product.dtype is dtype
     want = rows.double() @ weight.double().T + bias
     spread = float(want.abs().max())
@@ -72,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
     for name in ("portable", "avx2", ""):
-        linear = Bf16Linear.pack([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
+        linear = half_linear([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
         whole = linear(rows)
         assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
         assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
@@ -80,11 +82,9 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
     weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
-    products = [
-        Bf16Linear.pack([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")
-    ]
+    products = [half_linear([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")]
     assert torch.equal(products[0], products[1])
-    assert torch.equal(Bf16Linear.pack([weight], None, kernels_named(""))(rows), products[0])
+    assert torch.equal(half_linear([weight], None, kernels_named(""))(rows), products[0])
 
 
 @pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (40,)], ids=str)
@@ -96,7 +96,7 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
     assert NATIVE is not None
     stored = [numbers(n_in, n_out + 1).bfloat16()[:, 1:].T for n_out in n_outs]
     for weights in (stored, [weight.contiguous() for weight in stored]):
-        came = Bf16Linear.pack(weights, None, NATIVE)(torch.eye(n_in))
+        came = half_linear(weights, None, NATIVE)(torch.eye(n_in))
         assert torch.equal(came.T, torch.cat(stored).float())
 
 
@@ -112,40 +112,44 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 )
 def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
     """It is told addresses, and would read beyond what is there."""
-    linear = Bf16Linear.pack([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    linear = half_linear([numbers(20, 30).bfloat16()], None, kernels_named(""))
     with pytest.raises(ValueError, match="compiled library"):
         linear(rows)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_weights_that_the_library_would_misread_are_refused(bits: int) -> None:
+@pytest.mark.parametrize("form", [*GGUF_FORMS.values(), BFLOAT16], ids=lambda form: form.name)
+def test_weights_that_the_library_would_misread_are_refused(form: PanelForm) -> None:
     kernels, shape = kernels_named(""), (20, 70)
-    group = {4: 32, 8: 64, 16: 0}[bits]
-    n_bytes = packed_bytes(shape, bits)
+    n_bytes = form.packed_bytes(*shape)
     whole = torch.zeros(n_bytes, dtype=torch.uint8)
     bias = torch.zeros(20)
-    kernels.matmul(whole, bias, shape, bits, group)
+
+    def part(weights: Tensor) -> Panels:
+        return Panels(packed=weights, form=form, shape=shape)
+
+    kernels.matmul([part(whole)], bias)
     wrong = (whole[:-1], torch.zeros(2 * n_bytes, dtype=torch.uint8)[::2], whole.to("meta"))
     for weights in wrong:
         with pytest.raises(ValueError, match=f"needs {n_bytes} contiguous bytes"):
-            kernels.matmul(weights, bias, shape, bits, group)
+            kernels.matmul([part(weights)], bias)
     for other in (bias[:-1], bias.bfloat16(), bias.to(torch.int32)):
         with pytest.raises(ValueError, match="a bias"):
-            kernels.matmul(whole, other, shape, bits, group)
+            kernels.matmul([part(whole)], other)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
     kernels, weight = kernels_named(""), numbers(20, 30)
-    room = torch.zeros(packed_bytes((20, 30), 8), dtype=torch.uint8)
-    pack_natively(kernels, weight, room, 8)
-    for other, into, bits in (
-        (weight.double(), room, 8),
-        (weight[0], room, 8),
-        (weight, room[:-1], 8),
-        (weight, torch.zeros(packed_bytes((20, 30), 16), dtype=torch.uint8), 16),
+    int8 = Quantization.INT8.form
+    room = torch.zeros(int8.packed_bytes(20, 30), dtype=torch.uint8)
+    pack_natively(kernels, weight, room, int8)
+    for other, into, form in (
+        (weight.double(), room, int8),
+        (weight[0], room, int8),
+        (weight, room[:-1], int8),
+        (weight, torch.zeros(BFLOAT16.packed_bytes(20, 30), dtype=torch.uint8), BFLOAT16),
     ):
         with pytest.raises(ValueError, match="weights"):
-            pack_natively(kernels, other, into, bits)
+            pack_natively(kernels, other, into, form)
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what there is")
@@ -165,12 +169,12 @@ def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
     assert kernels.has_tiles == ("amx_bf16" in found)
 
 
-def test_other_weights_than_bfloat16_are_multiplied_by_torch() -> None:
+def test_wider_weights_are_multiplied_by_torch() -> None:
     choice = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
     weight, rows = numbers(20, 30), numbers(3, 30)
     assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
-    with pytest.raises(ValueError, match=r"float32, not bfloat16"):
-        Bf16Linear.pack([weight], None, kernels_named(""))
+    with pytest.raises(ValueError, match=r"float32, not all bfloat16 or all float16"):
+        half_linear([weight], None, kernels_named(""))
 
 
 def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(

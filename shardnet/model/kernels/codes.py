@@ -1,0 +1,26 @@
+"""Rows of weights as codes, scales and minimums: what every stored form can be read as.
+
+Must not know who stores weights so, nor how they are packed. Imports no torch (stored_rows.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """Rows of weights as codes, scales and minimums.
+
+    `codes` are uint8 [N, K], `scales` [N, groups] in the form's type (torch.uint8 where torch has
+    none), `minimums` likewise or None, `block_scales` float16 [N, blocks, 1 or 2], or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None = None
+    block_scales: Tensor | None = None

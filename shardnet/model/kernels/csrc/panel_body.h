@@ -1,0 +1,84 @@
+/* Included once for each instruction set, given by TARGET, NAME and HALVES: reads the scales of panels.
+ *
+ * HALVES(from, out) converts 16 float16.
+ */
+
+/* Reads 16 stored scales as they are. */
+INLINE TARGET void NAME(read_sixteen)(int scale, const uint8_t *from, float out[PANEL]) {
+    switch (scale) {
+        case SCALE_FLOAT16:
+            HALVES(from, out);
+            return;
+        case SCALE_BFLOAT16:
+            for (int o = 0; o < PANEL; o++) {
+                uint16_t bits;
+                memcpy(&bits, from + 2 * o, 2);
+                out[o] = from_bf16(bits);
+            }
+            return;
+        case SCALE_FLOAT32:
+            memcpy(out, from, PANEL * sizeof(float));
+            return;
+        case SCALE_EXPONENT:
+            for (int o = 0; o < PANEL; o++) {
+                const uint32_t bits = from[o] ? (uint32_t)from[o] << 23 : 0x400000u; /* 2^-127 is subnormal */
+                memcpy(out + o, &bits, 4);
+            }
+            return;
+        case SCALE_FLOAT8:
+            for (int o = 0; o < PANEL; o++) out[o] = from_e4m3(from[o]);
+            return;
+        case SCALE_INT8:
+            for (int o = 0; o < PANEL; o++) out[o] = (float)(int8_t)from[o];
+            return;
+        default:
+            for (int o = 0; o < PANEL; o++) out[o] = (float)from[o];
+    }
+}
+
+/* Reads the scale and minimum of group `g` of a block whose float16 are `outer`. */
+INLINE TARGET void NAME(read_group)(const struct form *f, const uint8_t *block, int64_t g, const float outer[2][PANEL],
+                                    float scale[PANEL], float minimum[PANEL]) {
+    static const uint8_t bytes[] = {2, 2, 4, 1, 1, 1, 1, 1};
+    const uint8_t *scales = block + 2 * PANEL * f->block_scales, *stored = scales + g * PANEL * bytes[f->scale];
+    const uint8_t *minimums = scales + f->block / f->group * PANEL * bytes[f->scale];
+    const float factor = f->factor;
+    if (f->scale == SCALE_NIBBLES)
+        for (int o = 0; o < PANEL; o++) {
+            scale[o] = (float)(stored[o] & 15) * factor * outer[0][o];
+            minimum[o] = (float)(stored[o] >> 4) * -outer[1][o];
+        }
+    else {
+        NAME(read_sixteen)(f->scale, stored, scale);
+        for (int o = 0; o < PANEL; o++) scale[o] *= factor;
+        if (f->block_scales)
+            for (int o = 0; o < PANEL; o++) scale[o] *= outer[0][o];
+        if (f->minimum == ZERO_POINT)
+            for (int o = 0; o < PANEL; o++) minimum[o] = -(float)minimums[g * PANEL + o] * scale[o];
+        else if (f->minimum == STORED) {
+            NAME(read_sixteen)(f->scale, minimums + g * PANEL * bytes[f->scale], minimum);
+            if (f->block_scales)
+                for (int o = 0; o < PANEL; o++) minimum[o] *= -outer[1][o];
+        }
+    }
+}
+
+/* Reads the scales of all token groups of a stretch. */
+static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
+    float outer[2][PANEL];
+    const int64_t n = s->n_inputs / f->token_group, repeats = f->group / f->token_group;
+    const int64_t first = s->from / f->group, inside = s->from % f->group / f->token_group;
+    float(*scale)[PANEL] = out->scale, (*minimum)[PANEL] = out->minimum;
+    for (int64_t b = 0; b < s->n_blocks; b++) {
+        const uint8_t *block = s->blocks + b * f->block_bytes;
+        for (int i = 0; i < f->block_scales; i++) NAME(read_sixteen)(SCALE_FLOAT16, block + 2 * PANEL * i, outer[i]);
+        for (int64_t t = 0; t < n; t++, scale++, minimum++) {
+            if (t && (inside + t) % repeats) {
+                memcpy(scale, scale - 1, sizeof *scale);
+                memcpy(minimum, minimum - 1, sizeof *minimum);
+            } else {
+                NAME(read_group)(f, block, first + (inside + t) / repeats, outer, *scale, *minimum);
+            }
+        }
+    }
+}
