@@ -38,9 +38,10 @@ class PlatformWheel(bdist_wheel):
 
 FOLDER = "shardnet/model/kernels/csrc"
 
-flags = (
-    ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []
-)
+flags = ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-Wno-psabi"]
+"""Sums are written in the order in which registers hold them: reassociated they would not fit."""
+if sys.platform == "win32":
+    flags = []
 packages = find_packages(include=["shardnet", "shardnet.*"])
 commands = find_packages(include=["cli", "cli.*"])
 setup(
@@ -48,7 +49,7 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model.kernels._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack")],
+            sources=[f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack", "panels")],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

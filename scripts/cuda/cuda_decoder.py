@@ -22,6 +22,7 @@ from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, mak
 from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.tables import PlainTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -76,8 +77,12 @@ class NoiseWeights:
         ones = torch.ones(*self._shapes[f"{name}.weight"], device=self._device)
         return Norm(weight=ones.to(torch_dtype(self._choice.dtype)), bias=None, eps=eps)
 
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> PlainTable:
         """Make a table."""
+        return PlainTable(self.matrix(name))
+
+    def matrix(self, name: str) -> Tensor:
+        """Make a matrix."""
         return self._noise(*self._shapes[f"{name}.weight"])
 
     def parameter(self, name: str) -> Tensor:

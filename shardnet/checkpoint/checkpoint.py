@@ -173,6 +173,13 @@ class Checkpoint:
                 prefetch_stored(self.folder, source, n_bytes)
                 n_bytes -= source.size_bytes
 
+    def prefetch_rows(self, name: str, begin: int, end: int) -> None:
+        """Prefetch the rows [begin, end) of a parameter, if they are those of one stored matrix."""
+        sources = self.tensors[name].sources
+        if len(sources) == 1 and sources[0].strides is None and begin < end <= sources[0].shape[0]:
+            rows = sources[0].rows(begin, end)
+            prefetch_stored(self.folder, rows, rows.size_bytes)
+
     def read(
         self,
         name: str,
@@ -187,6 +194,26 @@ class Checkpoint:
         disk; if it raises, reading ends. Raises CheckpointError if the tensor is missing or its
         file is damaged.
         """
+        tensor = self._tensor(name)
+        import torch
+
+        made = tensor.make(self._mapped(tensor, came), dtype or torch.float32)
+        self._count(tensor)
+        return made
+
+    def stored_of(self, name: str) -> list[torch.Tensor]:
+        """Map the stored tensors that a parameter is made of into memory; see `read_stored`.
+
+        Their bytes are read from the disk when they are used, and count as read now. Raises as
+        `read`.
+        """
+        tensor = self._tensor(name)
+        stored = self._mapped(tensor)
+        self._count(tensor)
+        return stored
+
+    def _tensor(self, name: str) -> ModelTensor:
+        """Return a parameter, all of whose stored tensors are here."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"{self.path}: tensor {name} is missing", remedy=AGAIN)
@@ -195,16 +222,19 @@ class Checkpoint:
                 f"{self.path}: tensor {lacking} has not been fetched from another node yet",
                 remedy="ask again",
             )
-        import torch
+        return tensor
 
-        stored = [
+    def _mapped(
+        self, tensor: ModelTensor, came: Callable[[int], None] | None = None
+    ) -> list[torch.Tensor]:
+        return [
             read_stored(self.folder, source, self._files[source.file].size_bytes, came)
             for source in tensor.sources
         ]
-        made = tensor.make(stored, dtype or torch.float32)
+
+    def _count(self, tensor: ModelTensor) -> None:
         for source in tensor.sources:
             self._bytes_read[source.file] += source.size_bytes
-        return made
 
 
 def names_checkpoint(path: Path) -> bool:

@@ -23,7 +23,8 @@ from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
-from shardnet.stage.estimate.stored_dtype import check_streamable_dtype, stored_dtype, weight_form
+from shardnet.stage.estimate.packed_sizes import packed_sizes
+from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
@@ -149,6 +150,7 @@ def _check_streamed(
             remedy="start the node with --device cpu",
         )
     if choice.quantization is None:
-        check_streamable_dtype(checkpoint.path, stored_dtype(checkpoint), choice.stored_dtype)
+        found, packed = stored_dtype(checkpoint), packed_sizes(checkpoint)
+        check_streamable(checkpoint.path, found, packed, choice.stored_dtype)
     elif packs is None:
         raise UsageError("--stream-layers: quantised weights are not cached on disk here")

@@ -24,6 +24,7 @@ from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, pro
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -255,8 +256,12 @@ class _Noise:
             eps=eps,
         )
 
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> Table:
         """Make a table."""
+        return PlainTable(self.matrix(name))
+
+    def matrix(self, name: str) -> Tensor:
+        """Make a matrix."""
         self._tick()
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
 

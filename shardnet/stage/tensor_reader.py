@@ -14,7 +14,10 @@ from torch import Tensor
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.errors import CheckpointError
+from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
+from shardnet.model.kernels.panels import pack_into
+from shardnet.model.kernels.stored_rows import PackedWeight
 from shardnet.stage.streaming.layer_stream import FilePart
 
 Progress = Callable[[int, int], None]
@@ -23,6 +26,8 @@ Progress = Callable[[int, int], None]
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _READ_AHEAD_BYTES: Final = 1 << 26
 """Bytes that are read ahead at most while other tensors are packed."""
+_PACKED_BYTES: Final = 1 << 22
+"""Stored bytes that are packed into panels at a time."""
 
 
 class TensorReader:
@@ -51,6 +56,8 @@ class TensorReader:
         _refuse_unknown(checkpoint)
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
+        self._counted: set[str] = set()
+        """Tensors whose bytes are done, or being done."""
         self._coming = {name: False for name in self._shapes if name not in on_disk}
         """Tensors still to be read, about in this order, and whether read-ahead has begun."""
         self._done_bytes = 0
@@ -68,11 +75,44 @@ class TensorReader:
         """Read a tensor, on the CPU. A tied table that is needed twice is read and counted once."""
         if name in self._kept:
             return self._kept.pop(name)
-        self._coming.pop(name, None)
-        tensor = self._checkpoint.read(name, self._dtype, self._came)
-        if name in self._shared:
+        is_first = self._begin(name)
+        tensor = self._checkpoint.read(name, self._dtype, self._came if is_first else None)
+        if name in self._shared and is_first:
             self._kept[name] = tensor
         return tensor
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """Return how a tensor becomes panels, None if its values have to be plain."""
+        return self._checkpoint.tensors[name].packed
+
+    def pack(self, name: str, panels: Tensor) -> Tensor | None:
+        """Pack a tensor into all of `panels`, uint8, and return its order of inputs, if it has one.
+
+        Its bytes are read a piece at a time, and their pages released with the last. Raises as
+        `Checkpoint.read`.
+        """
+        tensor, is_first = self._checkpoint.tensors[name], self._begin(name)
+        packed, n_rows = tensor.packed, tensor.shape[0]
+        assert packed is not None
+        stored = self._checkpoint.stored_of(name)
+        order = packed.input_order(stored) if packed.input_order is not None else None
+        step = PANEL * max(1, _PACKED_BYTES * n_rows // tensor.size_bytes // PANEL)
+        for begin in range(0, n_rows, step):
+            end = min(begin + step, n_rows)
+            self._checkpoint.prefetch_rows(name, end, min(end + step, n_rows))
+            rows = packed.rows(stored, begin, end)
+            pack_into(panels[begin // PANEL : -(-end // PANEL)], rows, packed.form)
+            if is_first:
+                done = [tensor.size_bytes * row // n_rows for row in (begin, end)]
+                self._came(done[1] - done[0])
+        return order
+
+    def _begin(self, name: str) -> bool:
+        """Say that a tensor is read now; return whether its bytes count."""
+        self._coming.pop(name, None)
+        is_first = name not in self._counted
+        self._counted.add(name)
+        return is_first
 
     def own(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read a tensor to `device` in `dtype`; it shares no memory with the file."""
@@ -103,8 +143,8 @@ class TensorReader:
     def skip(self, names: Sequence[str]) -> None:
         """Count tensors as done without reading them."""
         for name in names:
-            self._coming.pop(name, None)
-            if self._kept.pop(name, None) is None:
+            self._kept.pop(name, None)
+            if self._begin(name):
                 self._done_bytes += self._checkpoint.tensors[name].size_bytes
 
     def instead_of(self, names: Sequence[str], n_bytes: int) -> Callable[[int], None]:
@@ -112,7 +152,7 @@ class TensorReader:
 
         It reports them without counting them: after the last, call `skip`.
         """
-        uncounted = [name for name in names if name not in self._kept]
+        uncounted = [name for name in names if name not in self._counted]
         stored_bytes = sum(self._checkpoint.tensors[name].size_bytes for name in uncounted)
         come_bytes = 0
 

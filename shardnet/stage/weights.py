@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -32,8 +33,10 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.packed_weights import JoinedLinear, make_panels
 from shardnet.stage.streaming.buffers import find_buffers
 from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
@@ -72,6 +75,8 @@ class StageWeights:
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         dtype = torch_dtype(choice.dtype)
         self._reader = TensorReader(checkpoint, tensors, dtype, progress, self._streamed)
+        self._tables: dict[str, Panels] = {}
+        """Packed tables that the LM head multiplies with too."""
         self._tests = _BatchInvarianceTests(choice.exact_rows, device)
 
     @property
@@ -99,6 +104,9 @@ class StageWeights:
         bias = [self._reader.read(name) for name in biases]
         if kind is not None:
             linear = self._quantized(names, bias, kind, layer, transposed=transposed)
+        elif self._stays_packed(weights, precise=precise or wide):
+            linear = self._as_stored(weights, bias)
+            self._tests.test(names[0], linear, choice)
         elif layer is not None:
             linear = self._streamed_linear(weights, bias, layer, transposed=transposed)
         else:
@@ -109,6 +117,36 @@ class StageWeights:
         del bias
         self._reader.report()
         return linear
+
+    def _stays_packed(self, weights: Sequence[str], *, precise: bool) -> bool:
+        """Say whether a weight of a linear is computed with as it is stored."""
+        return not precise and any(self._is_packed(name) for name in weights)
+
+    def _is_packed(self, weight: str) -> bool:
+        return self._reader.packed(weight) is not None
+
+    def _as_stored(self, weights: Sequence[str], biases: Sequence[Tensor]) -> Linear:
+        """Make a linear of weights some or all of which are stored packed."""
+        parts: list[Linear] = []
+        own_biases = [[bias] for bias in biases] or [[] for _ in weights]
+        joined = zip(weights, own_biases, strict=True)
+        for is_packed, group in groupby(
+            joined, lambda one: self._reader.packed(one[0]) is not None
+        ):
+            names, some = zip(*group, strict=True)
+            bias = [tensor for own in some for tensor in own]
+            if is_packed:
+                panels = self._panels(names)
+                parts.append(PanelLinear(panels, join_biases(bias, self._device, torch.float32)))
+            else:
+                plain = self._weights(names, transposed=False)
+                parts.append(make_linear(self._choice, plain, bias, self._device))
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _panels(self, names: Sequence[str]) -> list[Panels]:
+        """Pack parameters, but for a tied table: that is held once, and was packed for lookups."""
+        table = self._tables.pop(names[0], None)
+        return [table] if table is not None else make_panels(self._reader, names, self._device)
 
     @cached_property
     def _wide(self) -> KernelChoice:
@@ -240,11 +278,21 @@ class StageWeights:
         self._reader.report()
         return norm
 
-    def table(self, name: str) -> Tensor:
-        """Copy `NAME.weight`: [rows, E] in the compute dtype."""
-        table = self._own(f"{name}.weight")
+    def table(self, name: str) -> Table:
+        """Take `NAME.weight` to look up rows in: packed if it is stored so, else a copy."""
+        weight = f"{name}.weight"
+        if not self._is_packed(weight):
+            return PlainTable(self.matrix(name))
+        (panels,) = make_panels(self._reader, [weight], self._device)
+        if weight in self._head and self._choice.weight_quantization(is_head=True) is None:
+            self._tables[weight] = panels
+        return PanelTable(panels, torch_dtype(self._choice.dtype))
+
+    def matrix(self, name: str) -> Tensor:
+        """Copy `NAME.weight`: [N, K] in the compute dtype."""
+        matrix = self._own(f"{name}.weight")
         self._reader.report()
-        return table
+        return matrix
 
     def parameter(self, name: str) -> Tensor:
         """Copy the parameter with the full name `name`, in float32."""

@@ -56,12 +56,12 @@ def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) 
     parts = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
     assert sum(stage_weight_bytes(config, part, form) for part in parts) == whole
     assert whole == (
-        embedding_weight_bytes(config, dtype)
+        embedding_weight_bytes(config, form)
         + 4 * layer_weight_bytes(config, form)
         + head_weight_bytes(config, form)
     )
     read = sum(read_bytes_per_step(config, part, form) for part in parts)
-    assert read == whole - embedding_weight_bytes(config, dtype) - 4 * unvisited(config, dtype)
+    assert read == whole - embedding_weight_bytes(config, form) - 4 * unvisited(config, dtype)
     if config.experts is not None:
         assert 0 < unvisited(config, dtype) < layer_weight_bytes(config, form)
 
@@ -74,7 +74,7 @@ def test_of_unlike_layers_the_largest_is_planned_with(tmp_path: Path) -> None:
     layers = [stage_weight_bytes(config, LayerRange(n, n + 1), form) for n in (1, 2)]
     assert layer_weight_bytes(config, form) == layers[0] == layers[1]
     dense = stage_weight_bytes(config, LayerRange(0, 1), form)
-    assert dense - embedding_weight_bytes(config, dtype) < layers[0]
+    assert dense - embedding_weight_bytes(config, form) < layers[0]
 
 
 def unvisited(config: ModelConfig, dtype: DType) -> int:

@@ -22,7 +22,14 @@ from shardnet.checkpoint.formats.gguf_header import (
     read_gguf_header,
 )
 from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
-from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
+from shardnet.checkpoint.formats.gguf_types import (
+    PACKED,
+    PLAIN,
+    packed_bytes,
+    packing_of,
+    type_name,
+    unpack,
+)
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
@@ -248,6 +255,7 @@ def _expert_tensor(
         dtype=kinds.pop() if len(kinds) == 1 and kinds <= {*PLAIN} else None,
         sources=tuple(sources),
         make=_joiner(sources),
+        packed=packing_of(sources),
     )
 
 
@@ -300,6 +308,7 @@ def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
         dtype=info.dtype if is_plain and not changes.added else None,
         sources=(info,),
         make=_maker(info, changes),
+        packed=None if changes.transposed else packing_of([info], changes.n_heads),
     )
 
 

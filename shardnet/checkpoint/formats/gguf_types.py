@@ -1,4 +1,4 @@
-"""The types of GGUF's tensors: their sizes, and unpacking of their values.
+"""The types of GGUF's tensors: their sizes, unpacking of their values, and how they are packed.
 
 Knows the types through the `gguf` package, which is imported when a GGUF is opened. Must not know
 files. Imports torch only to unpack.
@@ -7,14 +7,20 @@ files. Imports torch only to unpack.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
+
+from shardnet.checkpoint.formats.gguf_codes import CODE_FORMS, codes_of
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.model.config.panel_form import GGUF_FORMS
+from shardnet.model.kernels.stored_rows import GgufRows, PackedWeight, StoredRows
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 PLAIN: Final = ("F32", "F16", "BF16")
-PACKED: Final = ("MXFP4", "Q4_0", "Q4_K", "Q6_K", "Q8_0")
+PACKED: Final = tuple(sorted(GGUF_FORMS | CODE_FORMS))
 """Types whose values are packed into blocks of a row."""
 
 BLOCK_ELEMENTS: Final = 1 << 22
@@ -60,3 +66,47 @@ def unpack(raw: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -
             block = dequantize(rows[at : at + step].numpy(), kind)
             values[at : at + step] = torch.from_numpy(block)
     return made
+
+
+def packing_of(sources: Sequence[StoredTensor], n_heads: int | None = None) -> PackedWeight | None:
+    """Say how the rows of matrices, one behind the other, become panels.
+
+    With `n_heads` those of the one matrix are in interleaved rotary order (`rotary_halves`). None
+    for plain types, matrices of different types, and what is no matrix.
+    """
+    kinds = {source.dtype if len(source.shape) == 2 else "" for source in sources}
+    form = (GGUF_FORMS | CODE_FORMS).get(kinds.pop() if len(kinds) == 1 else "")
+    if form is None:
+        return None
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> StoredRows:
+        if n_heads is not None:
+            some = stored[0][_rotary_places(begin, end, len(stored[0]) // n_heads)]
+        else:
+            some = _joined_rows(stored, begin, end)
+        if form.name in GGUF_FORMS:
+            return GgufRows(type=form.name, rows=some)
+        return codes_of(form.name, some)
+
+    return PackedWeight(form=form, rows=rows, in_order=n_heads is None and len(sources) == 1)
+
+
+def _rotary_places(begin: int, end: int, size: int) -> Tensor:
+    """Return where the rows [begin, end) are that `rotary_halves` makes of heads of `size` rows."""
+    import torch
+
+    row = torch.arange(begin, end)
+    in_head = row % size
+    return row - in_head + in_head % (size // 2) * 2 + in_head // (size // 2)
+
+
+def _joined_rows(stored: Sequence[Tensor], begin: int, end: int) -> Tensor:
+    """Return the rows [begin, end) of tensors one behind the other: a view, where one has them."""
+    import torch
+
+    parts = []
+    for values in stored:
+        if begin < len(values) and end > 0:
+            parts.append(values[max(begin, 0) : end])
+        begin, end = begin - len(values), end - len(values)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -72,9 +72,9 @@ def _combine_gemm(parts: WeightParts, *, group_size: int) -> ModelTensor:
         qweight, qzeros, scales = stored
         eights = slice(begin // 8, end // 8)
         return Codes(
-            codes=_outputs(qweight[:, eights]).T.contiguous(),
-            scales=scales[:, begin:end].T.contiguous(),
-            minimums=_outputs(qzeros[:, eights]).T.contiguous(),
+            codes=_outputs(qweight[:, eights]).T,
+            scales=scales[:, begin:end].T,
+            minimums=_outputs(qzeros[:, eights]).T,
         )
 
     form = _form(group_size, n_in, sources[2].dtype)
@@ -110,8 +110,8 @@ def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:
         qweight, qzeros, scales = (values[begin:end] for values in stored)
         return Codes(
             codes=split_bits(qweight, 4),
-            scales=scales[:, :n_groups].contiguous(),
-            minimums=split_bits(qzeros, 4)[:, :n_groups].contiguous(),
+            scales=scales[:, :n_groups],
+            minimums=split_bits(qzeros, 4)[:, :n_groups],
         )
 
     form = _form(group_size, n_in, sources[2].dtype)

@@ -113,8 +113,8 @@ def _combine(parts: WeightParts, *, bits: int, group_size: int, zero_offset: int
         zeros = bit_columns(stored[1], bits, begin, end) + zero_offset & ((1 << bits) - 1)
         return Codes(
             codes=codes,
-            scales=stored[2][:, begin:end].T.contiguous(),
-            minimums=zeros.T.contiguous(),
+            scales=stored[2][:, begin:end].T,
+            minimums=zeros.T,
         )
 
     has_order = ".g_idx" in places

@@ -29,7 +29,8 @@ class ModelTensor:
     """A parameter under the name and with the shape of the family's table.
 
     `dtype` is safetensors' name of the dtype it is stored in, None if its values are computed.
-    `packed` says how it becomes panels, None if only as values.
+    `packed` says how a quantised matrix becomes panels, which are computed with as it is stored;
+    None for what has to be plain.
     """
 
     name: str

@@ -25,8 +25,10 @@ from shardnet.stage.estimate.memory_estimate import (
     layer_scratch_bytes,
     layer_stream_bytes,
     layers_weight_bytes,
+    tied_weight_bytes,
     waiting_bytes,
 )
+from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -66,20 +68,23 @@ def model_shape(
     wire_dtype: WireDType | None = None,
     quantization: QuantizationChoice = UNQUANTIZED,
     stored: DType | None = None,
+    packed: PackedSizes | None = None,
 ) -> ModelShape:
     """Compute the sizes of a model in `dtype` with one sequence of `context` positions.
 
     `wire_dtype` is that of activations between stages, None for `dtype`. `stored` is that of linear
-    weights in memory, None for `dtype`. The shape also has the sizes with more of the model
-    quantised than in `quantization`.
+    weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
+    The shape also has the sizes with more of the model quantised than in `quantization`.
     """
-    form = WeightForm(dtype=dtype, quantization=quantization.weights, linear_dtype=stored)
+    form = WeightForm(
+        dtype=dtype, quantization=quantization.weights, linear_dtype=stored, packed=packed
+    )
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
     return ModelShape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
         spared_bytes=weights.spared_bytes,
-        embedding_bytes=embedding_weight_bytes(config, dtype),
+        embedding_bytes=embedding_weight_bytes(config, form),
         head_bytes=weights.head_bytes,
         hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
         context=context,
@@ -87,6 +92,7 @@ def model_shape(
         activation_bytes=weights.activation_bytes,
         activation_position_bytes=weights.activation_position_bytes,
         layer_read_bytes=layer_read_bytes(config, form),
+        tied_bytes=weights.tied_bytes,
         streaming=Streaming(
             read_bytes=layer_stream_bytes(config, form),
             working_bytes=layer_scratch_bytes(config, form)
@@ -124,6 +130,7 @@ def _quantized_sizes(
         layer_bytes=max(layers),
         spared_bytes=_spared(layers),
         head_bytes=head_weight_bytes(config, form),
+        tied_bytes=tied_weight_bytes(form),
         kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

@@ -29,7 +29,7 @@ from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.stage.estimate.memory_estimate import (
     graph_bytes,
 )
-from shardnet.stage.estimate.stored_dtype import check_streamable_dtype
+from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
 from shardnet.types import (
     DType,
     KvDType,
@@ -65,8 +65,10 @@ def make_plan(
         weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
     )
     stored = settle_stored_dtype(facts, dtype, nodes, measured)
-    shape = model_shape(facts.config, dtype, context, wire_dtype, quantization, stored)
-    if quantization.weights is None and facts.stored_dtype is not stored:
+    shape = model_shape(
+        facts.config, dtype, context, wire_dtype, quantization, stored, facts.packed
+    )
+    if quantization.weights is None and not is_streamable(facts.stored_dtype, facts.packed, stored):
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
     candidates = _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
@@ -105,7 +107,9 @@ def _candidates(
     disks: Mapping[str, float | None],
 ) -> list[CandidateNode]:
     """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
-    graphs_bytes = {"cuda": graph_bytes(facts.config, dtype, quantization)}
+    graphs_bytes = {
+        "cuda": graph_bytes(facts.config, dtype, quantization, is_packed=facts.packed is not None)
+    }
     return [
         CandidateNode(
             node=NodeId(node.node),
@@ -142,7 +146,7 @@ def _placed(
 
     def streaming(n_streamed: int | None) -> Placement | None:
         if shape.streaming is None:
-            check_streamable_dtype(facts.path, facts.stored_dtype, stored)
+            check_streamable(facts.path, facts.stored_dtype, facts.packed, stored)
         return place_streaming(
             shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
         )

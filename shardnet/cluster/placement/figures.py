@@ -36,7 +36,7 @@ class Objective(enum.Enum):
 class QuantizedSizes:
     """Sizes of a model with `flags`, which quantise weights, keys and values, or both.
 
-    `spared_bytes` as in ModelShape.
+    `spared_bytes` and `tied_bytes` as in ModelShape.
     """
 
     flags: tuple[str, ...]
@@ -46,6 +46,7 @@ class QuantizedSizes:
     activation_bytes: int
     activation_position_bytes: int
     spared_bytes: tuple[int, ...] = ()
+    tied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ class ModelShape:
     `quantized_sizes` are those with more of it quantised, those of one flag first.
     `layer_read_bytes` is what one row reads of a layer, None if that is all of it; it is less if
     there are experts. `layer_bytes` is the size of the largest layer, and `spared_bytes` how much
-    less each one takes, () if all are equal.
+    less each one takes, () if all are equal. A stage with both embedding and LM head takes
+    `tied_bytes` less than the two.
     `streaming` is None if weights have to be converted on loading, so cannot be streamed.
     """
 
@@ -88,6 +90,7 @@ class ModelShape:
     layer_read_bytes: int | None = None
     spared_bytes: tuple[int, ...] = ()
     streaming: Streaming | None = None
+    tied_bytes: int = 0
 
     @property
     def n_blocks(self) -> int:
@@ -120,6 +123,7 @@ class ModelShape:
             activation_bytes=sizes.activation_bytes,
             activation_position_bytes=sizes.activation_position_bytes,
             spared_bytes=sizes.spared_bytes,
+            tied_bytes=sizes.tied_bytes,
             quantized_sizes=(),
         )
 
@@ -138,6 +142,7 @@ class ModelShape:
             - sum(self.spared_bytes[layers.start : layers.end])
             + is_first * self.embedding_bytes
             + is_last * self.head_bytes
+            - (is_first and is_last) * self.tied_bytes
             - saved_bytes
         )
 

@@ -17,6 +17,7 @@ from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.stage.loading import ModelFacts, identify
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.threads import DaemonThreads
 from shardnet.types import DType
 
@@ -87,4 +88,17 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         is_complete=value["is_complete"],
         stored_dtype=DType(stored) if stored else None,
         linear_dtype=DType(linear) if linear else None,
+        packed=_packed(value["packed"]) if value["packed"] else None,
+    )
+
+
+def _packed(value: dict[str, Any]) -> PackedSizes:
+    return PackedSizes(
+        layers=tuple(PackedCount(**count) for count in value["layers"]),
+        experts=tuple(PackedCount(**count) for count in value["experts"]),
+        embedding=PackedCount(**value["embedding"]),
+        head=PackedCount(**value["head"]),
+        is_tied=value["is_tied"],
+        can_stream=value["can_stream"],
+        is_all=value["is_all"],
     )

@@ -5,6 +5,7 @@ Must not know nodes or links.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from shardnet.guard.job_loop import serve
@@ -21,6 +22,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "is_complete": facts.is_complete,
         "stored_dtype": facts.stored_dtype and facts.stored_dtype.value,
         "linear_dtype": facts.linear_dtype and facts.linear_dtype.value,
+        "packed": facts.packed and asdict(facts.packed),
     }, b""
 
 

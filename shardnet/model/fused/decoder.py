@@ -22,6 +22,7 @@ from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import rotary_tables
+from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
 
@@ -107,7 +108,7 @@ def _rope(config: ModelConfig, layer: int) -> Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Embedding:
-    table: Tensor  # [V, E]
+    table: Table  # [V, E]
     multiplier: float
 
     @classmethod
@@ -117,7 +118,7 @@ class _Embedding:
         return cls(table=weights.table("model.embed_tokens"), multiplier=multiplier)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        rows = self.table.index_select(0, token_ids)
+        rows = self.table.rows(token_ids)
         return rows if self.multiplier == 1 else rows.mul_(self.multiplier)
 
 

@@ -24,3 +24,13 @@ class Codes:
     scales: Tensor
     minimums: Tensor | None = None
     block_scales: Tensor | None = None
+
+    def contiguous(self) -> Codes:
+        """Return the same rows in memory without gaps."""
+        minimums, outer = self.minimums, self.block_scales
+        return Codes(
+            codes=self.codes.contiguous(),
+            scales=self.scales.contiguous(),
+            minimums=None if minimums is None else minimums.contiguous(),
+            block_scales=None if outer is None else outer.contiguous(),
+        )

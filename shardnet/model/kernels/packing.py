@@ -1,7 +1,8 @@
-"""Packs weights with the compiled library.
+"""Packs weights with the compiled library, and looks rows up in packed tables.
 
-Knows csrc/pack.c. Must not know when weights are packed, nor how they are quantised:
-kernels/quantized_linear.py does the same with torch, to the same bits.
+Knows csrc/pack.c, which quantises, and csrc/panels.c, which packs what is quantised. Must not know
+when weights are packed, nor how: kernels/quantized_linear.py and kernels/panels.py do the same with
+torch, to the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, PanelForm
-from shardnet.model.kernels.library import NativeKernels, Team, check_memory
+from shardnet.model.kernels.codes import Codes
+from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory
 
 HALF_FORMS: Final = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 """The forms of weights of 16 bits, by their dtype."""
@@ -33,6 +35,69 @@ class _Packing(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("bits", ctypes.c_int32),
     )
+
+
+class _BlockPacking(ctypes.Structure):
+    """`struct block_packing` of csrc/panels.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("team", Team),
+        ("n_out", ctypes.c_int64),
+        ("n_in", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("block_bytes", ctypes.c_int32),
+        ("form", FormStruct),
+    )
+
+
+class _CodePacking(ctypes.Structure):
+    """`struct code_packing` of csrc/panels.c."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("minimums", ctypes.c_void_p),
+        ("outer", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("team", Team),
+        ("n_out", ctypes.c_int64),
+        ("n_in", ctypes.c_int64),
+        ("form", FormStruct),
+    )
+
+
+class _LookUp(ctypes.Structure):
+    """`struct look_up` of csrc/linear.c."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("n_ids", ctypes.c_int64),
+        ("n_in", ctypes.c_int64),
+        ("form", FormStruct),
+    )
+
+
+GGUF_BLOCKS: Final = {
+    "Q4_0": (2, 18),
+    "Q4_1": (3, 20),
+    "Q5_0": (6, 22),
+    "Q5_1": (7, 24),
+    "Q8_0": (8, 34),
+    "Q2_K": (10, 84),
+    "Q3_K": (11, 110),
+    "Q4_K": (12, 144),
+    "Q5_K": (13, 176),
+    "Q6_K": (14, 210),
+    "IQ4_NL": (20, 18),
+    "IQ4_XS": (23, 136),
+    "MXFP4": (39, 17),
+}
+"""The number of each GGUF type that the library packs, and the bytes of its blocks."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -61,12 +126,10 @@ def pack_natively(
         raise ValueError(f"weights {list(weight.shape)}, {weight.dtype} on {weight.device}")
     check_memory("packed weights", packed, form.packed_bytes(weight.shape[0], weight.shape[1]))
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
-    team = kernels.team
-    team.n_threads = n_threads or torch.get_num_threads()
     packing = _Packing(
         weights=rows.data_ptr(),
         packed=packed.data_ptr(),
-        team=team,
+        team=_team(kernels, n_threads),
         n_out=rows.shape[0],
         n_in=rows.shape[1],
         stride=rows.stride(0),
@@ -74,3 +137,98 @@ def pack_natively(
         bits=form.bits,
     )
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
+
+
+def pack_blocks_natively(
+    kernels: NativeKernels,
+    kind: str,
+    rows: Tensor,
+    packed: Tensor,
+    form: PanelForm,
+    n_threads: int | None = None,
+) -> None:
+    """Pack rows in the blocks of the GGUF type `kind`, uint8 [N, bytes of a row], into panels.
+
+    `n_threads` None takes as many threads as torch. Raises ValueError for memory that the library
+    cannot read or write.
+    """
+    number, block_bytes = GGUF_BLOCKS[kind]
+    n_out, row_bytes = rows.shape
+    n_in = row_bytes // block_bytes * form.block_inputs
+    if rows.dtype is not torch.uint8 or rows.device.type != "cpu" or row_bytes % block_bytes:
+        raise ValueError(f"rows {list(rows.shape)}, {rows.dtype} on {rows.device} are not {kind}")
+    check_memory("packed weights", packed, form.packed_bytes(n_out, n_in))
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    packing = _BlockPacking(
+        rows=rows.data_ptr(),
+        packed=packed.data_ptr(),
+        team=_team(kernels, n_threads),
+        n_out=n_out,
+        n_in=n_in,
+        stride=rows.stride(0),
+        type=number,
+        block_bytes=block_bytes,
+        form=FormStruct.of(form),
+    )
+    kernels.function("shardnet_pack_blocks", ctypes.POINTER(_BlockPacking))(packing)
+
+
+def pack_codes_natively(
+    kernels: NativeKernels, rows: Codes, packed: Tensor, form: PanelForm
+) -> None:
+    """Pack rows of codes into panels. Raises ValueError for memory that is not as Codes says."""
+    n_out, n_in = rows.codes.shape
+    n_groups, n_blocks = -(-n_in // form.group), -(-n_in // form.block_inputs)
+    check_memory("codes", rows.codes, n_out * n_in, torch.uint8)
+    check_memory("scales", rows.scales, n_out * n_groups * form.scale.bytes)
+    if rows.minimums is not None:
+        check_memory("minimums", rows.minimums, n_out * n_groups * form.minimum_bytes)
+    if (outer := rows.block_scales) is not None:
+        check_memory("scales of blocks", outer, 2 * n_out * n_blocks * form.block_scales)
+    if (rows.minimums is None) != (form.minimum_bytes == 0):
+        raise ValueError(f"{form.name}: minimums are missing, or too many")
+    if (rows.block_scales is None) != (form.block_scales == 0):
+        raise ValueError(f"{form.name}: scales of blocks are missing, or too many")
+    check_memory("packed weights", packed, form.packed_bytes(n_out, n_in))
+    packing = _CodePacking(
+        codes=rows.codes.data_ptr(),
+        scales=rows.scales.data_ptr(),
+        minimums=rows.minimums.data_ptr() if rows.minimums is not None else None,
+        outer=outer.data_ptr() if outer is not None else None,
+        packed=packed.data_ptr(),
+        team=_team(kernels, None),
+        n_out=n_out,
+        n_in=n_in,
+        form=FormStruct.of(form),
+    )
+    kernels.function("shardnet_pack_codes", ctypes.POINTER(_CodePacking))(packing)
+
+
+def look_up_natively(
+    kernels: NativeKernels, packed: Tensor, form: PanelForm, shape: tuple[int, int], ids: Tensor
+) -> Tensor:
+    """Compute the rows `ids`, int64 [T], of packed weights of `shape` (N, K): float32 [T, K].
+
+    Raises ValueError for an id outside [0, N), and for memory of another size or device.
+    """
+    check_memory("packed weights", packed, form.packed_bytes(*shape))
+    ids = check_memory("ids", ids.contiguous(), 8 * ids.numel(), torch.int64)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < shape[0]:
+        raise ValueError(f"an id is outside a table of {shape[0]} rows")
+    out = torch.empty(ids.numel(), shape[1])
+    call = _LookUp(
+        weights=packed.data_ptr(),
+        ids=ids.data_ptr(),
+        out=out.data_ptr(),
+        n_ids=ids.numel(),
+        n_in=shape[1],
+        form=FormStruct.of(form),
+    )
+    kernels.function("shardnet_look_up", ctypes.POINTER(_LookUp))(call)
+    return out
+
+
+def _team(kernels: NativeKernels, n_threads: int | None) -> Team:
+    team = kernels.team
+    team.n_threads = n_threads or torch.get_num_threads()
+    return team

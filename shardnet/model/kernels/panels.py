@@ -17,6 +17,12 @@ from torch import Tensor
 from shardnet.model.config.panel_form import PANEL, UNIT, Code, Minimum, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.gguf_blocks import gguf_codes
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.packing import (
+    look_up_natively,
+    pack_blocks_natively,
+    pack_codes_natively,
+)
 from shardnet.model.kernels.stored_rows import GgufRows, StoredRows
 
 _QUAD: Final = 4
@@ -55,13 +61,24 @@ class Panels:
         return replace(self, packed=self.packed.to(device), input_order=moved)
 
 
-def pack_into(packed: Tensor, rows: StoredRows, form: PanelForm) -> None:
+def pack_into(
+    packed: Tensor, rows: StoredRows, form: PanelForm, n_threads: int | None = None
+) -> None:
     """Pack rows into `packed`, uint8 [panels, blocks, bytes of a block], all of it.
 
-    Raises ValueError for rows or memory of another size.
+    `n_threads` None takes as many threads as torch. Raises ValueError for rows or memory of another
+    size.
     """
-    codes = gguf_codes(rows.type, rows.rows) if isinstance(rows, GgufRows) else rows
-    packed.copy_(_pack(codes, form))
+    native = native_kernels() if packed.device.type == "cpu" else None
+    if isinstance(rows, GgufRows):
+        if native is not None:
+            pack_blocks_natively(native, rows.type, rows.rows, packed, form, n_threads)
+            return
+        rows = gguf_codes(rows.type, rows.rows)
+    if native is not None:
+        pack_codes_natively(native, rows.contiguous(), packed, form)
+        return
+    packed.copy_(_pack(rows, form).view(packed.shape))
 
 
 def pack_codes(codes: Codes, form: PanelForm) -> Tensor:
@@ -132,7 +149,11 @@ def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
 
 
 def look_up(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the rows `ids` [T] of the weights: [T, K] in `dtype`, for embeddings."""
+    """Compute the rows `ids`, int64 [T], of the weights: [T, K] in `dtype`, for embeddings."""
+    native = native_kernels() if panels.packed.device.type == "cpu" else None
+    if native is not None:
+        form, shape = panels.form, panels.shape
+        return look_up_natively(native, panels.packed, form, shape, ids).to(dtype)
     panel = panels.packed.index_select(0, ids // PANEL)
     if panels.form.bits == 16:
         few = replace(panels, packed=panel, shape=(len(panel) * PANEL, panels.shape[1]))

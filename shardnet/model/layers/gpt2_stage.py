@@ -15,6 +15,7 @@ from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
 
@@ -34,8 +35,8 @@ class Gpt2Stage:
     def embed(self, step: ForwardStep) -> Tensor:
         """Look up token ids and positions: hidden states [T, E]."""
         assert self._embedding is not None
-        tokens = self._embedding.wte.index_select(0, step.token_ids)
-        return tokens + self._embedding.wpe.index_select(0, step.positions)
+        tokens = self._embedding.wte.rows(step.token_ids)
+        return tokens + self._embedding.wpe.rows(step.positions)
 
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run the layers one by one, each when its output is asked for: [T, E] in and out."""
@@ -56,8 +57,8 @@ class Gpt2Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Embedding:
-    wte: Tensor  # [V, E]
-    wpe: Tensor  # [P, E]
+    wte: Table  # [V, E]
+    wpe: Table  # [P, E]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class LatentAttention:
         """Take the parameters of the absolute `layer`."""
         latent, attn = config.latent, f"model.layers.{layer}.self_attn"
         assert latent is not None
-        of_heads = weights.table(f"{attn}.kv_b_proj").view(config.n_heads, -1, latent.rank)
+        of_heads = weights.matrix(f"{attn}.kv_b_proj").view(config.n_heads, -1, latent.rank)
         return cls(
             latent=latent,
             kind=AttentionKind.of(config, layer),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.tables import Table
 
 
 class WeightSource(Protocol):
@@ -31,8 +32,11 @@ class WeightSource(Protocol):
         A nonzero `offset` is added to the weight, which stays in float32 then.
         """
 
-    def table(self, name: str) -> Tensor:
-        """Return `NAME.weight`: [rows, E] in the compute dtype."""
+    def table(self, name: str) -> Table:
+        """Return `NAME.weight` to look up rows in."""
+
+    def matrix(self, name: str) -> Tensor:
+        """Return `NAME.weight`: [N, K] in the compute dtype."""
 
     def parameter(self, name: str) -> Tensor:
         """Return the parameter with the full name `name`, in float32."""

@@ -34,6 +34,7 @@ from shardnet.stage.estimate.memory_estimate import (
     stage_weight_bytes,
     waiting_bytes,
 )
+from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
 from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype, weight_form
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -89,8 +90,9 @@ class ModelFacts:
 
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
-    replica. `stored_dtype` is that of all layers' linear weights in the files, None where they have
-    to be converted; `linear_dtype` that of the LM head's too.
+    replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
+    other linear weights of layers in the files, None where they have to be converted;
+    `linear_dtype` that of the LM head's too.
     """
 
     model_id: str
@@ -101,6 +103,7 @@ class ModelFacts:
     is_complete: bool
     stored_dtype: DType | None = None
     linear_dtype: DType | None = None
+    packed: PackedSizes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,7 @@ def identify(path: Path) -> ModelFacts:
         is_complete=checkpoint.journal is None,
         stored_dtype=stored_dtype(checkpoint),
         linear_dtype=linear_dtype(checkpoint),
+        packed=packed_sizes(checkpoint),
     )
 
 
@@ -373,7 +377,9 @@ def kv_room_blocks(
     if n_streamed:
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
-        activations += graph_bytes(config, dtype, form.quantization)
+        activations += graph_bytes(
+            config, dtype, form.quantization, is_packed=form.packed is not None
+        )
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     blocks = max(0, memory_bytes - weights - activations) // block_bytes
     needed = blocks_for(context)

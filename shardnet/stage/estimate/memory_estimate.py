@@ -21,8 +21,8 @@ from shardnet.model.families.stage_tensors import (
     head_tensors,
     is_quantizable,
     layer_tensors,
-    stage_tensors,
 )
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
 
 KEEPS_BFLOAT16 = "native float32"
@@ -41,13 +41,20 @@ _GRAPH_POOL_BYTES = 64 << 20
 class WeightForm:
     """The form of a stage's weights in memory: in the compute dtype, except for linear layers.
 
-    Linear weights are quantised, or in `linear_dtype` (None: in `dtype`), which the compiled
-    library multiplies with rows in `dtype`.
+    Linear weights are quantised; else those in `packed` stay as they are stored, as its tables
+    always do; others are in `linear_dtype` (None: in `dtype`), which the compiled library
+    multiplies with rows in `dtype`.
     """
 
     dtype: DType
     quantization: Quantization | None = None
     linear_dtype: DType | None = None
+    packed: PackedSizes | None = None
+
+    @property
+    def linear(self) -> DType:
+        """The dtype of linear weights that are neither quantised nor packed."""
+        return self.linear_dtype or self.dtype
 
     @property
     def of_head(self) -> WeightForm:
@@ -55,6 +62,11 @@ class WeightForm:
         if self.quantization is None:
             return self
         return replace(self, quantization=self.quantization.of_head)
+
+    @property
+    def packed_linears(self) -> PackedSizes | None:
+        """The linear weights that stay as they are stored."""
+        return self.packed if self.quantization is None else None
 
 
 def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
@@ -64,17 +76,25 @@ def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
     """Return the bytes of each layer's weights; layers with experts are the largest by far."""
-    return tuple(_table_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+    return tuple(_layer_bytes(config, layer, form) for layer in range(config.n_layers))
 
 
 def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes of the final norm and the LM head, even if the head is tied."""
-    return _table_bytes(head_tensors(config), form.of_head)
+    n_bytes, packed = _table_bytes(head_tensors(config), form.of_head), form.packed_linears
+    return n_bytes if packed is None else n_bytes + _added_bytes(packed.head, form.linear)
 
 
-def embedding_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Return the bytes of the embedding tables in `dtype`."""
-    return _bytes(embedding_tensors(config).values(), dtype)
+def embedding_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes of the embedding tables."""
+    n_bytes, packed = _bytes(embedding_tensors(config).values(), form.dtype), form.packed
+    return n_bytes if packed is None else n_bytes + _added_bytes(packed.embedding, form.dtype)
+
+
+def tied_weight_bytes(form: WeightForm) -> int:
+    """Return the bytes of a tied head that a stage with the embedding holds already, packed."""
+    packed = form.packed_linears
+    return packed.head.n_bytes if packed is not None and packed.is_tied else 0
 
 
 def stage_weight_bytes(
@@ -86,17 +106,19 @@ def stage_weight_bytes(
     """Return the bytes of the stage's weights in memory.
 
     For the `n_streamed` layers that are streamed from disk, that is their buffers. A stage that is
-    first and last holds a tied table twice: for lookups, and in the layout of the LM head's kernel.
+    first and last holds a tied table twice, unless it is packed: for lookups, and in the layout of
+    the LM head's kernel.
     """
-    parts = stage_tensors(config, layers)
-    layer_bytes = sum(_table_bytes(tensors, form) for tensors in parts.layers.values())
-    head_bytes = head_weight_bytes(config, form) if parts.head else 0
-    streamed = [parts.layers[layer] for layer in streamed_layers(layers, n_streamed)]
-    on_disk = [_linear_bytes(tensors, form) for tensors in streamed]
-    scratch_bytes = max((_scratch_bytes(tensors, form) for tensors in streamed), default=0)
+    is_first, is_last = layers.start == 0, layers.end == config.n_layers
+    ends_bytes = embedding_weight_bytes(config, form) if is_first else 0
+    ends_bytes += head_weight_bytes(config, form) if is_last else 0
+    ends_bytes -= tied_weight_bytes(form) if is_first and is_last else 0
+    streamed = streamed_layers(layers, n_streamed)
+    on_disk = [_linear_bytes(config, layer, form) for layer in streamed]
+    scratch_bytes = max((_scratch_bytes(config, layer, form) for layer in streamed), default=0)
     buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
-    embedding_bytes = _bytes(parts.embedding.values(), form.dtype)
-    return embedding_bytes + layer_bytes + head_bytes - sum(on_disk) + buffers
+    layer_bytes = sum(_layer_bytes(config, layer, form) for layer in layers)
+    return ends_bytes + layer_bytes - sum(on_disk) + buffers
 
 
 def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
@@ -112,12 +134,12 @@ def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
 
 def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes read from disk per step for the largest layer, if it is streamed."""
-    return max(_linear_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+    return max(_linear_bytes(config, layer, form) for layer in range(config.n_layers))
 
 
 def layer_scratch_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes that a streamed layer needs besides its buffer while it computes."""
-    return max(_scratch_bytes(layer_tensors(config, n), form) for n in range(config.n_layers))
+    return max(_scratch_bytes(config, layer, form) for layer in range(config.n_layers))
 
 
 def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightForm) -> int:
@@ -137,12 +159,15 @@ def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
-    whole = _table_bytes(tensors, form)
+    whole, packed = _layer_bytes(config, layer, form), form.packed_linears
     if experts is None:
         return whole
     of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
+    expert_bytes = _table_bytes(of_experts, form)
+    if packed is not None:
+        expert_bytes += _added_bytes(packed.experts[layer], form.linear)
     unread = experts.n_experts - experts.top_k
-    return whole - _table_bytes(of_experts, form) * unread // experts.n_experts
+    return whole - expert_bytes * unread // experts.n_experts
 
 
 def kv_block_bytes(
@@ -192,12 +217,18 @@ def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes
 
 
-def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | None = None) -> int:
+def graph_bytes(
+    config: ModelConfig,
+    dtype: DType,
+    quantization: Quantization | None = None,
+    *,
+    is_packed: bool = False,
+) -> int:
     """Return an upper bound of the bytes that CUDA graphs of a stage with all layers hold.
 
-    On CUDA quantised weights are dequantised for every step, even without graphs: that is counted
-    here. Static buffers and the largest graph's own memory follow from the shapes; the memory of
-    driver and libraries is a margin, not measured yet.
+    On CUDA quantised weights, and those that stay packed, are unpacked for every step, even without
+    graphs: that is counted here. Static buffers and the largest graph's own memory follow from the
+    shapes; the memory of driver and libraries is a margin, not measured yet.
     """
     rows = GRAPH_BUCKETS[-1]
     queries = config.n_heads * config.key_size
@@ -205,9 +236,10 @@ def graph_bytes(config: ModelConfig, dtype: DType, quantization: Quantization | 
     buffers = config.hidden_size + 2 * queries + 2 * keys + 4 * config.key_size
     inside = 4 * config.hidden_size + 3 * (queries + 2 * keys) + 4 * config.intermediate_size
     unpacking = 0
-    if quantization is not None:
+    if quantization is not None or is_packed:
         n_in = max(config.hidden_size, queries, config.intermediate_size)
         weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and that of the previous panels
+        weight += 4 * 4 * is_packed  # codes, their place in a book, and products in float32
         unpacking = 2 * UNPACKED_PANELS * PANEL * n_in * weight  # in graphs, and out of them
     n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
     return (
@@ -246,17 +278,27 @@ def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> 
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
+def _layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
+    n_bytes, packed = _table_bytes(layer_tensors(config, layer), form), form.packed_linears
+    return n_bytes if packed is None else n_bytes + _added_bytes(packed.layers[layer], form.linear)
+
+
+def _added_bytes(packed: PackedCount, dtype: DType) -> int:
+    """Return how many bytes more than in `dtype` packed weights take: usually below zero."""
+    return packed.n_bytes - packed.n_weights * dtype.size_bytes
+
+
 def _table_bytes(tensors: Table, form: WeightForm) -> int:
     """Return the bytes of tensors; those of linears may be quantised, over their last two axes.
 
     Quantised weights are padded to whole panels and groups; which axis is the output is unknown, so
-    the larger result counts.
+    the larger result counts. What stays packed as it is stored counts as if it were plain.
     """
     kind = form.quantization
     linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
     rest = [shape for name, shape in tensors.items() if name not in linears]
     if kind is None:
-        return _bytes(rest, form.dtype) + _bytes(linears.values(), form.linear_dtype or form.dtype)
+        return _bytes(rest, form.dtype) + _bytes(linears.values(), form.linear)
     return _bytes(rest, form.dtype) + sum(
         math.prod(shape[:-2])
         * max(kind.form.packed_bytes(*shape[-2:]), kind.form.packed_bytes(*shape[:-3:-1]))
@@ -264,15 +306,20 @@ def _table_bytes(tensors: Table, form: WeightForm) -> int:
     )
 
 
-def _linear_bytes(tensors: Table, form: WeightForm) -> int:
+def _linear_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     """Return the bytes of the tensors that are read at every step if the layer is streamed."""
+    tensors, packed = layer_tensors(config, layer), form.packed_linears
     linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
-    return _table_bytes(linears, form)
+    n_bytes = _table_bytes(linears, form)
+    return n_bytes if packed is None else n_bytes + _added_bytes(packed.layers[layer], form.linear)
 
 
-def _scratch_bytes(tensors: Table, form: WeightForm) -> int:
-    """Return the bytes of a layer's packed linears; quantised ones are packed on disk already."""
-    return 0 if form.quantization is not None else _linear_bytes(tensors, form)
+def _scratch_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
+    """Return the bytes of a layer's packed linears that are not packed on disk or in reading."""
+    if form.quantization is not None:
+        return 0
+    packed_bytes = form.packed.layers[layer].n_bytes if form.packed is not None else 0
+    return _linear_bytes(config, layer, form) - packed_bytes
 
 
 def _bytes(shapes: Iterable[Shape], dtype: DType) -> int:

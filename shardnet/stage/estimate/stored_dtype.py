@@ -6,13 +6,19 @@ Knows headers. Must not know torch: the planner calls it. Only such layers can b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from shardnet.errors import CheckpointError
-from shardnet.model.families.stage_tensors import head_tensors, is_quantizable, layer_tensors
+from shardnet.model.families.stage_tensors import (
+    Table,
+    head_tensors,
+    is_quantizable,
+    layer_tensors,
+)
 from shardnet.stage.estimate.memory_estimate import WeightForm
+from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
 from shardnet.types import DType
 
 if TYPE_CHECKING:
@@ -25,17 +31,13 @@ _DTYPES: Final[Mapping[str | None, DType]] = MappingProxyType(
 
 
 def stored_dtype(checkpoint: Checkpoint) -> DType | None:
-    """Return the stored dtype of all layers' linear weights.
+    """Return the stored dtype of all layers' linear weights that are not packed.
 
-    None if dtypes differ, or if a weight is not stored as one plain tensor.
+    None if dtypes differ, if a weight is not stored as one plain tensor, or if all are packed.
     """
     config = checkpoint.config
-    found = set()
-    for layer in range(config.n_layers):
-        for name, shape in layer_tensors(config, layer).items():
-            if is_quantizable(name, shape):
-                found.add(_tensor_dtype(checkpoint, name))
-    return found.pop() if len(found) == 1 else None
+    layers = [layer_tensors(config, layer) for layer in range(config.n_layers)]
+    return _only_dtype(checkpoint, layers)
 
 
 def linear_dtype(checkpoint: Checkpoint) -> DType | None:
@@ -43,11 +45,24 @@ def linear_dtype(checkpoint: Checkpoint) -> DType | None:
 
     None as `stored_dtype`.
     """
-    found = {stored_dtype(checkpoint)}
-    for name, shape in head_tensors(checkpoint.config).items():
-        if is_quantizable(name, shape):
-            found.add(_tensor_dtype(checkpoint, name))
+    config = checkpoint.config
+    layers = [layer_tensors(config, layer) for layer in range(config.n_layers)]
+    return _only_dtype(checkpoint, [*layers, head_tensors(config)])
+
+
+def _only_dtype(checkpoint: Checkpoint, tables: Sequence[Table]) -> DType | None:
+    found = {
+        _tensor_dtype(checkpoint, name)
+        for tensors in tables
+        for name, shape in tensors.items()
+        if is_quantizable(name, shape) and not _is_packed(checkpoint, name)
+    }
     return found.pop() if len(found) == 1 else None
+
+
+def _is_packed(checkpoint: Checkpoint, name: str) -> bool:
+    tensor = checkpoint.tensors.get(name)
+    return tensor is not None and tensor.packed is not None
 
 
 def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
@@ -57,15 +72,25 @@ def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
         dtype=choice.dtype,
         quantization=choice.quantization,
         linear_dtype=choice.stored_dtype if stays else choice.dtype,
+        packed=packed_sizes(checkpoint),
     )
 
 
-def check_streamable_dtype(path: object, found: DType | None, wanted: DType) -> None:
-    """Raise CheckpointError unless `found`, what `stored_dtype` returned, is the `wanted` one.
+def is_streamable(found: DType | None, packed: PackedSizes | None, wanted: DType) -> bool:
+    """Say whether layers can be streamed: all weights are packed, or in the `wanted` dtype.
 
-    `path` names the checkpoint in the message.
+    `found` is what `stored_dtype` returned.
     """
-    if found is wanted:
+    if packed is None:
+        return found is wanted
+    return packed.can_stream and (packed.is_all or found is wanted)
+
+
+def check_streamable(
+    path: object, found: DType | None, packed: PackedSizes | None, wanted: DType
+) -> None:
+    """Raise CheckpointError unless layers can be streamed; `path` names the checkpoint in it."""
+    if is_streamable(found, packed, wanted):
         return
     stored = f"are stored in {found.value}" if found else "have to be converted when they are read"
     flag = "" if found in (None, DType.FLOAT16) else f"--dtype {found.value} or "

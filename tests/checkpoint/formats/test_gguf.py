@@ -180,12 +180,14 @@ class TestPaths:
 
 class TestRefusals:
     def test_a_type_that_is_not_implemented(self, source: Path, tmp_path: Path) -> None:
-        pack = pack_as(gguf.GGMLQuantizationType.Q5_1)
+        def pack(name: str, values: Array) -> tuple[Array, None]:
+            return values.astype(np.float64), None
+
         path = write_gguf(source, tmp_path / "m.gguf", pack=pack)
         with pytest.raises(
             UnsupportedModelError,
-            match=r"m\.gguf: tensor output\.weight is stored as Q5_1; supported: F32, F16, BF16, "
-            "MXFP4, Q4_0, Q4_K, Q6_K, Q8_0",
+            match=r"m\.gguf: tensor output\.weight is stored as F64; supported: F32, F16, BF16, "
+            "IQ1_M, IQ1_S, IQ2_S",
         ):
             Checkpoint.open(path)
 

@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[str, str, Change, str]] = {
     ),
     "groups of other sizes": (
         *("int4-order", ".weight_g_idx", lambda t: t * 0),
-        "STEM.weight_g_idx does not divide the inputs into 4 groups of 16",
+        "STEM.weight_g_idx does not divide the inputs into 2 groups of 32",
     ),
     "biases that say something": (
         *("gptq-biases", ".bias", lambda t: t + 1),

@@ -22,6 +22,7 @@ from shardnet.model.config.panel_form import (
     Scale,
 )
 from shardnet.model.kernels import panel_linear
+from shardnet.model.kernels import panels as panels_module
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.half_linear import pack_halves
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
@@ -230,6 +231,16 @@ def packed_rows(kind: str, n_rows: int, n_in: int) -> tuple[Panels, Tensor]:
     return panels, torch.from_numpy(np.ascontiguousarray(values))
 
 
+@pytest.fixture(params=["library", "torch"])
+def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack and look up with the library and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(panels_module, "native_kernels", lambda: None)
+    elif native_kernels() is None:
+        pytest.skip("no compiled kernels here")
+
+
+@pytest.mark.usefixtures("packer")
 @pytest.mark.parametrize("kind", GGUF_FORMS)
 @pytest.mark.parametrize("n_rows", [1, 16, 37])
 def test_panels_are_what_the_type_means(kind: str, n_rows: int) -> None:
@@ -238,9 +249,61 @@ def test_panels_are_what_the_type_means(kind: str, n_rows: int) -> None:
     torch.testing.assert_close(unpack(panels, torch.float32), values, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", GGUF_FORMS)
-def test_rows_are_looked_up(kind: str) -> None:
+@pytest.mark.usefixtures("packer")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_rows_are_looked_up(form: PanelForm) -> None:
     """Rows are those of the whole, in any order."""
-    panels, _ = packed_rows(kind, 40, 256)
     ids = torch.tensor([39, 0, 17, 17])
-    assert torch.equal(look_up(panels, ids, torch.float32), unpack(panels, torch.float32)[ids])
+    for n_in in input_sizes(form):
+        panels = random_panels(form, 40, n_in)
+        whole = unpack(panels, torch.float32)
+        assert torch.equal(look_up(panels, ids, torch.float32), whole[ids])
+
+
+@pytest.mark.usefixtures("packer")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_halves_are_looked_up(dtype: torch.dtype) -> None:
+    weight = numbers(40, 33).to(dtype)
+    native = native_kernels()
+    assert native is not None
+    panels = pack_halves([weight], native)
+    assert torch.equal(unpack(panels, dtype), weight)
+    assert torch.equal(look_up(panels, torch.tensor([39, 3]), dtype), weight[[39, 3]])
+
+
+@with_native
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_the_library_packs_codes_as_torch_does(
+    form: PanelForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n_in in input_sizes(form):
+        codes = random_codes(form, 37, n_in)
+        packed = pack_codes(codes, form)
+        with monkeypatch.context() as patched:
+            patched.setattr(panels_module, "native_kernels", lambda: None)
+            assert torch.equal(pack_codes(codes, form), packed)
+
+
+@with_native
+def test_codes_that_the_library_would_misread_are_refused() -> None:
+    """It is told addresses, and would read beyond what is there."""
+    form = GGUF_FORMS["Q4_K"]
+    whole = random_codes(form, 16, 256)
+    for wrong in (
+        replace(whole, scales=whole.scales[:, :-1]),
+        replace(whole, minimums=None),
+        replace(whole, minimums=whole.scales[:3]),
+        replace(whole, block_scales=None),
+        replace(whole, codes=whole.codes.int()),
+    ):
+        with pytest.raises(ValueError, match=r"Q4_K|the compiled library needs"):
+            pack_codes(wrong, form)
+    rows = random_blocks("Q4_K", 3, 256)
+    packed = torch.empty(form.packed_shape(3, 256), dtype=torch.uint8)
+    for other in (rows[:, 1:], rows[:0], rows.int()):
+        with pytest.raises(ValueError, match=r"are not Q4_K|the compiled library needs"):
+            pack_into(packed, GgufRows(type="Q4_K", rows=other), form)
+    panels = Panels(packed=packed, form=form, shape=(3, 256))
+    for outside in (-1, 3):
+        with pytest.raises(ValueError, match="outside a table of 3 rows"):
+            look_up(panels, torch.tensor([0, outside]), torch.float32)

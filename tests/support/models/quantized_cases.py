@@ -101,6 +101,7 @@ CASES: dict[str, Case] = (
         "gptq-3-order": gptq_case(16, bits=3, ordered=False, form="GPTQ 3"),
         "gptq-v2": gptq_case(first=False, config={"checkpoint_format": "gptq_v2"}),
         "gptq-row": gptq_case(-1),
+        "gptq-16": gptq_case(16, form=""),
         "gptq-24": gptq_case(24, form=""),
         "gptq-8-order": gptq_case(8, form="", ordered=False),
         "gptq-biases": gptq_case(bias=True),
@@ -144,8 +145,8 @@ CASES: dict[str, Case] = (
         ),
         "int4-order": compressed(
             "pack-quantized",
-            {"num_bits": 4, "strategy": "group", "group_size": 16, "actorder": "group"},
-            partial(integers, bits=4, group=16, ordered=False),
+            {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"},
+            partial(integers, bits=4, group=32, ordered=False),
             "INT4",
         ),
         "int8-channels": compressed(

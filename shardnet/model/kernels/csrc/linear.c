@@ -329,3 +329,54 @@ void shardnet_linear(struct linear *first) {
     shardnet_parallel_for(&first->team, prepare_rows, first, first->n_rows, 16);
     shardnet_parallel_for(&first->team, multiply_panels, first, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }
+
+/* --- rows of a table */
+
+struct look_up {
+    const uint8_t *weights; /* packed */
+    const int64_t *ids;     /* [n_ids], each within the table */
+    float *out;             /* [n_ids, n_in] */
+    int64_t n_ids, n_in;
+    struct form form;
+};
+
+INLINE void look_up_half(const struct look_up *call, const uint8_t *panel, int o, float *out) {
+    for (int64_t i = 0; i < call->n_in; i++) {
+        uint16_t bits;
+        memcpy(&bits, panel + i / 2 * QUAD_BYTES + 4 * o + i % 2 * 2, 2);
+        out[i] = call->form.code == F16 ? from_f16(bits) : from_bf16(bits);
+    }
+}
+
+/* Computes the weights of some outputs. Python has checked everything in the struct. */
+void shardnet_look_up(const struct look_up *call) {
+    const struct linear p = {.n_in = call->n_in, .form = call->form};
+    const struct form *f = &p.form;
+    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    struct scales scales;
+    for (int64_t n = 0; n < call->n_ids; n++) {
+        const uint8_t *panel = call->weights + call->ids[n] / PANEL * bytes_of_panel(&p);
+        const int o = (int)(call->ids[n] % PANEL);
+        float *out = call->out + n * call->n_in;
+        if (f->bits == 16) {
+            look_up_half(call, panel, o, out);
+            continue;
+        }
+        struct stretch s = before_panel(&p, panel);
+        int64_t at = 0;
+        while (next_stretch(f, &s)) {
+            portable_read_scales(f, &s, &scales);
+            int own = 0;
+            for (int64_t b = 0; b < s.n_blocks; b++) {
+                const uint8_t *units = s.blocks + b * f->block_bytes + f->header_bytes;
+                for (int64_t k = s.from; k < s.from + s.n_inputs; k++, at++) {
+                    if (at >= call->n_in) break;
+                    const uint8_t *unit = units + k / UNIT * f->bits * QUAD_BYTES;
+                    const float value = value_of(f, code_at(f, unit, (int)(k % UNIT), o)) * scales.scale[own][o];
+                    out[at] = has_minimum ? value + scales.minimum[own][o] : value;
+                    if ((k + 1) % f->token_group == 0) own++;
+                }
+            }
+        }
+    }
+}

@@ -63,21 +63,71 @@ INLINE TARGET void NAME(read_group)(const struct form *f, const uint8_t *block, 
     }
 }
 
+/* Reads 16 bytes, signed or not. */
+INLINE TARGET void NAME(read_bytes)(int is_signed, const uint8_t *from, float out[PANEL]) {
+    if (is_signed)
+        for (int o = 0; o < PANEL; o++) out[o] = (float)(int8_t)from[o];
+    else
+        for (int o = 0; o < PANEL; o++) out[o] = (float)from[o];
+}
+
+/* Reads scales that are bytes times the float16 of their block, as most files have them. */
+INLINE TARGET void NAME(read_two_levels)(const int is_signed, const struct form *f, const struct stretch *s,
+                                         struct scales *out) {
+    const int64_t n = s->n_inputs / f->group, first = s->from / f->group, n_groups = f->block / f->group;
+    const int has_minimum = f->minimum == STORED;
+    int64_t at = 0;
+    for (int64_t b = 0; b < s->n_blocks; b++) {
+        const uint8_t *block = s->blocks + b * f->block_bytes;
+        const uint8_t *bytes = block + 2 * PANEL * f->block_scales + first * PANEL;
+        float outer[PANEL], below[PANEL], wide[PANEL];
+        HALVES(block, outer);
+        if (has_minimum) HALVES(block + 2 * PANEL, below);
+        for (int64_t g = 0; g < n; g++, at++, bytes += PANEL) {
+            NAME(read_bytes)(is_signed, bytes, wide);
+            for (int o = 0; o < PANEL; o++) out->scale[at][o] = wide[o] * outer[o];
+            if (!has_minimum) continue;
+            NAME(read_bytes)(is_signed, bytes + n_groups * PANEL, wide);
+            for (int o = 0; o < PANEL; o++) out->minimum[at][o] = wide[o] * -below[o];
+        }
+    }
+}
+
 /* Reads the scales of all token groups of a stretch. */
 static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
+    if (f->block_scales && f->group == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
+        if (f->scale == SCALE_INT8) {
+            NAME(read_two_levels)(1, f, s, out);
+            return;
+        }
+        if (f->scale == SCALE_UINT8) {
+            NAME(read_two_levels)(0, f, s, out);
+            return;
+        }
+    }
+    if (f->scale == SCALE_FLOAT16 && f->block == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
+        for (int64_t b = 0; b < s->n_blocks; b++) {
+            const uint8_t *block = s->blocks + b * f->block_bytes;
+            HALVES(block, out->scale[b]);
+            if (f->minimum == STORED) HALVES(block + 2 * PANEL, out->minimum[b]);
+        }
+        return;
+    }
     float outer[2][PANEL];
     const int64_t n = s->n_inputs / f->token_group, repeats = f->group / f->token_group;
     const int64_t first = s->from / f->group, inside = s->from % f->group / f->token_group;
     float(*scale)[PANEL] = out->scale, (*minimum)[PANEL] = out->minimum;
     for (int64_t b = 0; b < s->n_blocks; b++) {
         const uint8_t *block = s->blocks + b * f->block_bytes;
-        for (int i = 0; i < f->block_scales; i++) NAME(read_sixteen)(SCALE_FLOAT16, block + 2 * PANEL * i, outer[i]);
-        for (int64_t t = 0; t < n; t++, scale++, minimum++) {
-            if (t && (inside + t) % repeats) {
+        int64_t group = first, left = repeats - inside;
+        for (int i = 0; i < f->block_scales; i++) HALVES(block + 2 * PANEL * i, outer[i]);
+        for (int64_t t = 0; t < n; t++, scale++, minimum++, left--) {
+            if (!left) group++, left = repeats;
+            if (t && left < repeats) {
                 memcpy(scale, scale - 1, sizeof *scale);
                 memcpy(minimum, minimum - 1, sizeof *minimum);
             } else {
-                NAME(read_group)(f, block, first + (inside + t) / repeats, outer, *scale, *minimum);
+                NAME(read_group)(f, block, group, outer, *scale, *minimum);
             }
         }
     }

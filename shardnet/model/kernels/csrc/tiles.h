@@ -62,24 +62,27 @@ INLINE int32_t code_bias(const struct linear *p) {
     return p->form.bits == 8 && isa != AVX512 ? p->form.offset - 128 : p->form.offset;
 }
 
-/* Units of a block that lie one after the other, with the scales of their token groups.
- * `n_blocks` blocks follow each other; of each, `n_inputs` inputs from `from` on. */
+/* Units of a block that lie one after the other: of `n_blocks` consecutive blocks, `n_inputs` inputs from `from` on. */
 struct stretch {
     const uint8_t *blocks;
     int64_t from, n_inputs, n_blocks;
+    int64_t left, most; /* blocks from here to the panel's end, and at most in a stretch */
 };
 
-/* Cuts a panel into stretches of at most STRETCH inputs. Begin with {panel, 0, 0, 0}; returns 0 at the end. */
-INLINE int next_stretch(const struct linear *p, const uint8_t *panel, struct stretch *s) {
-    const struct form *f = &p->form;
-    const uint8_t *end = panel + bytes_of_panel(p);
+INLINE struct stretch before_panel(const struct linear *p, const uint8_t *panel) {
+    const int64_t most = p->form.block < STRETCH ? STRETCH / p->form.block : 1;
+    return (struct stretch){panel, 0, 0, 0, blocks_of_panel(p), most};
+}
+
+/* Goes on to the next stretch of at most STRETCH inputs; returns 0 at the panel's end. */
+INLINE int next_stretch(const struct form *f, struct stretch *s) {
     s->from += s->n_inputs;
     if (s->from == f->block || !s->n_inputs) {
         s->blocks += s->n_blocks * f->block_bytes;
+        s->left -= s->n_blocks;
         s->from = 0;
-        if (s->blocks == end) return 0;
-        const int64_t left = (end - s->blocks) / f->block_bytes, most = STRETCH / f->block;
-        s->n_blocks = most < 1 ? 1 : left < most ? left : most;
+        if (!s->left) return 0;
+        s->n_blocks = s->left < s->most ? s->left : s->most;
     }
     s->n_inputs = f->block - s->from < STRETCH ? f->block - s->from : STRETCH;
     return 1;

@@ -130,11 +130,11 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     __m256 total[2][MAX_TILE];
     __m256i sum[2][MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int group = 0, unit_of_group = 0;
     for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps(), sum[h][r] = _mm256_setzero_si256();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx2_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
@@ -211,10 +211,10 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
     const __m256 book[2] = {_mm256_loadu_ps(f->book), _mm256_loadu_ps(f->book + 8)};
     __m256 total[MAX_TILE], sum[MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int unit_of_group = 0;
     for (int r = 0; r < n_rows; r++) total[r] = sum[r] = _mm256_setzero_ps();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx2_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
@@ -260,6 +260,7 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
 #define AVX2_NARROW(n) AVX2_HALVES(n, 4, AVX2_BOOK, 0)
 #define AVX2_NARROW_APART(n) AVX2_HALVES(n, 4, AVX2_BOOK, 1)
 #define AVX2_WIDE_BOOK(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 0)
+#define AVX2_WIDE_BOOK_APART(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 1)
 #define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
 #define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
 #define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
@@ -277,6 +278,7 @@ TILE(avx2_6_apart, WITH_AVX2, AVX2_6_APART)
 TILE(avx2_narrow, WITH_AVX2, AVX2_NARROW)
 TILE(avx2_narrow_apart, WITH_AVX2, AVX2_NARROW_APART)
 TILE(avx2_wide_book, WITH_AVX2, AVX2_WIDE_BOOK)
+TILE(avx2_wide_book_apart, WITH_AVX2, AVX2_WIDE_BOOK_APART)
 TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
 TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
 TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
@@ -296,7 +298,7 @@ static struct tiles avx2_tiles(const struct linear *p) {
         case FLOAT_BOOK:
             return (struct tiles){avx2_float_book, NULL};
         case BOOK:
-            if (book_bias(f) == 128) return (struct tiles){avx2_wide_book, NULL};
+            if (book_bias(f) == 128) return (struct tiles){apart ? avx2_wide_book_apart : avx2_wide_book, NULL};
             return (struct tiles){apart ? avx2_narrow_apart : avx2_narrow, NULL};
     }
     switch (f->bits) {

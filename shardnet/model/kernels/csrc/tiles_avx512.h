@@ -149,10 +149,10 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
     __m512 total[MAX_TILE];
     __m512i sum[MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int group = 0, unit_of_group = 0;
     for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx512_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
@@ -214,10 +214,10 @@ INLINE WITH_AVX512 void avx512_floats_of(const int n_rows, const int code, const
     const __m512 book = _mm512_loadu_ps(f->book);
     __m512 total[MAX_TILE], sum[MAX_TILE];
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int unit_of_group = 0;
     for (int r = 0; r < n_rows; r++) total[r] = sum[r] = _mm512_setzero_ps();
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         avx512_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {

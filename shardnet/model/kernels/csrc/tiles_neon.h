@@ -86,10 +86,10 @@ INLINE WITH_NEON void neon_quantized_of(const int n_rows, const int bits, const 
         float32x4_t total[MAX_TILE];
         int32x4_t sum[MAX_TILE];
         struct scales scales;
-        struct stretch s = {w, 0, 0, 0};
+        struct stretch s = before_panel(p, w);
         int group = 0, unit_of_group = 0;
         for (int r = 0; r < n_rows; r++) total[r] = vdupq_n_f32(0);
-        while (next_stretch(p, w, &s)) {
+        while (next_stretch(f, &s)) {
             neon_read_scales(f, &s, &scales);
             int own = 0;
             for (int64_t b = 0; b < s.n_blocks; b++) {

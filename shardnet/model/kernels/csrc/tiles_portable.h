@@ -60,10 +60,10 @@ static void portable_panel(const struct linear *p, const uint8_t *w, int64_t row
     const struct form *f = &p->form;
     const int token_group = f->token_group, has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
     struct scales scales;
-    struct stretch s = {w, 0, 0, 0};
+    struct stretch s = before_panel(p, w);
     int64_t group = 0;
     memset(sums[0], 0, sizeof sums[0]);
-    while (next_stretch(p, w, &s)) {
+    while (next_stretch(f, &s)) {
         portable_read_scales(f, &s, &scales);
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
