@@ -72,9 +72,9 @@ def _combine_gemm(parts: WeightParts, *, group_size: int) -> ModelTensor:
         qweight, qzeros, scales = stored
         eights = slice(begin // 8, end // 8)
         return Codes(
-            codes=_outputs(qweight[:, eights]).T,
+            codes=_outputs(qweight[:, eights]),
             scales=scales[:, begin:end].T,
-            minimums=_outputs(qzeros[:, eights]).T,
+            minimums=_outputs(qzeros[:, eights]),
         )
 
     form = _form(group_size, n_in, sources[2].dtype)
@@ -82,11 +82,12 @@ def _combine_gemm(parts: WeightParts, *, group_size: int) -> ModelTensor:
 
 
 def _outputs(packed: Tensor) -> Tensor:
-    """Split integers [R, n / 8] into codes of outputs in order: uint8 [R, n]."""
-    from shardnet.checkpoint.quantization.code_values import split_bits
+    """Split integers [R, n / 8] into the codes of outputs in order: uint8 [n, R]."""
+    import torch
 
-    eights = split_bits(packed, 4).view(packed.shape[0], -1, 8)
-    return eights[..., list(ORDER)].flatten(1)
+    by_output = packed.T.contiguous()
+    parts = [(by_output >> 4 * place & 15).to(torch.uint8) for place in ORDER]
+    return torch.stack(parts, 1).flatten(0, 1)
 
 
 def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:

@@ -29,14 +29,18 @@ def split_bits(packed: Tensor, bits: int) -> Tensor:
     raw = packed.contiguous().view(torch.uint8)
     if bits == 8:
         return raw
-    if 8 % bits == 0:
-        parts = [raw >> low & ((1 << bits) - 1) for low in range(0, 8, bits)]
-        return torch.stack(parts, -1).flatten(-2)
-    eights = raw.view(*raw.shape[:-1], -1, bits).long()  # as many bytes as bits hold eight numbers
-    whole = sum(eights[..., place] << 8 * place for place in range(bits))
-    assert isinstance(whole, Tensor)
-    parts = [(whole >> bits * place & ((1 << bits) - 1)).to(torch.uint8) for place in range(8)]
-    return torch.stack(parts, -1).flatten(-2)
+    if 8 % bits == 0:  # a byte becomes an integer of as many bytes as it has numbers
+        whole = raw.to(torch.int16 if bits == 4 else torch.int32)
+    else:  # as many bytes as a number has bits hold eight
+        eights = raw.view(*raw.shape[:-1], -1, bits)
+        whole = eights[..., 0].long()
+        for place in range(1, bits):
+            whole |= eights[..., place].long() << 8 * place
+    mask = (1 << bits) - 1
+    made = whole & mask
+    for place in range(1, whole.element_size()):
+        made |= (whole >> bits * place & mask) << 8 * place
+    return made.view(torch.uint8)
 
 
 def bit_columns(packed: Tensor, bits: int, begin: int, end: int) -> Tensor:
