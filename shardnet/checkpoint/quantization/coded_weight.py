@@ -41,7 +41,7 @@ def group_of(size: int, n_inputs: int) -> int:
 
 def _has_halves(form: PanelForm) -> bool:
     """Return whether kernels multiply groups of half a unit in this form."""
-    return form.code is not Code.LINEAR or form.bits in (2, 3, 6)
+    return form.code is Code.BOOK or (form.code is Code.LINEAR and form.bits in (2, 3, 6))
 
 
 def coded_tensor(

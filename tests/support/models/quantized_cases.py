@@ -116,6 +116,11 @@ CASES: dict[str, Case] = (
             form="F8_E4M3",
             also=(HEAD,),
         ),
+        "fp8-16": Case(
+            config={"quant_method": "fp8", "weight_block_size": [16, 16]},
+            write=partial(fp8, scales="block"),
+            form="",
+        ),
         "fp8-rows": Case(
             config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
             write=partial(fp8, scales="row"),
