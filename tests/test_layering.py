@@ -44,7 +44,7 @@ ROOMS: dict[str, list[str]] = {
     "wire": ["framing", "messages", "payloads", "connection"],
     "transport": [""],
     "model": ["config", "kernels", "layers", "fused", "families", "sampling"],
-    "checkpoint": ["tensors", "formats", ""],
+    "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", ""],
     "stage": ["estimate", "streaming", ""],
     "runtime": ["scheduling", "stage", "ring", "engine"],

@@ -6,14 +6,14 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_llama
-from support.models.quantized_checkpoints import GROUP, Made, awq, fp8, gptq, mxfp4, quantized
+from support.models.checkpoints import make_decoder, make_llama
+from support.models.quantized_cases import CASES
+from support.models.quantized_checkpoints import Parts, gptq, mlx, mxfp4, quantized
 from support.oracles.oracle import (
     FLOAT32_TOLERANCE,
     check_generation,
@@ -21,95 +21,44 @@ from support.oracles.oracle import (
     reference_logits,
 )
 from support.rings.stage_chain import StageChain, even_split, random_prompt
+from support.soak import cases
 from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.formats import dequantize
-from shardnet.errors import CheckpointError
+from shardnet.model.kernels import panel_linear
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes
 from shardnet.types import DType, LayerRange
 
-CASES: dict[str, tuple[dict[str, Any], Any]] = {
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
-        partial(gptq, first=True, ordered=True),
-    ),
-    "gptq-order": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
-        partial(gptq, first=True, ordered=False),
-    ),
-    "gptq-v2": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "checkpoint_format": "gptq_v2",
-        },
-        partial(gptq, first=False, ordered=True),
-    ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True},
-        awq,
-    ),
-    "fp8-blocks": (
-        {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]},
-        partial(fp8, scales="block"),
-    ),
-    "fp8-rows": ({"quant_method": "fp8"}, partial(fp8, scales="row")),
-    "fp8-one": (
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        partial(fp8, scales="one"),
-    ),
-}
+USUAL = ["gptq-order", "awq", "fp8-blocks", "int4-zeros", "nf4-nested", "bnb-8", "mlx-4"]
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_quantized_weights_are_what_they_mean(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, form = CASES[case]
-    rng = np.random.default_rng(7)
+@pytest.fixture(autouse=True)
+def _by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch multiply packed weights: the library rounds tokens to int8."""
+    monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
 
-    def make(n: int, k: int) -> Made:
-        made: Made = form(rng, n, k)
-        return made
 
-    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=2)
-    folder = tmp_path / "quantized"
-    meant = quantized(source, folder, config, make)
-    checkpoint = Checkpoint.open(folder)
-    name = "model.layers.1.mlp.down_proj.weight"
-    torch.testing.assert_close(checkpoint.read(name), meant[name], rtol=1e-6, atol=1e-7)
-    whole = checkpoint.read(name, torch.bfloat16)
-    assert whole.dtype is torch.bfloat16
-    monkeypatch.setattr(dequantize, "BLOCK_ELEMENTS", 500)
-    assert torch.equal(checkpoint.read(name, torch.bfloat16), whole), "whatever the pieces"
-    chain = StageChain.load(folder, even_split(2, 2))
+def make_source(folder: Path) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    return make_llama(folder, with_tokenizer=False, num_hidden_layers=2, **sizes)
+
+
+@pytest.mark.parametrize("name", cases(USUAL, [name for name in CASES if name not in USUAL]))
+def test_quantized_weights_are_what_they_mean(name: str, tmp_path: Path) -> None:
+    case, source = CASES[name], make_source(tmp_path / "source")
+    write = partial(case.write, np.random.default_rng(7))
+    meant = quantized(source, tmp_path / "quantized", case.config, write, case.also)
+    chain = StageChain.load(tmp_path / "quantized", even_split(2, 2))
     reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     reference.load_state_dict(meant)
-    prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
+    prompts = [random_prompt(40, 300, seed=3), random_prompt(5, 300, seed=4)]
     check_generation(chain, reference, prompts, 8)
 
 
-def test_biases_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
-    """AutoGPTQ once wrote zeros for all of them."""
-    config, form = CASES["gptq"]
-    rng = np.random.default_rng(7)
-    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=2)
-    folder = tmp_path / "quantized"
-    quantized(source, folder, config, lambda n, k: form(rng, n, k))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(80)
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"up_proj\.bias .* has no place in a llama model"):
-        StageChain.load(folder, even_split(2, 1))
-
-
 def test_memory_counts_what_is_resident_and_moving_what_is_stored(tmp_path: Path) -> None:
-    config, form = CASES["awq"]
-    rng = np.random.default_rng(7)
-    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=2)
-    quantized(source, tmp_path / "quantized", config, lambda n, k: form(rng, n, k))
+    case, source = CASES["awq"], make_source(tmp_path / "source")
+    write = partial(case.write, np.random.default_rng(7))
+    quantized(source, tmp_path / "quantized", case.config, write)
     checkpoint, whole = Checkpoint.open(tmp_path / "quantized"), Checkpoint.open(source)
     layers = LayerRange(0, 1)
     form = WeightForm(dtype=DType.BFLOAT16)
@@ -117,6 +66,35 @@ def test_memory_counts_what_is_resident_and_moving_what_is_stored(tmp_path: Path
     assert sizes[0] == sizes[1]
     name = "model.layers.0.mlp.up_proj.weight"
     assert checkpoint.tensors[name].size_bytes < whole.tensors[name].size_bytes / 4
+
+
+def rewrite(folder: Path, stored: Parts, **config: object) -> Path:
+    """Replace the tensors of a checkpoint, and add to its config."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    save_file(
+        {name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def check_experts(packed: Path, plain: Path, one: str, n_experts: int) -> None:
+    """Hold packed experts against the same ones in float32, and transformers on them.
+
+    An expert's parameter reads its own bytes: those of all `n_experts` are those of the stacks.
+    """
+    prompt = random_prompt(40, 300)
+    logits = StageChain.load(packed, even_split(2, 2)).prefill(0, prompt)
+    expected = reference_logits(load_reference(plain), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    tensors = Checkpoint.open(packed).tensors
+    experts = [tensors[one.format(number)] for number in range(n_experts)]
+    assert all(expert.packed is not None for expert in experts)
+    parts = [(part.name, part.offset, part.size_bytes) for e in experts for part in e.sources]
+    assert len(set(parts)) == n_experts * len(experts[0].sources)
+    stored = Checkpoint.open(packed).stored
+    names = {name for name, _, _ in parts}
+    assert sum(size for *_, size in parts) == sum(stored[name].size_bytes for name in names)
 
 
 def test_mxfp4_experts_run_as_what_they_mean(tmp_path: Path) -> None:
@@ -132,14 +110,41 @@ def test_mxfp4_experts_run_as_what_they_mean(tmp_path: Path) -> None:
         parts, tensors[name] = mxfp4(rng, n_experts, n_out, n_in)
         del stored[name]
         stored |= {name + suffix: part for suffix, part in parts.items()}
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     packed = shutil.copytree(plain, tmp_path / "packed")
-    save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (packed / "config.json").write_text(json.dumps(config))
-    prompt = random_prompt(40, 300)
-    logits = StageChain.load(packed, even_split(2, 2)).prefill(0, prompt)
-    assert torch.equal(logits, StageChain.load(plain, even_split(2, 1)).prefill(0, prompt))
-    expected = reference_logits(load_reference(plain), prompt)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    rewrite(plain, tensors)
+    rewrite(packed, stored, quantization_config={"quant_method": "mxfp4"})
+    check_experts(packed, plain, "model.layers.0.mlp.experts.{}.gate_up_proj.weight", 5)
+
+
+MOE = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("maker", ["gptq", "mlx"])
+def test_experts_of_other_makers_run_as_what_they_mean(maker: str, tmp_path: Path) -> None:
+    """Qwen3-MoE with GPTQ's tensors for each expert, and with MLX's for all of a layer."""
+    plain = make_decoder(tmp_path / "plain", "qwen3_moe", num_hidden_layers=2, **MOE)
+    tensors = load_file(plain / "model.safetensors")
+    stored = {name: part for name, part in tensors.items() if ".experts." not in name}
+    rng = np.random.default_rng(5)
+    for name in [name for name in tensors if ".experts." in name]:
+        n_out, n_in = tensors[name].shape
+        stem, _, linear = name.removesuffix(".weight").rpartition(".")
+        write = gptq if maker == "gptq" else partial(mlx, bits=4)
+        parts, tensors[name] = write(rng, n_out, n_in, group=32)
+        block, _, _ = stem.partition(".experts.")
+        for suffix, part in parts.items():
+            if maker == "gptq":
+                stored[f"{stem}.{linear}{suffix}"] = part
+            else:
+                stack = f"{block}.switch_mlp.{linear}{suffix}"
+                stored[stack] = torch.cat(
+                    (*([stored[stack]] if stack in stored else []), part[None])
+                )
+    config = {"group_size": 32, "bits": 4}
+    packed = shutil.copytree(plain, tmp_path / "packed")
+    rewrite(plain, tensors)
+    said = {"quantization": config, "quantization_config": config}
+    if maker == "gptq":
+        said = {"quantization_config": CASES["gptq-4"].config}
+    rewrite(packed, stored, **said)
+    check_experts(packed, plain, "model.layers.0.mlp.experts.{}.up_proj.weight", 6)

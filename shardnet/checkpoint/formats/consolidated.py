@@ -18,6 +18,7 @@ from shardnet.checkpoint.formats.consolidated_params import config_of_params
 from shardnet.checkpoint.formats.indexed_files import read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, Contents
@@ -158,7 +159,7 @@ def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
             scales = left.pop(own_name.replace(".weight", ".qscale_weight"), None)
             made[name] = _parameter(config, name, shape, infos)
             if scales is not None:
-                made[name] = _scaled(made[name], infos, scales)
+                made[name] = _scaled(config, made[name], infos, scales)
     return made | {name: unchanged(name, infos[0]) for name, infos in left.items()}
 
 
@@ -177,11 +178,7 @@ def _own_name(config: ModelConfig, name: str) -> str:
 def _parameter(
     config: ModelConfig, name: str, shape: Shape, infos: Sequence[StoredTensor]
 ) -> ModelTensor:
-    n_heads = None
-    if ".q_proj." in name:
-        n_heads = config.n_heads
-    elif ".k_proj." in name:
-        n_heads = config.n_kv_heads
+    n_heads = _rotated_heads(config, name)
     first = infos[0].shape
     if len({(info.shape, info.dtype) for info in infos}) > 1:
         return unchanged(name, infos[0])  # parts unlike each other: refused by its shape
@@ -199,19 +196,34 @@ def _parameter(
     )
 
 
+def _rotated_heads(config: ModelConfig, name: str) -> int | None:
+    """Return the heads of queries or keys, whose rows rotate in pairs; None for others."""
+    if ".q_proj." in name:
+        return config.n_heads
+    return config.n_kv_heads if ".k_proj." in name else None
+
+
 def _scaled(
-    tensor: ModelTensor, infos: Sequence[StoredTensor], scales: Sequence[StoredTensor]
+    config: ModelConfig,
+    tensor: ModelTensor,
+    infos: Sequence[StoredTensor],
+    scales: Sequence[StoredTensor],
 ) -> ModelTensor:
     """Combine an FP8 weight with its one scale; return any other `tensor` unchanged."""
-    if len(infos) > 1 or infos[0].dtype != "F8_E4M3" or scales[0].shape not in ((), (1,)):
+    is_fp8 = infos[0].dtype == "F8_E4M3" and len(infos[0].shape) == 2
+    if len(infos) > 1 or not is_fp8 or scales[0].shape not in ((), (1,)):
         return tensor
+    n_rows, n_heads = infos[0].shape[0], _rotated_heads(config, tensor.name)
 
-    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        from shardnet.checkpoint.formats.dequantize import from_fp8
+    def order(begin: int, end: int) -> Tensor:
+        import torch
 
-        return tensor.make([from_fp8(stored, (1, 1), dtype)], dtype)
+        stored = torch.arange(n_rows)
+        return (stored if n_heads is None else rotary_halves(stored, n_heads))[begin:end]
 
-    return replace(tensor, dtype=None, sources=(infos[0], scales[0]), make=make)
+    layout = ScaleLayout(rows=n_rows, columns=0)
+    has_order = n_heads is not None
+    return fp8_tensor(tensor.name, infos[0], scales[0], layout, order if has_order else None)
 
 
 def _cut_axis(part: Shape, whole: Shape, n_parts: int) -> int | None:

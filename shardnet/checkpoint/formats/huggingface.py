@@ -7,23 +7,21 @@ how their headers are laid out, nor families.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from shardnet.checkpoint.formats.indexed_files import ReadFile, read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.stacked_experts import split_experts
-from shardnet.checkpoint.formats.stored_quantization import combine, plain, read_quantization
 from shardnet.checkpoint.formats.torch_files import read_torch_file
+from shardnet.checkpoint.quantization.registry import model_tensors, take_format
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents
-from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, TensorFile
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.stored_tensor import TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.stage_tensors import canonical_name
 
 SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 """Safetensors go first."""
@@ -46,21 +44,12 @@ def open_huggingface(folder: Path) -> Contents:
     """
     where = folder / "config.json"
     config = read_json(where)
-    quantized = config.pop("quantization_config", None)
-    if not isinstance(quantized, dict | None):
-        raise CheckpointError(
-            f"{where}: quantization_config is {quantized!r:.80}, expected an object", remedy=AGAIN
-        )
-    how = read_quantization(quantized, str(where)) if quantized else None
+    weight_format = take_format(config, str(where))
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
-    made = combine(how, stored, str(folder)) if how is not None else {}
-    rest = plain(how, stored, made) if how is not None else stored.values()
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
-        tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
-        named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return split_experts(config, {name: replace(tensor, name=name) for name, tensor in named})
+        return split_experts(config, model_tensors(config, stored, weight_format, str(folder)))
 
     return Contents(
         folder=folder,

@@ -39,6 +39,12 @@ class Fields:
         """Whether the key is present, null or not."""
         return key in self._raw
 
+    def take_the_rest(self) -> dict[str, Any]:
+        """Return what nobody has taken, of any type."""
+        rest = {key: value for key, value in self._raw.items() if key not in self._taken}
+        self._taken.update(rest)
+        return rest
+
     def inner(self, key: str, raw: Mapping[str, Any]) -> Fields:
         """Make a reader of the object `raw`, which stands under `key`."""
         return Fields(raw, self.where, prefix=f"{self._prefix}{key}.")

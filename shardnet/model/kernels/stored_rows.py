@@ -35,12 +35,12 @@ class PackedWeight:
 
     `rows(stored, begin, end)` gives the rows [begin, end) of stored tensors, which it must not
     change. `input_order(stored)`, where groups are not of consecutive inputs, is the order in which
-    the form has the inputs, int32 [K]: column i of the panels is of input order[i]. With `in_order`
-    its rows are those of its stored tensors, one behind the other, and any of them can be packed
-    while they are read.
+    the form has the inputs, int32 [K], None after all if they are in order: column i of the panels
+    is of input order[i]. With `in_order` its rows are those of its stored tensors, one behind the
+    other, and any of them can be packed while they are read.
     """
 
     form: PanelForm
     rows: Callable[[Sequence[Tensor], int, int], StoredRows]
-    input_order: Callable[[Sequence[Tensor]], Tensor] | None = None
+    input_order: Callable[[Sequence[Tensor]], Tensor | None] | None = None
     in_order: bool = False

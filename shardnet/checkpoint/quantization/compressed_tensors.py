@@ -1,0 +1,311 @@
+"""What the library compressed-tensors writes (llm-compressor, vLLM): integers and narrow floats.
+
+Knows the keys of its config and the names of its tensors. Must not know files. Activations are not
+quantised here, whatever the config says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.checkpoint.quantization.coded_weight import (
+    FLOAT_SCALES,
+    coded_tensor,
+    group_of,
+)
+from shardnet.checkpoint.quantization.fp8 import fp8_tensor, read_scales
+from shardnet.checkpoint.quantization.gptq import order_of_groups
+from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
+from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.errors import shown
+from shardnet.model.config.fields import MAX_SIZE, Fields
+from shardnet.model.config.panel_form import Minimum, PanelForm, Scale
+from shardnet.model.kernels.codes import Codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IGNORED: Final = (
+    "ignore kv_cache_scheme global_compression_ratio quantization_status version "
+    "run_compressed dequantize use_optimized_inference"
+)
+_SKIPPED: Final = tuple(
+    f".{prefix}_{suffix}"
+    for prefix in ("input", "output", "q", "k", "v")
+    for suffix in ("scale", "zero_point", "global_scale")
+)
+_SHARED: Final = (".weight", ".weight_packed", ".weight_scale", ".weight_shape")
+"""Suffixes in all formats; the shape repeats what the config says of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScheme:
+    """How the linears' weights are quantised: the keys of `weights`.
+
+    `group_size` inputs share a scale, or with 0 a row, or with `block` (rows, columns) a block.
+    """
+
+    bits: int
+    kind: str
+    symmetric: bool
+    group_size: int
+    block: tuple[int, int]
+
+
+def read_compressed_tensors(fields: Fields) -> WeightFormat:
+    """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
+    fields.ignore(*_IGNORED.split())
+    sparsity = fields.inner("sparsity_config", fields.take("sparsity_config", dict, {}))
+    sparsity.ignore("global_sparsity", "sparsity_structure", "registry_requires_subclass")
+    sparsity.ignore("targets", "ignore")
+    if sparsity.take("format", str, "dense") != "dense":
+        raise sparsity.unsupported("format", sparsity.take("format", str), "dense")
+    sparsity.refuse_the_rest()
+    name = fields.take("format", str)
+    groups = fields.take("config_groups", dict)
+    if not groups:
+        raise fields.damaged("quantization_config.config_groups is empty")
+    schemes = {_read_group(fields, str(key), group, name) for key, group in groups.items()}
+    if len(schemes) > 1:
+        raise fields.unsupported(
+            "config_groups", f"{len(groups)} groups", "groups with the same weights"
+        )
+    scheme = schemes.pop()
+    known = _FORMATS.get(f"{scheme.kind}-quantized" if name == "naive-quantized" else name)
+    if known is None:
+        raise fields.unsupported("format", name, ", ".join(_FORMATS))
+    if scheme.kind != known.kind or scheme.bits not in known.bits:
+        raise fields.unsupported(
+            "config_groups",
+            f"{scheme.kind} of {scheme.bits} bits",
+            f"{known.kind} of {' or '.join(map(str, known.bits))} bits in the format {name}",
+        )
+    return WeightFormat(
+        markers=(known.marker,),
+        suffixes=(*_SHARED, *known.suffixes),
+        combine=partial(known.combine, scheme=scheme),
+        skipped=_SKIPPED,
+    )
+
+
+def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
+    """Read how one group of linears is quantised; which they are, the tensors' names say."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("weights"), dict):
+        raise fields.damaged(
+            f"quantization_config.config_groups.{key} is {shown(raw)}, expected weights in it"
+        )
+    group = fields.inner(f"config_groups.{key}", raw)
+    group.ignore("targets", "input_activations", "output_activations", "weights")
+    if group.take("format", str, name) != name:
+        raise group.unsupported("format", group.take("format", str), name)
+    group.refuse_the_rest()
+    weights = group.inner("weights", raw["weights"])
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")
+    weights.require("dynamic", False)
+    size = weights.take("group_size", int, -1)
+    strategy = weights.take("strategy", str, "channel" if size == -1 else "group")
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+        raise weights.unsupported("strategy", strategy, "tensor, channel, group, block")
+    is_grouped = strategy in ("group", "tensor_group")
+    if (size != -1 and not 1 <= size <= MAX_SIZE) or (is_grouped and size == -1):
+        raise weights.damaged(f"group_size of {key} is {size}, expected 1 on")
+    scheme = WeightScheme(
+        bits=weights.positive("num_bits", 8, at_most=32),
+        kind=weights.take("type", str, "int").lower(),
+        symmetric=weights.take("symmetric", bool, True),
+        group_size=size if is_grouped else 0,
+        block=_read_block(weights) if strategy == "block" else (1, 1),
+    )
+    weights.ignore("block_structure")
+    weights.refuse_the_rest()
+    return scheme
+
+
+def _read_block(weights: Fields) -> tuple[int, int]:
+    """Read the rows and columns of a block: [128, 128] or "128x128"."""
+    given = weights.take("block_structure", (list, str))
+    sizes = given.split("x") if isinstance(given, str) else given
+    if len(sizes) == 2 and all(str(n).isascii() and str(n).isdigit() for n in sizes):
+        rows, columns = (int(str(n)[:12]) for n in sizes)
+        if 0 < rows <= MAX_SIZE and 0 < columns <= MAX_SIZE:
+            return rows, columns
+    raise weights.damaged(f"block_structure is {shown(given)}, expected [n, n]")
+
+
+def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
+    """Combine integers, packed [N, K x bits / 32] or int8 [N, K], with scales and zero points.
+
+    Packed ones are stored with half of their range added. Symmetric ones may have zero points too,
+    of zero.
+    """
+    n_out, n_in = parts.shape
+    bits, each = scheme.bits, 32 // scheme.bits
+    is_packed = ".weight_packed" in parts.parts
+    scales, layout = read_scales(parts, ".weight_scale", (1, scheme.group_size or n_in))
+    if is_packed:
+        weight = parts.part(".weight_packed", ("I32",), (n_out, -(-n_in // each)))
+    else:
+        weight = parts.part(".weight", ("I8",), parts.shape)
+    sources = {"weight": weight, "scales": scales}
+    if not scheme.symmetric and is_packed:
+        n_groups = -(-n_in // (scheme.group_size or n_in))
+        shape = (-(-n_out // each), n_groups)
+        sources["zeros"] = parts.part(".weight_zero_point", ("I32",), shape)
+    elif not scheme.symmetric or ".weight_zero_point" in parts.parts:
+        sources["zeros"] = parts.part(".weight_zero_point", ("I8",), scales.shape)
+    if ".weight_g_idx" in parts.parts:
+        sources["groups"] = parts.part(".weight_g_idx", ("I32", "I64"), (n_in,))
+    places = {name: place for place, name in enumerate(sources)}
+
+    def input_order(stored: Sequence[Tensor]) -> Tensor | None:
+        groups = stored[places["groups"]]
+        if bool((groups == -1).all()):  # the library's value for groups in order
+            return None
+        return order_of_groups(groups, scheme.group_size or n_in, parts, ".weight_g_idx")
+
+    def zero_points(stored: Sequence[Tensor], begin: int, end: int) -> Tensor | None:
+        from shardnet.checkpoint.quantization.code_values import biased, split_bits
+
+        if "zeros" not in places:
+            return None
+        zeros = stored[places["zeros"]]
+        if scheme.symmetric:
+            if zeros.any():
+                raise parts.damaged(".weight_zero_point", "is not all zeros, as symmetric ones are")
+            return None
+        if not is_packed:
+            return layout.of_rows(biased(zeros), begin, end)
+        packed = zeros[begin // each : -(-end // each)]
+        return split_bits(packed.T, bits)[:, : end - begin].T.contiguous()
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        from shardnet.checkpoint.quantization.code_values import biased, split_bits
+
+        taken = stored[0][begin:end]
+        codes = split_bits(taken, bits)[:, :n_in] if is_packed else biased(taken)
+        order = input_order(stored) if "groups" in places else None
+        return Codes(
+            codes=codes if order is None else codes[:, order],
+            scales=layout.of_rows(stored[1], begin, end),
+            minimums=zero_points(stored, begin, end),
+        )
+
+    form = PanelForm(
+        name=f"INT{bits}",
+        bits=bits,
+        group=group_of(layout.columns, n_in),
+        scale=FLOAT_SCALES[scales.dtype],
+        minimum=Minimum.NONE if scheme.symmetric else Minimum.ZERO_POINT,
+        offset=1 << bits - 1 if scheme.symmetric else 0,
+    )
+    return coded_tensor(
+        parts.name,
+        parts.shape,
+        list(sources.values()),
+        form=form,
+        rows=rows,
+        input_order=input_order if "groups" in places else None,
+    )
+
+
+def _combine_fp8(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
+    """Combine E4M3 floats [N, K] with scales per tensor, row, group or block."""
+    block = (1, scheme.group_size) if scheme.group_size else scheme.block
+    scales, layout = read_scales(parts, ".weight_scale", block)
+    weight = parts.part(".weight", ("F8_E4M3",), parts.shape)
+    return fp8_tensor(parts.name, weight, scales, layout)
+
+
+def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
+    """Combine 4-bit floats, two in each byte, with E4M3 scales, divided by one for all of them."""
+    n_out, n_in = parts.shape
+    size = scheme.group_size or 16
+    sources = (
+        parts.part(".weight_packed", ("U8",), (n_out, n_in // 2)),
+        parts.part(".weight_scale", ("F8_E4M3",), (n_out, -(-n_in // size))),
+        parts.part(".weight_global_scale", ("F32",), (), (1,)),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        from shardnet.checkpoint.quantization.code_values import split_bits
+
+        packed, scales, divisor = stored
+        return Codes(
+            codes=split_bits(packed[begin:end], 4),
+            scales=scales[begin:end].float() / divisor.view(1, 1),
+        )
+
+    form = PanelForm(
+        name="NVFP4",
+        bits=4,
+        group=size,
+        scale=Scale.FLOAT32,
+        book=MXFP4_FORM.book,
+        code=MXFP4_FORM.code,
+        factor=MXFP4_FORM.factor,
+    )
+    return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)
+
+
+def _combine_mxfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
+    """Combine 4-bit floats, two in each byte, with exponents for every 32 inputs."""
+    n_out, n_in = parts.shape
+    sources = (
+        parts.part(".weight_packed", ("U8",), (n_out, n_in // 2)),
+        parts.part(".weight_scale", ("U8",), (n_out, n_in // (scheme.group_size or 32))),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        from shardnet.checkpoint.quantization.code_values import split_bits
+
+        packed, exponents = (values[begin:end] for values in stored)
+        return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())
+
+    return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    """One format: what it stores, the part that marks a quantised weight, and its own parts."""
+
+    kind: str
+    bits: tuple[int, ...]
+    marker: str
+    combine: Callable[..., ModelTensor]
+    suffixes: tuple[str, ...] = ()
+
+
+_INTEGER_PARTS: Final = (".weight_zero_point", ".weight_g_idx")
+_FORMATS: Final = {
+    "pack-quantized": _Format(
+        kind="int",
+        bits=(2, 4, 8),
+        marker=".weight_packed",
+        combine=_combine_integers,
+        suffixes=_INTEGER_PARTS,
+    ),
+    "int-quantized": _Format(
+        kind="int",
+        bits=(8,),
+        marker=".weight_scale",
+        combine=_combine_integers,
+        suffixes=_INTEGER_PARTS,
+    ),
+    "float-quantized": _Format(
+        kind="float", bits=(8,), marker=".weight_scale", combine=_combine_fp8
+    ),
+    "nvfp4-pack-quantized": _Format(
+        kind="float",
+        bits=(4,),
+        marker=".weight_packed",
+        combine=_combine_nvfp4,
+        suffixes=(".weight_global_scale",),
+    ),
+    "mxfp4-pack-quantized": _Format(
+        kind="float", bits=(4,), marker=".weight_packed", combine=_combine_mxfp4
+    ),
+}

@@ -1,0 +1,121 @@
+"""FP8 weights with a scale for a block, a row or all of them, as several makers store them.
+
+Knows the keys of transformers' `fp8` and `fbgemm_fp8` and the names of their tensors. Must not know
+files. Activations, which these checkpoints are meant to have quantised too, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from shardnet.checkpoint.quantization.coded_weight import RowOrder, coded_tensor, group_of
+from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, WeightParts
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.errors import shown
+from shardnet.model.config.fields import MAX_SIZE, Fields
+from shardnet.model.config.panel_form import Code, PanelForm, Scale
+from shardnet.model.families.tensor_shapes import Shape
+from shardnet.model.kernels.codes import Codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FP8_CODES: Final = {"F8_E4M3": Code.E4M3, "F8_E5M2": Code.E5M2}
+"""By safetensors' name of a dtype."""
+_SKIPPED: Final = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".input_scale_ub")
+_IGNORED: Final = (
+    "activation_scheme activation_scale_ub fmt scale_fmt modules_to_not_convert ignored_layers "
+    "kv_cache_scheme dequantize"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleLayout:
+    """Which weights share a scale: `rows` rows, and `columns` columns of them, 0 for all."""
+
+    rows: int
+    columns: int
+
+    def of_rows(self, scales: Tensor, begin: int, end: int) -> Tensor:
+        """Return the scales of rows [begin, end): [rows, G]."""
+        from shardnet.checkpoint.quantization.code_values import repeat_rows
+
+        table = scales if scales.ndim == 2 else scales.reshape(-1, 1)
+        return repeat_rows(table, self.rows, begin, end)
+
+
+def read_fp8(fields: Fields) -> WeightFormat:
+    """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
+    fields.ignore(*_IGNORED.split())
+    sizes = fields.take("weight_block_size", list, [1, 1])
+    if len(sizes) != 2 or not all(isinstance(n, int) and 0 < n <= MAX_SIZE for n in sizes):
+        raise fields.damaged(
+            f"quantization_config.weight_block_size is {shown(sizes)}, expected [n, n]"
+        )
+    return WeightFormat(
+        markers=(".weight_scale_inv", ".weight_scale"),
+        suffixes=(".weight", ".weight_scale_inv", ".weight_scale"),
+        combine=partial(_combine, block=(sizes[0], sizes[1])),
+        skipped=_SKIPPED,
+    )
+
+
+def _combine(parts: WeightParts, *, block: tuple[int, int]) -> ModelTensor:
+    suffix = next(suffix for suffix in parts.parts if suffix != ".weight")
+    scales, layout = read_scales(parts, suffix, block)
+    weight = parts.part(".weight", tuple(FP8_CODES), parts.shape)
+    return fp8_tensor(parts.name, weight, scales, layout)
+
+
+def read_scales(
+    parts: WeightParts, suffix: str, block: tuple[int, int]
+) -> tuple[StoredTensor, ScaleLayout]:
+    """Return the scales and what shares one, by their shape: all, a row, or a `block`.
+
+    Raises CheckpointError for another shape or dtype.
+    """
+    n_out, n_in = parts.shape
+    blocks: Shape = (-(-n_out // block[0]), -(-n_in // block[1]))
+    scales = parts.part(suffix, FLOATS, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks)
+    if scales.shape in ((), (1,), (1, 1)):
+        return scales, ScaleLayout(rows=n_out, columns=0)
+    if scales.shape in ((n_out,), (n_out, 1)):
+        return scales, ScaleLayout(rows=1, columns=0)
+    return scales, ScaleLayout(rows=block[0], columns=block[1])
+
+
+def fp8_tensor(
+    name: str,
+    weight: StoredTensor,
+    scales: StoredTensor,
+    layout: ScaleLayout,
+    order: RowOrder | None = None,
+) -> ModelTensor:
+    """Describe the parameter of FP8 `weight` [N, K] and its scales.
+
+    `order` tells which stored rows the parameter's are, if they are not in order.
+    """
+    n_out, n_in = weight.shape
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        import torch
+
+        codes, factors = stored
+        taken = codes[begin:end] if order is None else codes[order(begin, end)]
+        return Codes(
+            codes=taken.contiguous().view(torch.uint8),
+            scales=layout.of_rows(factors.float(), begin, end),
+        )
+
+    form = PanelForm(
+        name=weight.dtype,
+        bits=8,
+        group=group_of(layout.columns, n_in),
+        scale=Scale.FLOAT32,
+        code=FP8_CODES[weight.dtype],
+    )
+    return coded_tensor(name, (n_out, n_in), (weight, scales), form=form, rows=rows)

@@ -1,0 +1,55 @@
+"""MXFP4 experts, as gpt-oss is published, and the 4-bit floats (E2M1) that others store too.
+
+Knows the names of its tensors. Must not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from shardnet.checkpoint.quantization.coded_weight import coded_tensor
+from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.panel_form import GGUF_FORMS, PanelForm
+from shardnet.model.kernels.codes import Codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MXFP4_FORM: Final[PanelForm] = GGUF_FORMS["MXFP4"]
+_BYTES: Final = ("U8",)
+
+
+def read_mxfp4(fields: Fields) -> WeightFormat:
+    """Read `quantization_config`, which says nothing but the method."""
+    fields.ignore("modules_to_not_convert", "dequantize")
+    return WeightFormat(markers=("_blocks",), suffixes=("_blocks", "_scales"), combine=_combine)
+
+
+def _combine(parts: WeightParts) -> ModelTensor:
+    """Combine one expert's blocks [N, K / 32, 16] and their exponents [N, K / 32].
+
+    The outputs of gate and up take turns in the file, and follow each other in the parameter.
+    """
+    n_out, n_in = parts.shape
+    sources = (
+        parts.part("_blocks", _BYTES, (n_out, n_in // 32, 16)),
+        parts.part("_scales", _BYTES, (n_out, n_in // 32)),
+    )
+    is_both = parts.stem.endswith("gate_up_proj")
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        import torch
+
+        from shardnet.checkpoint.quantization.code_values import split_bits
+
+        index = torch.arange(begin, end)
+        if is_both:
+            half = n_out // 2
+            index = torch.where(index < half, 2 * index, 2 * (index - half) + 1)
+        blocks, exponents = (values.view(n_out, -1)[index] for values in stored)
+        return Codes(codes=split_bits(blocks, 4), scales=exponents)
+
+    return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)

@@ -1,0 +1,121 @@
+"""All makers' formats of quantised weights, and how a checkpoint finds its own.
+
+Knows the makers' modules by `quant_method`, and nothing of what stands in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from shardnet.checkpoint.quantization.awq import read_awq
+from shardnet.checkpoint.quantization.bitsandbytes import read_bitsandbytes
+from shardnet.checkpoint.quantization.compressed_tensors import read_compressed_tensors
+from shardnet.checkpoint.quantization.fp8 import read_fp8
+from shardnet.checkpoint.quantization.gptq import read_gptq
+from shardnet.checkpoint.quantization.mlx import read_mlx
+from shardnet.checkpoint.quantization.mxfp4 import read_mxfp4
+from shardnet.checkpoint.quantization.stacked_parts import split_parts
+from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
+from shardnet.errors import CheckpointError, shown
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
+from shardnet.types import LayerRange
+
+METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed_tensors,
+    "fbgemm_fp8": read_fp8,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
+}
+"""By `quant_method`: what reads the rest of `quantization_config`."""
+
+
+def take_format(config: dict[str, Any], where: str) -> WeightFormat | None:
+    """Take from the keys of the config.json at `where` how weights are quantised, None if not.
+
+    What MLX says goes first: its `quantization_config` is a copy, or of the model that it was made
+    of. Raises UnsupportedModelError for a method, or a variant of one, that is not implemented.
+    """
+    found = None
+    for key in ("quantization_config", "quantization"):
+        raw = config.pop(key, None)
+        if not isinstance(raw, dict | None):
+            raise CheckpointError(
+                f"{where}: {key} is {shown(raw)}, expected an object", remedy=AGAIN
+            )
+        found = (key, raw) if raw else found
+    if found is None:
+        return None
+    key, raw = found
+    fields = Fields(raw, where, prefix=f"{key}.")
+    if key == "quantization":
+        return read_mlx(fields)
+    method = fields.take("quant_method", str)
+    if method not in METHODS:
+        raise fields.unsupported("quant_method", method, ", ".join(METHODS))
+    made = METHODS[method](fields)
+    fields.refuse_the_rest()
+    return made
+
+
+def model_tensors(
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    weight_format: WeightFormat | None,
+    where: str,
+) -> dict[str, ModelTensor]:
+    """Combine the parts of quantised weights among the `stored` tensors of the folder `where`.
+
+    Returns all parameters, by the model's names. Raises CheckpointError for parts that do not fit
+    each other, or the model.
+    """
+    stored = split_parts(config, stored)
+    if weight_format is None:
+        plain = ((canonical_name(config, name), info) for name, info in stored.items())
+        return {name: unchanged(name, info) for name, info in plain}
+    shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
+    made: dict[str, ModelTensor] = {}
+    used: set[str] = set()
+    for stem, marker in _stems(stored, weight_format.markers):
+        name = canonical_name(config, f"{stem}.weight")
+        parts = {
+            suffix: stored[stem + suffix]
+            for suffix in weight_format.suffixes
+            if stem + suffix in stored
+            and (suffix != ".bias" or canonical_name(config, stem + suffix) not in shapes)
+        }
+        used.update(stem + suffix for suffix in parts)
+        shape = shapes.get(name, ())
+        if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
+            made[name] = unchanged(name, stored[stem + marker])
+            continue
+        made[name] = weight_format.combine(
+            WeightParts(stem=stem, name=name, shape=shape, parts=parts, where=where)
+        )
+    for name, info in stored.items():
+        if name in used or name.endswith(weight_format.skipped):
+            continue
+        canonical = canonical_name(config, name)
+        if canonical in made:
+            raise CheckpointError(
+                f"{where}/{info.file}: tensor {info.name} is there quantised too", remedy=AGAIN
+            )
+        made[canonical] = unchanged(canonical, info)
+    return made
+
+
+def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str]]:
+    """List where the names of a quantised weight's parts begin, each with the marker it has."""
+    return [
+        (name.removesuffix(marker), marker)
+        for name in stored
+        for marker in markers
+        if name.endswith(marker)
+    ]
