@@ -22,7 +22,14 @@ from shardnet.checkpoint.formats.gguf_header import (
     read_gguf_header,
 )
 from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
-from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packed_bytes, type_name, unpack
+from shardnet.checkpoint.formats.gguf_types import (
+    PACKED,
+    PLAIN,
+    form_name,
+    packed_bytes,
+    type_name,
+    unpack,
+)
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, rotary_halves, unchanged
@@ -95,6 +102,7 @@ def open_gguf(path: Path) -> Contents:
         files=files,
         whole=(),
         arrange=lambda config: _arrange(config, arch, stored),
+        form=form_name(metadata.get("general.file_type")),
     )
 
 

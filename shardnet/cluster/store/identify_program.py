@@ -21,6 +21,8 @@ def identified(path: str) -> tuple[object, bytes]:
         "is_complete": facts.is_complete,
         "stored_dtype": facts.stored_dtype and facts.stored_dtype.value,
         "linear_dtype": facts.linear_dtype and facts.linear_dtype.value,
+        "form": facts.form,
+        "size_bytes": facts.size_bytes,
     }, b""
 
 

@@ -90,7 +90,8 @@ class ModelFacts:
     `path` is its folder, or its file. `config_text` is its config in the words of config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
     replica. `stored_dtype` is that of all layers' linear weights in the files, None where they have
-    to be converted; `linear_dtype` that of the LM head's too.
+    to be converted; `linear_dtype` that of the LM head's too. `form` names how they are stored, for
+    people, and `size_bytes` is the size of the tensor files.
     """
 
     model_id: str
@@ -101,6 +102,8 @@ class ModelFacts:
     is_complete: bool
     stored_dtype: DType | None = None
     linear_dtype: DType | None = None
+    form: str = ""
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,8 @@ def identify(path: Path) -> ModelFacts:
         is_complete=checkpoint.journal is None,
         stored_dtype=stored_dtype(checkpoint),
         linear_dtype=linear_dtype(checkpoint),
+        form=checkpoint.form,
+        size_bytes=checkpoint.size_bytes,
     )
 
 
