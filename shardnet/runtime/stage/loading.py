@@ -20,6 +20,9 @@ from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
+from shardnet.checkpoint.model_folders import find_in_lm_studio
+from shardnet.checkpoint.model_names import LM_STUDIO
+from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -126,15 +129,20 @@ class LoadedStage:
 
 def find_folder(model: str) -> Path | None:
     """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
-    an absolute path, or a model of the Hub that was pulled.
+    an absolute path, a model of the Hub that was pulled, of Ollama's or LM Studio's store.
 
-    None when there is none here.
+    None when there is none here. Raises CheckpointError if a store says that it is here, and it
+    cannot be used.
     """
-    if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
-        name = HubName.parse(model)
-        return pulled_folder(name) if name is not None else None
-    path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
-    return path if names_checkpoint(path) else None
+    if model == DEFAULT_MODEL_NAME or os.path.isabs(model):
+        path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
+        return path if names_checkpoint(path) else None
+    if model.startswith(LM_STUDIO):
+        return find_in_lm_studio(model)
+    if ollama := OllamaName.parse(model):
+        return find_ollama(ollama)
+    name = HubName.parse(model)
+    return pulled_folder(name) if name is not None else None
 
 
 def identify(path: Path) -> ModelFacts:
