@@ -61,8 +61,11 @@ def match(model: str, names: Collection[str]) -> str | None:
     if model in names:
         return model
     wanted = model.casefold()
+    prefix = next((prefix for prefix in (OLLAMA, LM_STUDIO) if wanted.startswith(prefix)), "")
     found = [name for name in names if name.casefold() == wanted] or [
-        name for name in names if wanted in spellings(name)
+        name
+        for name in names
+        if name.startswith(prefix) and wanted.removeprefix(prefix) in spellings(name)
     ]
     several = sorted(set(found))
     if len(several) > 1:
@@ -88,7 +91,7 @@ def spellings(name: str) -> set[str]:
         return {name.casefold(), rest.casefold()}  # a revision is named in full
     folder, _, last = rest.rpartition("/")
     parents = [] if rest.startswith("/") else _tails(folder)
-    found = {rest, *_tails(rest)}
+    found = {name, rest, *_tails(rest)}
     if file := _FILE.fullmatch(last):
         found |= _of_file(file["stem"], parents)
     elif ":" in last:
