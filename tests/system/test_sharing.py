@@ -128,7 +128,7 @@ def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parro
 def test_a_model_of_ollamas_store_runs_where_only_a_peer_has_it(
     machines: list[Machine], parrots: Parrots, tmp_path: Path
 ) -> None:
-    """Both halves of the ring are told a part of its name; the one without it fetches its half."""
+    """The head is told a part of its name, and fetches its own half."""
     source = shutil.copytree(parrots.alphabet, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")  # numpy, which writes GGUF, has no bfloat16
     save_file({name: x.float() for name, x in tensors.items()}, source / "model.safetensors")
@@ -149,9 +149,6 @@ def test_a_model_of_ollamas_store_runs_where_only_a_peer_has_it(
     )
     assert answer.json["token_ids"] == rest
     assert [node.log.count("fetched") for node in (anna, bert)] == [0, 1]
-    held = machines[1].call("models", "--json", "--nodes", bert.address).json["models"]
-    [replica] = [model for model in held if model["store"] == "other nodes"]
-    assert 0 < replica["held_bytes"] < replica["size_bytes"]
 
 
 @pytest.mark.parametrize("kind", cases(["loopback"], ["namespaces"]))
