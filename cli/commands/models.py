@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import aclosing
 
 import msgspec
@@ -26,6 +27,9 @@ from ..flags.options import (
 from ..flags.ring_options import Wanted
 from ..output.exit_codes import run_command, say, write_out
 from ..output.model_table import model_table, models_json, remarks
+
+WIDTH = 400
+"""Columns of a table that no terminal shows: a name is on one line."""
 
 
 @takes_groups
@@ -66,6 +70,7 @@ async def _run(wanted: Wanted, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    Console().print(model_table(lists))
+    width = None if sys.stdout.isatty() else WIDTH
+    Console(width=width).print(model_table(lists))
     for line in remarks(lists):
         say(line)

@@ -45,8 +45,10 @@ from shardnet.wire.messages.membership import (
 
 NAMES_S: Final = 3.0
 """How long a peer may take to name its models."""
+DESCRIBE_S: Final = 15.0
+"""How long reading a model's headers may take: large ones take seconds."""
 SILENCE_S: Final = 20.0
-"""How long a peer may take for the next of its models: a large header takes seconds to read."""
+"""How long a peer may take for the next of its models."""
 MAX_OF_PEER: Final = 8192
 """Models that are taken from one peer."""
 MAX_NAME: Final = 4096
@@ -113,8 +115,8 @@ class ModelLists:
             return meant
         if await self._sharing.is_here(model):
             return model
-        names = await self._names()
-        found = match(model, names)
+        names, unusable = await self._names()
+        found = match(model, names) or match(model, unusable)
         if found is not None:
             _remember(self._meanings, model, found)
             return found
@@ -135,8 +137,8 @@ class ModelLists:
         if model not in self._nearest:
             return error
         near = self._nearest[model]
-        like = f"did you mean {near}?" if near else ""
-        remedies = (like, error.remedy, "`shardnet models` lists what there is")
+        like = f"the nearest name is {near}" if near else ""
+        remedies = (like, error.remedy, "`shardnet models` lists all")
         return type(error)(error.message, remedy="; ".join(filter(None, remedies)))
 
     # --- this node's models
@@ -161,7 +163,11 @@ class ModelLists:
         if named.failure:
             return named
         try:
-            return await self._disk.run(path, partial(self._describe, held, nodes))
+            async with asyncio.timeout(DESCRIBE_S):
+                return await self._disk.run(path, partial(self._describe, held, nodes))
+        except TimeoutError:
+            why = f"its headers were not read within {DESCRIBE_S:g} s; ask again"
+            return replace(named, failure=why)
         except (OSError, ShardnetError) as error:
             why = explanation(error if isinstance(error, ShardnetError) else str(error), MAX_REASON)
             return replace(named, failure=why)
@@ -189,11 +195,15 @@ class ModelLists:
 
     # --- those of peers
 
-    async def _names(self) -> set[str]:
-        """Name the models of this node and of the peers that answer in time."""
+    async def _names(self) -> tuple[set[str], set[str]]:
+        """Name the models of this node and of the peers that answer in time.
+
+        Returns those and, apart, what is here and cannot be used: asked for, it says why.
+        """
         own = await find_models(self._disk, self._cache)
         peers = await asyncio.gather(*(self._names_of(peer) for peer in self._peers.links.linked()))
-        return {model.found.name for model in own if not model.found.failure}.union(*peers)
+        unusable = {model.found.name for model in own if model.found.failure}
+        return {model.found.name for model in own}.union(*peers) - unusable, unusable
 
     async def _names_of(self, peer: ControlLink) -> set[str]:
         names: set[str] = set()

@@ -55,9 +55,12 @@ async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
         (cache_root(), pulled_models),
         *((root, ollama_models) for root in ollama_roots()),
         *((root, lm_studio_models) for root in lm_studio_roots()),
-        *((folder, models_below) for folder in named_folders()),
     ]
-    lists = await asyncio.gather(*(_scan(disk, root, scan) for root, scan in scans))
+    named = [(folder, models_below) for folder in named_folders()]
+    lists = await asyncio.gather(
+        *(_scan(disk, root, scan) for root, scan in scans),
+        *(_scan(disk, folder, scan, must_exist=True) for folder, scan in named),
+    )
     found = [HeldModel(found=model) for listed in ([own], *lists) for model in listed]
     by_name: dict[str, HeldModel] = {}
     for held in found + await _replicas(disk, cache):
@@ -65,13 +68,17 @@ async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
     return list(by_name.values())[:MAX_FOUND]
 
 
-async def _scan(disk: DiskJobs, root: Path, scan: Scan) -> list[FoundModel]:
-    """List one store; none if it is not there."""
+async def _scan(
+    disk: DiskJobs, root: Path, scan: Scan, *, must_exist: bool = False
+) -> list[FoundModel]:
+    """List one store; nothing if it is not there, unless it `must_exist`."""
 
     def job() -> list[FoundModel]:
         try:
             os.stat(root)
         except (FileNotFoundError, NotADirectoryError):
+            if must_exist:
+                raise
             return []
         return list(scan(root))
 

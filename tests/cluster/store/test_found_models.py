@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def test_each_store_is_looked_into_and_each_name_is_there_once(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
-    monkeypatch.setenv("SHARDNET_MODEL_FOLDERS", str(tmp_path / "own"))
+    folders = (str(tmp_path / "own"), str(tmp_path / "gone"))
+    monkeypatch.setenv("SHARDNET_MODEL_FOLDERS", os.pathsep.join(folders))
     content = GOOD["gguf"]()["model.gguf"]
     hub = tmp_path / ".cache" / "huggingface" / "hub" / "models--lab--owl"
     studio = tmp_path / ".lmstudio" / "models" / "lab" / "jay"
@@ -60,6 +62,8 @@ def test_each_store_is_looked_into_and_each_name_is_there_once(
             disk.close()
 
     held = {model.found.name: model for model in asyncio.run(found())}
+    gone = held.pop(folders[1])
+    assert gone.found.failure == "No such file or directory"
     assert list(held) == [
         DEFAULT_MODEL_NAME,
         "lab/owl:Q8_0",
