@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -43,6 +43,10 @@ from shardnet.wire.messages.membership import (
     NodeInfo,
 )
 
+M = TypeVar("M")
+
+AT_ONCE: Final = 4
+"""Models that are described at one time, each with a process of its own if its header is large."""
 NAMES_S: Final = 3.0
 """How long a peer may take to name its models."""
 DESCRIBE_S: Final = 15.0
@@ -146,11 +150,12 @@ class ModelLists:
     async def _own(self, message: ListModels) -> AsyncGenerator[ModelsListed, None]:
         held = await find_models(self._disk, self._cache)
         if message.names_only:
-            for some in _pieces([_named(model) for model in held]):
-                yield self._listed(message, some)
+            for named in _pieces([_named(model) for model in held], MAX_MODELS_LISTED):
+                yield self._listed(message, named)
             return
-        for model in held:
-            yield self._listed(message, [await self._described(model, message.nodes)])
+        for some in _pieces(held, AT_ONCE):
+            described = (self._described(model, message.nodes) for model in some)
+            yield self._listed(message, list(await asyncio.gather(*described)))
 
     def _listed(self, message: ListModels, models: list[ListedModel]) -> ModelsListed:
         info = self._own_info()
@@ -282,9 +287,9 @@ def _named(held: HeldModel) -> ListedModel:
     )
 
 
-def _pieces(models: list[ListedModel]) -> Iterator[list[ListedModel]]:
-    for at in range(0, len(models), MAX_MODELS_LISTED):
-        yield models[at : at + MAX_MODELS_LISTED]
+def _pieces(models: list[M], n_at_most: int) -> Iterator[list[M]]:
+    for at in range(0, len(models), n_at_most):
+        yield models[at : at + n_at_most]
 
 
 def _remember(names: dict[str, str], name: str, what: str) -> None:
