@@ -8,6 +8,7 @@ own chat template. Must not write.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -75,14 +76,10 @@ def ollama_roots(environment: Mapping[str, str] = os.environ) -> list[Path]:
 
 
 def find_ollama(name: OllamaName, roots: list[Path] | None = None) -> Path | None:
-    """Return the GGUF of a model, None if no store has its manifest.
-
-    Raises CheckpointError if the manifest is damaged, or its GGUF is missing.
-    """
+    """Return the GGUF of a model, None if no store has it: a peer may. `ollama_models` says why."""
     for root in roots if roots is not None else ollama_roots():
-        path = name.manifest(root)
-        if os.path.lexists(path):  # not where a store may not be read: peers may have the model
-            return _blob(root, path)
+        with contextlib.suppress(CheckpointError):
+            return _blob(root, name.manifest(root))
     return None
 
 

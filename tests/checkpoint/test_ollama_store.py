@@ -128,8 +128,7 @@ def test_a_manifest_that_names_nothing_to_use_is_listed_with_the_reason(
     assert "\n" not in failure
     name = OllamaName.parse("ollama:bad")
     assert name is not None
-    with pytest.raises(CheckpointError):
-        find_ollama(name, [root])
+    assert find_ollama(name, [root]) is None, "a peer may have it"
 
 
 def test_links_and_special_files_are_refused(root: Path, gguf: Path, tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class ModelLists:
 
         That is `model` itself for a path, for a model that is here, and for one that the Hub may
         have. What one of the models `in_use` was found by means it again. Raises UsageError if it
-        may be any of several, CheckpointError, which names the nearest, if nobody has it.
+        may be any of several, CheckpointError, with the nearest name or with why it cannot be used,
+        if nobody has it.
         """
         if model == DEFAULT_MODEL_NAME or os.path.isabs(model) or model in in_use:
             return model
@@ -120,7 +121,11 @@ class ModelLists:
         if await self._sharing.is_here(model):
             return model
         names, unusable = await self._names()
-        found = match(model, names) or match(model, unusable)
+        found = match(model, names)
+        if found is None and (broken := match(model, unusable)) is not None:
+            if HubName.parse(broken) is not None:
+                return broken  # what it lacks can be downloaded
+            raise CheckpointError(f"{broken} on {self._own_info().name}: {unusable[broken]}")
         if found is not None:
             _remember(self._meanings, model, found)
             return found
@@ -200,15 +205,16 @@ class ModelLists:
 
     # --- those of peers
 
-    async def _names(self) -> tuple[set[str], set[str]]:
+    async def _names(self) -> tuple[set[str], dict[str, str]]:
         """Name the models of this node and of the peers that answer in time.
 
-        Returns those and, apart, what is here and cannot be used: asked for, it says why.
+        Returns those and, apart, what is here and cannot be used, with the reasons.
         """
         own = await find_models(self._disk, self._cache)
         peers = await asyncio.gather(*(self._names_of(peer) for peer in self._peers.links.linked()))
-        unusable = {model.found.name for model in own if model.found.failure}
-        return {model.found.name for model in own}.union(*peers) - unusable, unusable
+        names = {model.found.name for model in own if not model.found.failure}.union(*peers)
+        broken = {model.found.name: model.found.failure for model in own if model.found.failure}
+        return names, {name: why for name, why in broken.items() if name not in names}
 
     async def _names_of(self, peer: ControlLink) -> set[str]:
         names: set[str] = set()

@@ -131,8 +131,7 @@ def find_folder(model: str) -> Path | None:
     """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
     an absolute path, a model of the Hub that was pulled, of Ollama's or LM Studio's store.
 
-    None when there is none here. Raises CheckpointError if a store says that it is here, and it
-    cannot be used.
+    None when there is none here.
     """
     if model == DEFAULT_MODEL_NAME or os.path.isabs(model):
         path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)

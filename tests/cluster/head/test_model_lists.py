@@ -211,7 +211,15 @@ def test_a_part_of_a_name_is_planned_as_the_model_that_it_means(
     async def tell(planner: object, choice: ModelChoice, *_: object, **__: object) -> None:
         raise UsageError(choice.model)
 
+    repo = tmp_path / "home" / ".cache" / "huggingface" / "hub" / "models--lab--half"
+    (repo / "snapshots" / ("c" * 40)).mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("c" * 40)
+    for file in ("config.json", "model.safetensors.index.json"):
+        (repo / "snapshots" / ("c" * 40) / file).write_text('{"weight_map": {"x": "gone"}}')
     monkeypatch.setattr(Planner, "plan", tell)
+    for error in ask(tmp_path, plan("lab/half", "half")):
+        assert str(error).endswith(": lab/half"), "the rest can be downloaded"
     models = ("ollama:tiny:3b", "tiny:3b", "TINY", "OLLAMA:tiny:3B", "ollama:tiny")
     for error in ask(tmp_path, plan(*models)):
         assert str(error).endswith(": ollama:tiny:3b")
@@ -226,7 +234,16 @@ def test_a_name_that_nobody_has_is_an_error_with_the_nearest(tmp_path: Path) -> 
 
 def test_a_name_that_is_damaged_here_says_so(tmp_path: Path) -> None:
     for error in ask(tmp_path, plan("ollama:empty", "empty")):
+        assert "ollama:empty:latest on anna: " in str(error)
         assert "names no GGUF" in str(error)
+
+
+def test_a_name_that_is_damaged_here_is_asked_of_a_peer_that_has_it(tmp_path: Path) -> None:
+    asked: list[Incoming] = []
+    whole = ListedModel(name="ollama:empty:latest", store="Ollama")
+    [error] = ask(tmp_path, plan("empty"), peer_of(whole, asked=asked))
+    assert "names no GGUF" not in str(error)
+    assert {m.model for m in asked if isinstance(m, IdentifyModel)} == {whole.name}
 
 
 def test_names_of_peers_count_too(tmp_path: Path) -> None:
