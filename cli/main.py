@@ -27,6 +27,7 @@ _SUMMARIES: Final = {
     "node": "Run a node in the foreground; Ctrl-C ends it.",
     "nodes": "List the nodes of this machine and their peers.",
     "status": "Show what a node has loaded, for which ring, and what runs.",
+    "models": "List the models that this machine and its peers have.",
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
     "chat": "Chat with the model: each line is a message, the answer streams.",
@@ -55,6 +56,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.status import status
 
             return status
+        case "models":
+            from .commands.models import models
+
+            return models
         case "plan":
             from .commands.plan import plan
 

@@ -29,11 +29,13 @@ from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
+    ModelFolder,
     NoMdns,
     Offline,
     Peer,
     check_addresses,
     check_choice,
+    keep_model_folders,
     keep_offline,
     parse_size,
 )
@@ -152,6 +154,7 @@ def node(
     peer: Peer = None,
     no_mdns: NoMdns = False,
     offline: Offline = False,
+    model_folder: ModelFolder = None,
     access: Access,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
@@ -163,6 +166,7 @@ def node(
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     _check_name(name)
     keep_offline(offline)
+    keep_model_folders(model_folder)
     flags = _Flags(
         host=host,
         port=port,

@@ -1,8 +1,8 @@
 """The configuration file: defaults for flags.
 
-Keys are flag names with underscores, and `peers` for a list of --peer. At the top they hold for
-every command that has the flag, in a table named like a command for that command alone. A flag or
-SHARDNET_* variable comes before.
+Keys are flag names with underscores, and `peers` for a list of --peer, `model_folders` for one of
+--model-folder. At the top they hold for every command that has the flag, in a table named like a
+command for that command alone. A flag or SHARDNET_* variable comes before.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _flags(parameters: Sequence[object]) -> dict[str, str]:
         for option in parameter.opts
         if option.startswith("--") and option not in ("--help", "--until-stdin-closes")
     }
-    return flags | {"peers": flags["peer"]} if "peer" in flags else flags
+    lists = {"peers": "peer", "model_folders": "model_folder"}
+    return flags | {several: flags[one] for several, one in lists.items() if one in flags}
 
 
 def _check(key: str, known: set[str], where: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from shardnet.api.requests import name_model
+from shardnet.checkpoint.model_folders import FOLDERS_VARIABLE
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 
@@ -62,6 +64,16 @@ Offline = Annotated[
         envvar="SHARDNET_OFFLINE",
     ),
 ]
+ModelFolder = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--model-folder",
+        metavar="DIR",
+        help="A folder to look for models in, for names of --model; may be given several times.",
+        envvar=FOLDERS_VARIABLE,
+        show_default=False,
+    ),
+]
 KeyFile = Annotated[
     str,
     typer.Option(
@@ -81,6 +93,13 @@ Insecure = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def keep_model_folders(folders: Sequence[Path] | None) -> None:
+    """Have this process, and the nodes that it starts, look for models in these folders too."""
+    if folders:
+        named = [str(folder.expanduser().absolute()) for folder in folders]
+        os.environ[FOLDERS_VARIABLE] = os.pathsep.join(named)
 
 
 def keep_offline(wanted: bool) -> None:

@@ -19,6 +19,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
 from .options import (
+    ModelFolder,
     Nodes,
     NoMdns,
     Offline,
@@ -26,6 +27,7 @@ from .options import (
     check_addresses,
     check_choice,
     check_model,
+    keep_model_folders,
     keep_offline,
     split_nodes,
 )
@@ -55,9 +57,10 @@ class RingOptions:
         str,
         typer.Option(
             "--model",
-            metavar="PATH|ORG/NAME[:GGUF]",
-            help="Checkpoint folder, or a model of the Hugging Face Hub. Nodes that lack it fetch "
-            "from one that has it; the head downloads what nobody has. Default: the bundled model.",
+            metavar="PATH|NAME",
+            help="Checkpoint folder, GGUF file, or a name that `shardnet models` lists, or a model "
+            "of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes that lack it fetch from one that has "
+            "it; the head downloads what nobody has. Default: the bundled model.",
             envvar="SHARDNET_MODEL",
             show_default=False,
         ),
@@ -77,6 +80,7 @@ class RingOptions:
     peer: Peer = None
     no_mdns: NoMdns = False
     offline: Offline = False
+    model_folder: ModelFolder = None
     layers: Annotated[
         str,
         typer.Option(
@@ -171,6 +175,7 @@ class RingOptions:
     def wanted(self, access: Access) -> Wanted:
         """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
         keep_offline(self.offline)
+        keep_model_folders(self.model_folder)
         return Wanted(
             choice=self.choice(),
             local=self.local,

@@ -44,7 +44,14 @@ from shardnet.types import SamplingParams
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
-from shardnet.wire.messages.membership import ReportReply, ReportRequest, Status, StatusReply
+from shardnet.wire.messages.membership import (
+    ListModels,
+    ModelsListed,
+    ReportReply,
+    ReportRequest,
+    Status,
+    StatusReply,
+)
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -125,6 +132,19 @@ class Client:
         async with self._control.conversation(message) as answers:
             async for answer in answers:
                 if not isinstance(answer, ReportReply):
+                    return
+                yield answer
+
+    async def models(self, *, with_peers: bool = True) -> AsyncGenerator[ModelsListed, None]:
+        """Ask the node which models it has and, `with_peers`, the nodes it is linked to.
+
+        Yields the lists as they come: some models of one node, or why it does not say. Raises
+        LinkError when the link ends.
+        """
+        message = ListModels(request=self._control.next_request(), with_peers=with_peers)
+        async with self._control.conversation(message) as answers:
+            async for answer in answers:
+                if not isinstance(answer, ModelsListed):
                     return
                 yield answer
 

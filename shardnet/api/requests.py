@@ -5,6 +5,7 @@ Knows the options of a request and their order of precedence. Must not know link
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.checkpoint.hub_cache import HubName
+from shardnet.checkpoint.model_names import has_prefix, may_be_name
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages.control import control_frame, read_control
@@ -126,8 +127,8 @@ def make_requests(
 def name_model(model: str) -> str:
     """Make a relative path absolute; nodes open the same path on their machines.
 
-    A name that is not a folder here but may be a model on the Hub stays as it is. Raises UsageError
-    for a URL, which may hold a password and is not repeated.
+    What is not a folder here but may be a name, of the Hub or of a model that some node has, stays
+    as it is. Raises UsageError for a URL, which may hold a password and is not repeated.
     """
     if "://" in model:
         raise UsageError(
@@ -135,7 +136,9 @@ def name_model(model: str) -> str:
             remedy="download the file and give its path",
         )
     path = Path(model).expanduser()
-    if model == DEFAULT_MODEL_NAME or (HubName.parse(model) and not path.exists()):
+    if model == DEFAULT_MODEL_NAME or has_prefix(model):
+        return model
+    if may_be_name(model) and not os.path.exists(path):
         return model
     return str(path.absolute())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.formats.consolidated import has_consolidated_files, open_consolidated
 from shardnet.checkpoint.formats.gguf import open_gguf
-from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.formats.gguf_header import gguf_files, is_gguf
 from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors, open_huggingface
 from shardnet.checkpoint.replica_journal import Journal, n_parts
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, has_file
@@ -59,6 +60,7 @@ class Checkpoint:
         """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
         self._files = contents.files
+        self._form = contents.form
         self._whole = contents.whole
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(
             {name: info for file in contents.files.values() for name, info in file.tensors.items()}
@@ -99,6 +101,19 @@ class Checkpoint:
             size = file.size_bytes.to_bytes(8, "little")
             _feed(digest, name, file.sha256.encode() + size + self.sample_digests[name].encode())
         return digest.hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all tensor files."""
+        return sum(file.size_bytes for file in self._files.values())
+
+    @property
+    def form(self) -> str:
+        """How the weights are stored, in the words of their makers: Q4_K_M, BF16, GPTQ 4-bit."""
+        n_bytes: Counter[str] = Counter()
+        for info in self.stored.values():
+            n_bytes[info.dtype] += info.size_bytes
+        return self._form or max(n_bytes, key=lambda dtype: n_bytes[dtype], default="")
 
     @cached_property
     def samples(self) -> Mapping[str, tuple[ByteRange, ...]]:
@@ -246,7 +261,7 @@ def names_checkpoint(path: Path) -> bool:
     # os.path, unlike Path, raises nothing if a part of the path may not be read.
     if os.path.isdir(path):
         return not _is_empty(path)
-    return path.suffix == ".gguf" and os.path.isfile(path)
+    return is_gguf(path)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -58,7 +58,7 @@ def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointF
     files = _huggingface(safe) or _consolidated(safe)
     if files is not None:
         return files
-    ggufs = _gguf_models(safe)
+    ggufs = gguf_models(safe)
     if ggufs:
         repo = model.partition("@")[0]
         labels = _labels(ggufs)
@@ -101,7 +101,7 @@ def _consolidated(names: Sequence[str]) -> CheckpointFiles | None:
 
 
 def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFiles:
-    models = _gguf_models(names)
+    models = gguf_models(names)
     if not models:
         raise CheckpointError(f"{model} has no GGUF files", remedy=f"leave out :{choice}")
     found = [name for name in models if _is_named(name, choice)] or [
@@ -124,8 +124,15 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
     return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
 
 
-def _gguf_models(names: Sequence[str]) -> list[str]:
-    """Name the GGUF models by their first files."""
+def choices_of(names: Collection[str]) -> list[str]:
+    """List what `choose_files` can be asked for among these files: "" for what is no GGUF."""
+    safe = [name for name in names if is_plain(name)]
+    whole = _huggingface(safe) or _consolidated(safe)
+    return [""] * (whole is not None) + _labels(gguf_models(safe))
+
+
+def gguf_models(names: Sequence[str]) -> list[str]:
+    """Name the GGUF models among files by their first parts; not projectors and the like."""
     paths = [PurePosixPath(name) for name in names if name.endswith(".gguf")]
     models = {
         str(path.with_name(first_part_name(path.name)))

@@ -19,7 +19,7 @@ from typing import Final
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
-from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES, is_blob
 from shardnet.checkpoint.tensors.stored_tensor import (
     MAX_HEADER_BYTES,
     ByteRange,
@@ -252,7 +252,7 @@ def check_heads(heads: Sequence[FileHead], peer: str) -> None:
     for head in heads:
         whole = head.name in ID_FILES or head.name in INDEX_FILES
         plain = whole or (
-            head.name.endswith(TENSOR_SUFFIXES)
+            (head.name.endswith(TENSOR_SUFFIXES) or is_blob(head.name))
             and not head.name.startswith(".")
             and not set(head.name) & set("/\\:\0")
             and head.name.isprintable()

@@ -12,6 +12,7 @@ from shardnet.checkpoint.hub_cache import (
     cache_root,
     note_revision,
     pulled_folder,
+    pulled_models,
     repo_folder,
 )
 
@@ -112,3 +113,32 @@ def test_a_damaged_index_or_revision_means_not_here(tmp_path: Path) -> None:
     for damaged in ("{", "[]", '{"weight_map": [1]}'):
         (folder / "model.safetensors.index.json").write_text(damaged)
         assert pulled_folder(NAME, tmp_path) is None
+
+
+def test_all_models_of_the_cache_are_listed(tmp_path: Path) -> None:
+    """Each as it can be asked for, with the reason where some of it is not there."""
+    make_snapshot(tmp_path, "config.json", "model.safetensors", "a-Q4_K_M.gguf", "a-Q8_0.gguf")
+    for revision in ("main", "v1"):
+        note_revision(HubName(repo=NAME.repo, revision=revision), COMMIT, tmp_path)
+    other = repo_folder(NAME, tmp_path) / "snapshots" / ("f" * 40)
+    other.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (other / file).write_text("{}")
+    note_revision(HubName(repo=NAME.repo, revision="v2"), "f" * 40, tmp_path)
+    half = HubName(repo="lab/half")
+    folder = repo_folder(half, tmp_path) / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors"}}')
+    note_revision(half, COMMIT, tmp_path)
+    for stray in ("datasets--lab--x", "models--", "models--..--x", ".locks"):
+        (tmp_path / stray).mkdir()
+    (repo_folder(NAME, tmp_path) / "refs" / "broken").write_text("../../..")
+    found = {model.name: model for model in pulled_models(tmp_path)}
+    names = ["lab/parrot", "lab/parrot:Q4_K_M", "lab/parrot:Q8_0", "lab/parrot@v2", "lab/half"]
+    assert sorted(found) == sorted(names)
+    assert "`shardnet pull lab/half` fetches them" in found.pop("lab/half").failure
+    for name, model in found.items():
+        parsed = HubName.parse(name)
+        assert parsed is not None
+        assert (model.path, model.failure) == (pulled_folder(parsed, tmp_path), "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,13 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.models.gguf_files import write_gguf
+from support.models.model_stores import put_in_ollama
 from support.soak import cases
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots, make_parrot
 from support.system.sites import Site, address, meet, open_site
+from tokenizers import Tokenizer
 
 from shardnet.errors import UsageError
 from shardnet.transport import tcp
@@ -119,6 +123,32 @@ def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parro
     assert (cached["name"], cached["in_use"]) == (MODEL, False)
     assert 0 < cached["bytes"] < cached["whole_bytes"]
     assert machines[0].call("cache", "ls", "--json").json == []
+
+
+def test_a_model_of_ollamas_store_runs_where_only_a_peer_has_it(
+    machines: list[Machine], parrots: Parrots, tmp_path: Path
+) -> None:
+    """The head is told a part of its name, and fetches its own half."""
+    source = shutil.copytree(parrots.alphabet, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")  # numpy, which writes GGUF, has no bfloat16
+    save_file({name: x.float() for name, x in tensors.items()}, source / "model.safetensors")
+    gguf = write_gguf(source, tmp_path / "parrot.gguf")
+    put_in_ollama(machines[0].folder / ".ollama" / "models", gguf, "lab/parrot", "1b")
+    anna = start(machines[0], "anna")
+    bert = start(machines[1], "bert", "--peer", anna.address)
+    bert.stderr.wait_for("node anna (")
+    found = machines[1].call("models", "--json").json
+    assert found["silent"] == []
+    [model] = [model for model in found["models"] if model["store"] == "Ollama"]
+    assert (model["name"], model["node_name"]) == ("ollama:lab/parrot:1b", "anna")
+    assert (model["size_bytes"], model["fits"]) == (gguf.stat().st_size, True)
+    a, *rest = Tokenizer.from_file(str(parrots.alphabet / "tokenizer.json")).encode("abcd").ids
+    ring = ("--nodes", f"{bert.address},{anna.address}", "--model", "parrot:1b")
+    answer = machines[1].call(
+        "generate", "--token-ids", str(a), "--max-tokens", "3", "--json", *ring
+    )
+    assert answer.json["token_ids"] == rest
+    assert [node.log.count("fetched") for node in (anna, bert)] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", cases(["loopback"], ["namespaces"]))

@@ -25,6 +25,7 @@ from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
 from shardnet.checkpoint.formats.gguf_types import (
     PACKED,
     PLAIN,
+    form_name,
     packed_bytes,
     packing_of,
     type_name,
@@ -108,6 +109,7 @@ def open_gguf(path: Path) -> Contents:
         files=files,
         whole=(),
         arrange=lambda config: _arrange(config, arch, stored),
+        form=form_name(metadata.get("general.file_type")),
     )
 
 

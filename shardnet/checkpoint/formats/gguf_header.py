@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, open_file
+from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.stored_tensor import MAX_FILES
 from shardnet.errors import CheckpointError, shown
 
@@ -55,6 +57,7 @@ _SCALARS: Final = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_MAGIC: Final = b"GGUF"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -85,8 +88,8 @@ class GgufHeader:
 def gguf_files(path: Path) -> list[Path]:
     """List the files of the GGUF checkpoint at `path`, in order; none if it is not a GGUF.
 
-    `path` is a `.gguf` file, any part of one (`-00001-of-0000N`), or a folder with exactly one. The
-    first file has the metadata.
+    `path` is a file (see `is_gguf`), any part of one (`-00001-of-0000N`), or a folder with exactly
+    one. The first file has the metadata.
 
     Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
@@ -97,7 +100,9 @@ def gguf_files(path: Path) -> list[Path]:
             raise CheckpointError(
                 f"{path}: {error.strerror}", remedy="check the path of --model"
             ) from error
-        found = [path / name for name in names if name.endswith(".gguf")]
+        found = [path / name for name in names if name.endswith(".gguf")] or [
+            path / name for name in names if is_blob(name) and is_gguf(path / name)
+        ]
         wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
@@ -105,11 +110,30 @@ def gguf_files(path: Path) -> list[Path]:
                 remedy=f"name one of them with --model, as {min(wholes)}",
             )
         return _parts(found[0]) if found else []
-    if path.suffix != ".gguf":
-        return []
-    if path.is_symlink() and path.resolve().suffix == ".gguf":
-        path = path.resolve()  # named by whoever asks, as a link to a folder may be
-    return _parts(path)
+    return _parts(_target(path)) if path.suffix == ".gguf" or is_gguf(path) else []
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether `path` is a GGUF file: by its suffix, else by its first bytes."""
+    if not os.path.isfile(path):  # unlike Path's, it raises nothing
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with open_file(path.resolve()) as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (OSError, CheckpointError):
+        return False
+
+
+def _target(path: Path) -> Path:
+    """Follow a link that whoever asks has named, as a link to a folder may be.
+
+    Not so from NAME.gguf to another kind of name: in the Hub's cache the link has the file's name,
+    elsewhere it is refused if it leaves its folder.
+    """
+    target = path.resolve() if path.is_symlink() else path
+    return target if target.suffix == ".gguf" or path.suffix != ".gguf" else path
 
 
 def _parts(path: Path) -> list[Path]:
@@ -226,7 +250,7 @@ class _Cursor:
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
-    if cursor.take(4) != b"GGUF":
+    if cursor.take(len(_MAGIC)) != _MAGIC:
         raise cursor.damaged("this is not a GGUF file")
     version = cursor.number("I")
     if version not in (2, 3):

@@ -37,6 +37,18 @@ def type_name(number: int) -> str:
         return f"type {number}"
 
 
+def form_name(file_type: object) -> str:
+    """Return the name of a file's mix of types by its `general.file_type`; "" for an unknown one.
+
+    Q4_K_M is such a mix: most matrices are Q4_K, some Q6_K.
+    """
+    from gguf.constants import LlamaFileType
+
+    if not isinstance(file_type, int) or file_type not in {kind.value for kind in LlamaFileType}:
+        return ""
+    return LlamaFileType(file_type).name.removeprefix("ALL_").removeprefix("MOSTLY_")
+
+
 def packed_bytes(name: str, shape: tuple[int, ...]) -> int | None:
     """Return the bytes of a tensor, None if its rows are not a whole number of blocks.
 

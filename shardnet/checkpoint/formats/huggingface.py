@@ -58,7 +58,15 @@ def open_huggingface(folder: Path) -> Contents:
         files=files,
         whole=(*HF_WHOLE, *index),
         arrange=arrange,
+        form=_form(quantized) if quantized else "",
     )
+
+
+def _form(quantized: Mapping[str, object]) -> str:
+    """Name a quantisation by its method and bits; its values were checked."""
+    method, bits = quantized.get("quant_method"), quantized.get("bits")
+    named = str(method or "quantised").upper()
+    return f"{named} {bits}-bit" if isinstance(bits, int) else named
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:

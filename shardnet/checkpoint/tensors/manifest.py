@@ -5,6 +5,7 @@ Knows what every format has to say of itself. Must not know any of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,16 @@ INDEX_FILES: Final = (
 TENSOR_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pth")
 """Suffixes of tensor files."""
 
+_BLOB: Final = re.compile(r"sha256-[0-9a-f]{64}")
+
 Arrange = Callable[[ModelConfig], Mapping[str, ModelTensor]]
 """Maps the model's config to its parameters by name; a stored tensor that the family does not know
 has its own name."""
+
+
+def is_blob(name: str) -> bool:
+    """Say whether a file is named by its digest, as Ollama does: a GGUF without a suffix."""
+    return bool(_BLOB.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +64,7 @@ class Contents:
 
     `config` has the keys of config.json, and `where` names its file, for messages. `files` are
     those with tensors, all in `folder`; `whole` names those that belong to the model as a whole,
-    tokenizer and config.
+    tokenizer and config. `form` names how the weights are stored, "" for the dtype of most.
     """
 
     folder: Path
@@ -65,3 +73,4 @@ class Contents:
     files: Mapping[str, TensorFile]
     whole: tuple[str, ...]
     arrange: Arrange
+    form: str = ""

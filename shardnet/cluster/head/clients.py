@@ -5,8 +5,9 @@ Knows the client messages and turns the engine's events into them. Must not plan
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.last_run import write_last_run
+from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.replies import (
     finished,
@@ -29,7 +31,7 @@ from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import CheckpointError, ShardnetError, UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -46,7 +48,7 @@ from shardnet.wire.messages.generation import (
     StateChanged,
     Unload,
 )
-from shardnet.wire.messages.plans import PlanRequest
+from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 
 
 class Clients:
@@ -60,13 +62,15 @@ class Clients:
         disk: DiskJobs,
         drafts: Drafts,
         wire_loss: WireLoss,
+        lists: ModelLists,
         cache: Path,
         log: Callable[[str], None],
     ) -> None:
         """Take the parts that do the work.
 
         `reader` is the thread that tokenises prompts, `drafts` gives draft models, `wire_loss`
-        measures what a narrower wire costs. The last run is kept in the folder `cache` too, which
+        measures what a narrower wire costs, `lists` finds models by parts of their names. The last
+        run is kept in the folder `cache` too, which
         `disk` writes; it also reads chat templates.
         """
         self._head = head
@@ -76,6 +80,7 @@ class Clients:
         self._outputs = OutputBudget()
         self._drafts = drafts
         self._wire_loss = wire_loss
+        self._lists = lists
         self._cache = cache
         self._log = log
         self._has_logged = False
@@ -91,14 +96,16 @@ class Clients:
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
-        plan = await self._planner.plan(
-            message.choice,
-            lambda done, total: report_progress(
-                control, message.request, 0, "measuring", done, total
-            ),
-            measure_one=True,
-            again=message.again,
-        )
+        choice = await self._settled(message.choice)
+        with self._hinting(choice):
+            plan = await self._planner.plan(
+                choice,
+                lambda done, total: report_progress(
+                    control, message.request, 0, "measuring", done, total
+                ),
+                measure_one=True,
+                again=message.again,
+            )
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
         elif not plan.choice.wire_dtype:
@@ -135,14 +142,33 @@ class Clients:
         else:
             control.send(Redirect(request=message.request, address=elsewhere.address))
 
+    async def _settled(self, choice: ModelChoice) -> ModelChoice:
+        """Return the choice with the model's name in full. Raises as ModelLists.resolve."""
+        elsewhere = self._head.elsewhere()
+        in_use = (self._head.model, elsewhere.model if elsewhere is not None else None)
+        return replace(choice, model=await self._lists.resolve(choice.model, in_use))
+
+    @contextlib.contextmanager
+    def _hinting(self, choice: ModelChoice) -> Iterator[None]:
+        """Name the nearest model where none was found."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise self._lists.hinted(choice.model, error) from error
+
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
         message.sampling.params().check()
-        async with self._head.lead(
-            message.choice,
-            on_plan=lambda plan: control.send(plan.reply(message.request)),
-            on_progress=partial(report_progress, control, message.request),
-        ) as lead:
+        choice = await self._settled(message.choice)
+        async with contextlib.AsyncExitStack() as stack:
+            with self._hinting(choice):
+                lead = await stack.enter_async_context(
+                    self._head.lead(
+                        choice,
+                        on_plan=lambda plan: control.send(plan.reply(message.request)),
+                        on_progress=partial(report_progress, control, message.request),
+                    )
+                )
             if isinstance(lead, Elsewhere):
                 control.send(Redirect(request=message.request, address=lead.address))
             else:

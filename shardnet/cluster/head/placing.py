@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.head.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
 from shardnet.cluster.head.plan import Plan, silent_words
 from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_stored_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
@@ -21,6 +21,7 @@ from shardnet.cluster.placement.figures import (
     Placement,
 )
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
+from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.words import LISTED
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
@@ -96,6 +97,19 @@ def make_plan(
         chunk_s=_chunk_s(placement, shape, measured, disks),
         silent=tuple(silent),
     )
+
+
+def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
+    """Estimate whether a model fits the memory of some ring of `nodes`, with no flag given.
+
+    By memory alone, as if nothing had been measured: no speed is looked at.
+    """
+    dtype = settle_dtype("auto", facts.config, nodes)
+    stored = settle_stored_dtype(facts, dtype, nodes, NOTHING_MEASURED)
+    context = facts.config.default_context
+    shape = model_shape(facts.config, dtype, context, None, UNQUANTIZED, stored)
+    candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {})
+    return fits_somehow(shape, [candidate.memory_bytes for candidate in candidates])
 
 
 def _candidates(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
@@ -202,6 +203,14 @@ def build_services(
         threads=stage.own.threads,
     )
     wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=settings.log)
+    lists = ModelLists(
+        own_info=stage.own.info,
+        sharing=stage.sharing,
+        cache=settings.models,
+        peers=links.peers,
+        directory=stage.directory,
+        disk=stage.disk,
+    )
     clients = Clients(
         head,
         planner,
@@ -209,6 +218,7 @@ def build_services(
         stage.disk,
         drafts,
         wire_loss,
+        lists,
         settings.cache,
         settings.log,
     )
@@ -236,7 +246,7 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    for room in (messages, stage.orders, stage.measuring, head, clients, reporter):
+    for room in (messages, stage.orders, stage.measuring, head, clients, lists, reporter):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,

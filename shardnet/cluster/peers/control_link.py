@@ -35,7 +35,14 @@ from shardnet.wire.messages.control import (
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import error_frame, explained
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
-from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, ReportRequest, Status
+from shardnet.wire.messages.membership import (
+    IdentifyModel,
+    ListModels,
+    PeersKnown,
+    Ping,
+    ReportRequest,
+    Status,
+)
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
@@ -58,6 +65,7 @@ ControlRequest = (
     | Ping
     | ReportRequest
     | IdentifyModel
+    | ListModels
     | MeasureStage
     | MeasureLinks
     | LoadStage

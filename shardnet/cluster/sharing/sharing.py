@@ -15,6 +15,7 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
@@ -182,6 +183,13 @@ class Sharing:
     async def is_here(self, model: str) -> bool:
         """Say whether `model` names a folder or a GGUF file on this machine."""
         return await self._disk.run(model, lambda: find_folder(model) is not None)
+
+    def inspect(self, path: Path) -> ModelFacts:
+        """Identify the checkpoint at a path here; others can fetch it from then on. Blocks.
+
+        Raises CheckpointError if it cannot be read, or is not supported.
+        """
+        return self._models.inspect(path)
 
     async def sources(
         self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
@@ -434,10 +442,11 @@ def _not_found(
         for peer, answer in answers.items()
     )
     if not os.path.isabs(model):
+        is_of_hub = HubName.parse(model) is not None
         return CheckpointError(
             f"{model} is neither a folder where it was asked for, nor on {name} nor on a peer "
             f"({said or 'no peers'})",
-            remedy=f"`shardnet pull {model}` downloads it, if the Hub has it",
+            remedy=f"`shardnet pull {model}` downloads it, if the Hub has it" * is_of_hub,
         )
     return CheckpointError(
         f"there is no checkpoint folder at {model} on {name} nor on a peer ({said or 'no peers'})",

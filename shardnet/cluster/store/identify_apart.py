@@ -11,7 +11,9 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
+from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
@@ -61,20 +63,25 @@ def identify_apart(path: Path) -> ModelFacts:
 def header_bytes(path: Path) -> int:
     """Return how many bytes of headers a checkpoint has at most, as far as its files tell."""
     try:
-        files = [path / name for name in folder_entries(path)] if path.is_dir() else [path]
-        return sum(_header_bytes(file) for file in files)
+        if not path.is_dir():
+            return sum(_size_bytes(file) for file in gguf_files(path))
+        return sum(_header_bytes(path / name) for name in folder_entries(path))
     except (OSError, CheckpointError):
         return 0  # opening it says what is wrong
 
 
 def _header_bytes(file: Path) -> int:
-    if file.name.endswith((".gguf", ".bin", ".pth", ".index.json")):
-        status = find_file(file)
-        return status.st_size if status is not None else 0
+    if file.name.endswith((".gguf", ".bin", ".pth", ".index.json")) or is_blob(file.name):
+        return _size_bytes(file)
     if file.name.endswith(".safetensors"):
         with open_file(file) as opened:
             return int.from_bytes(opened.read(8), "little")
     return 0
+
+
+def _size_bytes(file: Path) -> int:
+    status = find_file(file)
+    return status.st_size if status is not None else 0
 
 
 def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
@@ -89,6 +96,8 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         stored_dtype=DType(stored) if stored else None,
         linear_dtype=DType(linear) if linear else None,
         packed=_packed(value["packed"]) if value["packed"] else None,
+        form=value["form"],
+        size_bytes=value["size_bytes"],
     )
 
 

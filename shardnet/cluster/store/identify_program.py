@@ -23,6 +23,8 @@ def identified(path: str) -> tuple[object, bytes]:
         "stored_dtype": facts.stored_dtype and facts.stored_dtype.value,
         "linear_dtype": facts.linear_dtype and facts.linear_dtype.value,
         "packed": facts.packed and asdict(facts.packed),
+        "form": facts.form,
+        "size_bytes": facts.size_bytes,
     }, b""
 
 

@@ -20,6 +20,9 @@ from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
+from shardnet.checkpoint.model_folders import find_in_lm_studio
+from shardnet.checkpoint.model_names import LM_STUDIO
+from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -92,7 +95,8 @@ class ModelFacts:
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
     replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
     other linear weights of layers in the files, None where they have to be converted;
-    `linear_dtype` that of the LM head's too.
+    `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
+    `size_bytes` is the size of the tensor files.
     """
 
     model_id: str
@@ -104,6 +108,8 @@ class ModelFacts:
     stored_dtype: DType | None = None
     linear_dtype: DType | None = None
     packed: PackedSizes | None = None
+    form: str = ""
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +132,19 @@ class LoadedStage:
 
 def find_folder(model: str) -> Path | None:
     """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
-    an absolute path, or a model of the Hub that was pulled.
+    an absolute path, a model of the Hub that was pulled, of Ollama's or LM Studio's store.
 
     None when there is none here.
     """
-    if model != DEFAULT_MODEL_NAME and not os.path.isabs(model):
-        name = HubName.parse(model)
-        return pulled_folder(name) if name is not None else None
-    path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
-    return path if names_checkpoint(path) else None
+    if model == DEFAULT_MODEL_NAME or os.path.isabs(model):
+        path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
+        return path if names_checkpoint(path) else None
+    if model.startswith(LM_STUDIO):
+        return find_in_lm_studio(model)
+    if ollama := OllamaName.parse(model):
+        return find_ollama(ollama)
+    name = HubName.parse(model)
+    return pulled_folder(name) if name is not None else None
 
 
 def identify(path: Path) -> ModelFacts:
@@ -151,6 +161,8 @@ def identify(path: Path) -> ModelFacts:
         stored_dtype=stored_dtype(checkpoint),
         linear_dtype=linear_dtype(checkpoint),
         packed=packed_sizes(checkpoint),
+        form=checkpoint.form,
+        size_bytes=checkpoint.size_bytes,
     )
 
 

@@ -41,7 +41,9 @@ from shardnet.wire.messages.measurements import (
 )
 from shardnet.wire.messages.membership import (
     IdentifyModel,
+    ListModels,
     ModelIdentity,
+    ModelsListed,
     PeersKnown,
     Ping,
     ReportReply,
@@ -91,6 +93,8 @@ ControlMessage = (
     | ReportReply
     | IdentifyModel
     | ModelIdentity
+    | ListModels
+    | ModelsListed
     | MeasureStage
     | StageMeasured
     | MeasureLinks

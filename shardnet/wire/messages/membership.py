@@ -6,9 +6,9 @@ or rings.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardnet.wire.framing.schema import (
     MAX_PEER_ADDRESSES,
@@ -28,7 +28,12 @@ from shardnet.wire.framing.schema import (
     Tagged,
     Threads,
 )
-from shardnet.wire.messages.diagnostics import NodeReport
+from shardnet.wire.messages.diagnostics import NodeReport, Reason
+
+MAX_FIT_NODES: Final = 64
+"""Most nodes whose memory is asked about."""
+MAX_MODELS_LISTED: Final = 64
+"""Most models in one message."""
 
 
 class StageInfo(Strict, frozen=True, kw_only=True):
@@ -142,6 +147,50 @@ class ReportReply(Tagged, frozen=True, kw_only=True):
     report: NodeReport | None = None
     failure: Explanation = ""
     clock_ahead_s: Difference | None = None
+
+
+class ListModels(Tagged, frozen=True, kw_only=True):
+    """Ask a node which models it has. Answered by ModelsListed, as many as it takes, and Done.
+
+    With `with_peers` it asks those that it is linked to as well, and passes their lists on. With
+    `names_only` no model is opened. `nodes` are those whose memory counts for `fits`; without any
+    the node that is asked takes itself and those it is linked to.
+    """
+
+    request: RequestId
+    with_peers: bool = False
+    names_only: bool = False
+    nodes: Annotated[list[NodeInfo], Meta(max_length=MAX_FIT_NODES)] = field(default_factory=list)
+
+
+class ListedModel(Strict, frozen=True, kw_only=True):
+    """A model that a node has: `name` is what a client may ask for, `store` where it is kept.
+
+    `size_bytes` is that of all its tensor files, `held_bytes` what of them is there: less where
+    parts came from other nodes. `form` names how weights are stored. `fits`: an estimate, whether
+    the memory of the nodes together is enough; null where it is not known. `failure` says why it
+    cannot be used.
+    """
+
+    name: PathText
+    store: Name
+    size_bytes: Count = 0
+    held_bytes: Count = 0
+    family: Name = ""
+    form: Name = ""
+    context: U32 = 0
+    fits: bool | None = None
+    failure: Reason = ""
+
+
+class ModelsListed(Tagged, frozen=True, kw_only=True):
+    """Answers ListModels: some of the models of a node, or `failure`, why it does not say."""
+
+    request: RequestId
+    node: Name
+    name: Name
+    models: Annotated[list[ListedModel], Meta(max_length=MAX_MODELS_LISTED)]
+    failure: Explanation = ""
 
 
 class IdentifyModel(Tagged, frozen=True, kw_only=True):

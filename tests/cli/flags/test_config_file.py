@@ -8,10 +8,11 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
+from shardnet.checkpoint.model_folders import named_folders
 from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 from shardnet_cli.flags.config import read_config
-from shardnet_cli.flags.options import parse_size
+from shardnet_cli.flags.options import keep_model_folders, parse_size
 from shardnet_cli.main import app
 
 
@@ -63,6 +64,22 @@ def test_a_key_holds_for_the_commands_of_a_group_too(tmp_path: Path) -> None:
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read_config(written(tmp_path, text), group())
+
+
+def test_folders_of_models_go_to_the_environment_of_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = read_config(written(tmp_path, 'model_folders = ["/a", "~/b"]\n'), group())
+    expected = {"model_folder": ["/a", "~/b"]}
+    assert {name for name, found in defaults.items() if found == expected} == {
+        *("node", "models", "plan", "generate", "chat", "bench")
+    }
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHARDNET_MODEL_FOLDERS", "/c")
+    keep_model_folders(None)
+    assert named_folders() == [Path("/c")]
+    keep_model_folders([Path("/a"), Path("~/b")])
+    assert named_folders() == [Path("/a"), tmp_path / "b"]
 
 
 def test_the_place_comes_from_the_environment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.head.placing import make_plan
+from shardnet.cluster.head.placing import fits, make_plan
 from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
@@ -89,6 +90,18 @@ def test_one_dtype_for_the_ring(
 ) -> None:
     nodes = [node(f"n{i}", *names) for i, names in enumerate(dtypes)]
     assert settle_dtype(requested, facts(checkpoint).config, nodes) is settled
+
+
+def test_whether_a_model_fits_is_estimated_from_the_memory_of_all_nodes() -> None:
+    """As a plan finds it: each node alone lacks memory."""
+    model, mib = facts("float32"), 2**20
+    whole = make_plan(ModelChoice(model="/m"), model, [node("a")]).placement.stages[0]
+    memory = whole.weight_bytes * 3 // 4 + 2 * mib
+    nodes = [node("a", memory=memory), node("b", memory=memory)]
+    for some, expected in ((nodes[:1], False), (nodes, True), ([node("c", memory=mib)], False)):
+        assert fits(model, some) is expected
+        with contextlib.nullcontext() if expected else pytest.raises(PlanError):
+            make_plan(ModelChoice(model="/m"), model, some)
 
 
 def test_named_nodes_are_all_used_in_their_order() -> None:

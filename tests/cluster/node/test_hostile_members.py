@@ -45,6 +45,14 @@ ENDS_THE_LINK = {"PeersKnown.peers[].addresses", "PeersKnown.peers[].addresses[]
 Meta = dict[str, Any]
 
 
+@pytest.fixture(autouse=True)
+def _no_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a node list no models but its own."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "OLLAMA_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="module")
 def facts() -> ModelFacts:
     return identify(DEFAULT_MODEL_PATH)

@@ -27,7 +27,12 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
-from shardnet.wire.messages.membership import ModelIdentity, ReportReply, StatusReply
+from shardnet.wire.messages.membership import (
+    ModelIdentity,
+    ModelsListed,
+    ReportReply,
+    StatusReply,
+)
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import LoadProgress, StageReady
 
@@ -39,6 +44,7 @@ ANSWERS = {
     LinksMeasured,
     LoadProgress,
     ModelIdentity,
+    ModelsListed,
     NodeProgress,
     PlanReply,
     Redirect,

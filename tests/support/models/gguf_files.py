@@ -184,7 +184,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         }
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", {"rope_theta": 10000.0})
     of_all = rope.get("full_attention", rope)
     made = {
         "block_count": config["num_hidden_layers"],

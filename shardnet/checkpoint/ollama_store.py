@@ -1,0 +1,152 @@
+"""Models in Ollama's store on this machine: manifests, which name blobs by their digests.
+
+Knows the layout: manifests/REGISTRY/NAMESPACE/NAME/TAG is JSON that lists layers, one of them the
+GGUF, and blobs/sha256-HEX are the layers. A manifest comes from strangers: its size is bounded, and
+a digest is nothing but hex. Templates and parameters in other layers are not used: the GGUF has its
+own chat template. Must not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardnet.checkpoint.model_names import OLLAMA, FoundModel
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
+from shardnet.checkpoint.tensors.json_files import parse_object, read_file
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN
+from shardnet.errors import CheckpointError
+
+MAX_MANIFEST_BYTES: Final = 1 << 20
+MAX_MODELS: Final = 4096
+"""Manifests that are read of one store."""
+STORE: Final = "Ollama"
+
+_REGISTRY, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
+_PART = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MODEL = "application/vnd.ollama.image.model"
+_ADAPTER = "application/vnd.ollama.image.adapter"
+_TENSOR = "application/vnd.ollama.image.tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaName:
+    """A model of Ollama, as `ollama:llama3.2:3b` or `ollama:user/name:tag` name it."""
+
+    name: str
+    tag: str = _TAG
+    namespace: str = _NAMESPACE
+    registry: str = _REGISTRY
+
+    @classmethod
+    def parse(cls, text: str) -> OllamaName | None:
+        """Parse ollama:[[REGISTRY/]NAMESPACE/]NAME[:TAG]; None if `text` is no such name."""
+        if not text.startswith(OLLAMA):
+            return None
+        path, colon, tag = text.removeprefix(OLLAMA).partition(":")
+        parts = path.split("/")
+        if len(parts) > 3 or not all(map(_PART.fullmatch, [*parts, tag if colon else _TAG])):
+            return None
+        registry, namespace, name = [_REGISTRY, _NAMESPACE][: 3 - len(parts)] + parts
+        return cls(name=name, tag=tag or _TAG, namespace=namespace, registry=registry)
+
+    def __str__(self) -> str:
+        parts = [self.registry, self.namespace, self.name]
+        if self.registry == _REGISTRY:
+            parts = parts[1:] if self.namespace != _NAMESPACE else parts[2:]
+        return f"{OLLAMA}{'/'.join(parts)}:{self.tag}"
+
+    def manifest(self, root: Path) -> Path:
+        """Return where the manifest is in the store `root`."""
+        return root / "manifests" / self.registry / self.namespace / self.name / self.tag
+
+
+def ollama_roots(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """List the folders that may be Ollama's store: the user's and the system service's."""
+    own = environment.get("OLLAMA_MODELS")
+    places = [Path(own).expanduser()] if own else []
+    places += [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+    return list(dict.fromkeys(places))
+
+
+def find_ollama(name: OllamaName, roots: list[Path] | None = None) -> Path | None:
+    """Return the GGUF of a model, None if no store has it: a peer may. `ollama_models` says why."""
+    for root in roots if roots is not None else ollama_roots():
+        with contextlib.suppress(CheckpointError):
+            return _blob(root, name.manifest(root))
+    return None
+
+
+def ollama_models(root: Path) -> Iterator[FoundModel]:
+    """List the models of the store `root`, with the reason for each that cannot be used.
+
+    Raises OSError if the store cannot be read, CheckpointError if it is no store.
+    """
+    for name in _names(root):
+        path = name.manifest(root)
+        try:
+            found, failure = _blob(root, path), ""
+        except CheckpointError as error:
+            found, failure = path, str(error)
+        yield FoundModel(name=str(name), store=STORE, path=found, failure=failure)
+
+
+def _names(root: Path) -> Iterator[OllamaName]:
+    """List what has a manifest; names that `OllamaName.parse` would not take are left out."""
+    top, n_found = root / "manifests", 0
+    for registry in _parts(top):
+        for namespace in _parts(top / registry):
+            for name in _parts(top / registry / namespace):
+                for tag in _parts(top / registry / namespace / name):
+                    n_found += 1
+                    if n_found > MAX_MODELS:
+                        raise CheckpointError(
+                            f"{root} holds more than {MAX_MODELS} models",
+                            remedy="name the one you mean, as ollama:NAME:TAG",
+                        )
+                    yield OllamaName(name=name, tag=tag, namespace=namespace, registry=registry)
+
+
+def _parts(folder: Path) -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    return [entry for entry in folder_entries(folder) if _PART.fullmatch(entry)]
+
+
+def _blob(root: Path, manifest: Path) -> Path:
+    """Return the GGUF that a manifest names. Raises CheckpointError if there is none to use."""
+    layers = parse_object(read_file(manifest, MAX_MANIFEST_BYTES), manifest).get("layers")
+    kinds = [layer.get("mediaType") for layer in _objects(layers)]
+    models = [layer for layer in _objects(layers) if layer.get("mediaType") == _MODEL]
+    if _ADAPTER in kinds:
+        raise CheckpointError(
+            f"{manifest}: an adapter (LoRA) belongs to this model, and none is applied here",
+            remedy="use a model with the adapter merged into it",
+        )
+    if len(models) != 1:
+        what = f"{len(models)} GGUF files" if models else "no GGUF"
+        if _TENSOR in kinds:
+            what = "no GGUF, but safetensors in Ollama's own form"
+        raise CheckpointError(
+            f"{manifest} names {what}", remedy="`ollama pull` another tag of the model"
+        )
+    digest = models[0].get("digest")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise CheckpointError(
+            f"{manifest}: digest is {digest!r:.80}, expected sha256: and 64 hex digits",
+            remedy=AGAIN,
+        )
+    blob = root / "blobs" / digest.replace(":", "-")
+    if not has_file(blob):
+        raise CheckpointError(f"{blob}: missing", remedy="`ollama pull` the model again")
+    return blob
+
+
+def _objects(layers: object) -> list[dict[str, Any]]:
+    return [layer for layer in layers if isinstance(layer, dict)] if type(layers) is list else []
