@@ -179,7 +179,9 @@ def _compare(file: Path, threads: int, rounds: int, with_ring: bool) -> Comparis
         llama_cpp=_side(theirs_s, theirs_prefill_s, theirs_loads),
         decode_ratio=_ratio(theirs_s, ours_s),
         prefill_ratio=_ratio(theirs_prefill_s, ours_prefill_s),
-        load_ratio=_ratio([l.load_s for l in ours_loads], [l.load_s for l in theirs_loads]),
+        load_ratio=_ratio(
+            [load.load_s for load in ours_loads], [load.load_s for load in theirs_loads]
+        ),
         share_of_limit=read_bytes / max(limits) / statistics.median(ours_s),
         ring=_ring(file, threads, rounds) if with_ring else None,
     )

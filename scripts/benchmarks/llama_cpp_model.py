@@ -6,7 +6,7 @@ Knows the package, which is not one of shardnet's: it is imported where a model 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -66,7 +66,16 @@ class LlamaCppModel:
         found = self._api.llama_model_chat_template(self._model, None)
         return found.decode() if found else ""
 
-    def token_text(self, token_id: int) -> str:
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Render a conversation up to where the answer begins, as llama-cpp-python does."""
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        ends = (self._api.llama_vocab_bos(self._vocab), self._api.llama_vocab_eos(self._vocab))
+        bos, eos = (self._token_text(token_id) if token_id >= 0 else "" for token_id in ends)
+        write = Jinja2ChatFormatter(self.template, eos_token=eos, bos_token=bos)
+        return str(write(messages=list(messages)).prompt)
+
+    def _token_text(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it."""
         return str(self._api.llama_vocab_get_text(self._vocab, token_id).decode())
 
