@@ -183,10 +183,21 @@ async def _run(job: _Job) -> None:
             quality = await bench.score()
             bench.show({"perplexity": asdict(quality)})
             if not job.as_json:
-                write_out(bench.words(quality))
+                write_out(quality_words(quality, bench.plan))
             return
         speeds = [await bench.measure(n_sequences) for n_sequences in job.parallel]
         bench.show({"speeds": [asdict(speed) for speed in speeds]})
+
+
+def quality_words(quality: Quality, plan: PlanReply) -> str:
+    """Describe what was scored, of which text, and the model's dtypes."""
+    stored = "" if plan.quant else ", weights as stored"
+    return one_line(
+        f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per byte of "
+        f"{quality.text}: {counted(quality.n_tokens, 'token')} in "
+        f"{counted(quality.n_pieces, 'piece')} of up to {quality.most_tokens}; "
+        f"{plan.model} in {dtype_words(plan)}{stored} ({quality.took_s:.1f} s)"
+    )
 
 
 class _Bench:
@@ -197,6 +208,12 @@ class _Bench:
         self._target = target
         self._plan: PlanReply | None = None
         self._numbers = itertools.count()
+
+    @property
+    def plan(self) -> PlanReply:
+        """The plan of the first request."""
+        assert self._plan is not None
+        return self._plan
 
     async def measure(self, n_sequences: int) -> Speed:
         """Run `n_sequences` at once, repeatedly; return the round that decoded fastest."""
@@ -251,17 +268,6 @@ class _Bench:
             most_tokens=most_tokens,
             n_bytes=n_bytes,
             took_s=time.perf_counter() - began,
-        )
-
-    def words(self, quality: Quality) -> str:
-        """Describe what was scored, and in which numbers."""
-        assert self._plan is not None
-        stored = "" if self._plan.quant else ", weights as stored"
-        return one_line(
-            f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per byte of "
-            f"{quality.text}: {counted(quality.n_tokens, 'token')} scored, in "
-            f"{counted(quality.n_pieces, 'piece')} of up to {quality.most_tokens}; "
-            f"{self._plan.model} in {dtype_words(self._plan)}{stored} ({quality.took_s:.1f} s)"
         )
 
     def show(self, figures: dict[str, object]) -> None:
