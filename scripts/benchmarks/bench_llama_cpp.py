@@ -122,12 +122,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--isa", default="", help="for SHARDNET_ISA: avx2, avx512, ...")
+    parser.add_argument("--isa", default="", help="of shardnet: avx2, ...")
     parser.add_argument("--ring", action="store_true", help="also two nodes against one process")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.isa:
-        os.environ["SHARDNET_ISA"] = arguments.isa  # of the processes that are started too
+    if arguments.isa:  # for the processes that are started too
+        os.environ["SHARDNET_ISA"] = arguments.isa
+        if arguments.isa == "avx2":  # torch reads these when it first computes
+            os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     files = [path.absolute() for path in arguments.same_file] or [
         _random_file(kind, arguments.threads) for kind in arguments.files
     ]
