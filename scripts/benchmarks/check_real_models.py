@@ -89,6 +89,12 @@ TRICKY = (
 )
 
 
+COLUMNS = (
+    *("ids", "template", "logits off", "llama.cpp's off", "texts"),
+    *("perplexity", "llama.cpp's", "ratio", "float32's"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
     """How far logits are from others, in standard deviations of these: rms, mean and largest."""
@@ -147,14 +153,17 @@ def main() -> None:
         quantise(source, folder / f"{stem}.{kind}.gguf", kind, arguments.threads)
         for kind in arguments.kinds
     ]
-    found = []
+    n_missed = 0
+    _print_line(["file", *COLUMNS, "bars missed"])
+    _print_line(["---"] * (len(COLUMNS) + 2))
     for file in (source, *made):
-        print(f"checking {file.name}", file=sys.stderr, flush=True)
-        found.append(_check(file, text_file, arguments.threads, with_tokenizer=file == source))
-        for why in found[-1].missed:
-            print(f"{file.name}: {why}", file=sys.stderr, flush=True)
-    print(_table(found))
-    if any(findings.missed for findings in found):
+        found = _check(file, text_file, arguments.threads, with_tokenizer=file == source)
+        for why in found.missed:
+            print(f"{file.name}: {why}", file=sys.stderr)
+        cells = [found.cells.get(name, "") for name in COLUMNS]
+        _print_line([found.file, *cells, str(len(found.missed))])
+        n_missed += len(found.missed)
+    if n_missed:
         sys.exit(1)
 
 
@@ -203,9 +212,16 @@ def _check_ids(
     for text in texts:
         ours, expected = tokenizer.encode(text), theirs.token_ids(text)
         n_same += findings.expect(
-            ours == expected, f"ids of {text[:60]!r}: {ours[:40]}, llama.cpp {expected[:40]}"
+            ours == expected, f"ids of {text[:60]!r}: {_difference(ours, expected)} in llama.cpp"
         )
     findings.cells["ids"] = f"{n_same} of {len(texts)}"
+
+
+def _difference(ours: Sequence[int], others: Sequence[int]) -> str:
+    """Describe where ids differ first."""
+    places = range(min(len(ours), len(others)))
+    place = next((n for n in places if ours[n] != others[n]), len(places))
+    return f"from token {place} on {ours[place : place + 5]}, {others[place : place + 5]}"
 
 
 def _compare_reference_ids(
@@ -216,8 +232,8 @@ def _compare_reference_ids(
         ours, others = tokenizer.encode(text), reference.token_ids(text)
         if ours != others:
             print(
-                f"{findings.file}: transformers encodes {text[:60]!r} as {others[:40]}, "
-                f"shardnet and llama.cpp as {ours[:40]}",
+                f"{findings.file}: ids of {text[:60]!r}: {_difference(ours, others)} in "
+                "transformers",
                 file=sys.stderr,
             )
 
@@ -373,15 +389,9 @@ def _lost(logits: Logits, token_ids: Sequence[int]) -> float:
     return float((norms - rows[np.arange(len(rows)), np.array(token_ids[1:])]).sum())
 
 
-def _table(found: Sequence[Findings]) -> str:
-    """Write the findings as Markdown."""
-    names = list(dict.fromkeys(name for findings in found for name in findings.cells))
-    lines = [["file", *names, "bars missed"]]
-    for findings in found:
-        cells = [findings.cells.get(name, "") for name in names]
-        lines.append([findings.file, *cells, str(len(findings.missed))])
-    text = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([text[0], "|---" * len(lines[0]) + "|", *text[1:]])
+def _print_line(cells: Sequence[str]) -> None:
+    """Print a line of a table in Markdown."""
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
