@@ -214,9 +214,9 @@ class _Cursor:
         """Read a string."""
         return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
 
-    def texts(self, n_texts: int) -> list[str]:
+    def texts(self, n_texts: int) -> list[Scalar]:
         """Read so many strings. A vocabulary has 400 000: a call for each would take a second."""
-        made: list[str] = []
+        made: list[Scalar] = []
         read, left = self._file.read, self.left
         while len(made) < n_texts:
             n_bytes = int.from_bytes(read(8), "little")
