@@ -22,8 +22,9 @@ from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
-from ..output.exit_codes import counted, run_command, say, write_out
+from ..output.exit_codes import counted, one_line, run_command, say, write_out
 from ..output.generation_output import print_json
+from ..output.plan_text import dtype_words
 from ..output.progress import LoadBars
 
 if TYPE_CHECKING:
@@ -51,11 +52,18 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Perplexity per token, and bits per byte of the text."""
+    """Perplexity per scored token, and bits per byte of the text.
 
+    Of `n_pieces` pieces all tokens but the first are scored, `n_tokens` in all; the longest piece
+    has `most_tokens`, which is the context of its last one.
+    """
+
+    text: str
     perplexity: float
     bits_per_byte: float
     n_tokens: int
+    n_pieces: int
+    most_tokens: int
     n_bytes: int
     took_s: float
 
@@ -106,8 +114,8 @@ def bench(
 ) -> None:
     """Measure the ring: time to the first token and tokens per second, or --perplexity of a text.
 
-    The text is cut into pieces, each of which is scored without those before it: compare results
-    of the same file and --piece only, not with those of other programs.
+    The text is cut into pieces, each of which is a prompt of its own: all its tokens but the first
+    are scored. Compare results of the same file and --piece only.
     """
     job = _Job(
         wanted=ring.wanted(access),
@@ -115,6 +123,7 @@ def bench(
         n_tokens=tokens,
         parallel=parallel or [1, 4],
         rounds=rounds,
+        text=perplexity,
         pieces=_pieces(perplexity, piece) if perplexity else [],
         as_json=as_json,
     )
@@ -128,12 +137,28 @@ class _Job:
     n_tokens: int
     parallel: Sequence[int]
     rounds: int
+    text: str
     pieces: Sequence[str]
     as_json: bool
 
 
+def cut_text(text: str, n_characters: int) -> list[str]:
+    """Cut a text into pieces of at most `n_characters`, behind spaces where there are any.
+
+    Joined they are the text, without what is blank at its end and fills a piece by itself.
+    """
+    pieces = []
+    while text.strip():
+        end = len(text)
+        if end > n_characters:
+            end = text.rfind(" ", 1, n_characters) + 1 or n_characters
+        pieces.append(text[:end])
+        text = text[end:]
+    return pieces
+
+
 def _pieces(file: str, n_characters: int) -> list[str]:
-    """Cut a file's text into pieces of at most `n_characters`, at spaces where there are any.
+    """Cut a file's text into pieces; see `cut_text`.
 
     Raises typer.BadParameter for a file that cannot be read, is not UTF-8 or holds no text.
     """
@@ -145,13 +170,7 @@ def _pieces(file: str, n_characters: int) -> list[str]:
         raise typer.BadParameter(
             f"{file} is not UTF-8 text: {error}", param_hint="--perplexity"
         ) from error
-    pieces = []
-    while text.strip():
-        end = len(text)
-        if end > n_characters:
-            end = text.rfind(" ", 1, n_characters) + 1 or n_characters
-        pieces.append(text[:end])
-        text = text[end:]
+    pieces = cut_text(text, n_characters)
     if not pieces:
         raise typer.BadParameter(f"{file} holds no text", param_hint="--perplexity")
     return pieces
@@ -164,13 +183,21 @@ async def _run(job: _Job) -> None:
             quality = await bench.score()
             bench.show({"perplexity": asdict(quality)})
             if not job.as_json:
-                write_out(
-                    f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per "
-                    f"byte ({quality.n_tokens} tokens, {quality.took_s:.1f} s)"
-                )
+                write_out(quality_words(quality, bench.plan))
             return
         speeds = [await bench.measure(n_sequences) for n_sequences in job.parallel]
         bench.show({"speeds": [asdict(speed) for speed in speeds]})
+
+
+def quality_words(quality: Quality, plan: PlanReply) -> str:
+    """Describe what was scored, of which text, and the model's dtypes."""
+    stored = "" if plan.quant else ", weights as stored"
+    return one_line(
+        f"perplexity {quality.perplexity:.3f}, {quality.bits_per_byte:.4f} bits per byte of "
+        f"{quality.text}: {counted(quality.n_tokens, 'token')} in "
+        f"{counted(quality.n_pieces, 'piece')} of up to {quality.most_tokens}; "
+        f"{plan.model} in {dtype_words(plan)}{stored} ({quality.took_s:.1f} s)"
+    )
 
 
 class _Bench:
@@ -181,6 +208,12 @@ class _Bench:
         self._target = target
         self._plan: PlanReply | None = None
         self._numbers = itertools.count()
+
+    @property
+    def plan(self) -> PlanReply:
+        """The plan of the first request."""
+        assert self._plan is not None
+        return self._plan
 
     async def measure(self, n_sequences: int) -> Speed:
         """Run `n_sequences` at once, repeatedly; return the round that decoded fastest."""
@@ -215,20 +248,24 @@ class _Bench:
     async def score(self) -> Quality:
         """Score every piece of the text."""
         began = time.perf_counter()
-        total, n_tokens = 0.0, 0
+        total, n_tokens, most_tokens = 0.0, 0, 0
         for start in range(0, len(self._job.pieces), AT_ONCE):
             some = self._job.pieces[start : start + AT_ONCE]
             for result in await self._generate(some, 0, OutputParams(n_prompt_logprobs=0)):
                 scored = [entry.logprob for entry in result.prompt_logprobs or () if entry]
                 total += math.fsum(scored)
                 n_tokens += len(scored)
+                most_tokens = max(most_tokens, len(result.prompt_token_ids))
             if not self._job.as_json:
-                say(f"{start + len(some)} of {len(self._job.pieces)} pieces")
+                say(f"{start + len(some)} of {counted(len(self._job.pieces), 'piece')}")
         n_bytes = sum(len(piece.encode()) for piece in self._job.pieces)
         return Quality(
+            text=self._job.text,
             perplexity=math.exp(-total / max(1, n_tokens)),
             bits_per_byte=-total / math.log(2) / n_bytes,
             n_tokens=n_tokens,
+            n_pieces=len(self._job.pieces),
+            most_tokens=most_tokens,
             n_bytes=n_bytes,
             took_s=time.perf_counter() - began,
         )

@@ -1,104 +1,233 @@
-"""Benchmark decode and prefill of one stage against llama.cpp, in the same weights and one run.
+"""Benchmark one stage with a whole model against llama.cpp, on the same GGUF files in one run.
 
-Needs the package llama-cpp-python, which builds llama.cpp: install it beside shardnet. The random
-checkpoint of the TinyLlama-1.1B shape is written as GGUF in F16, BF16, Q8_0 and Q4_0 once. Both run
-in this process, in turns, with the same number of threads; llama.cpp gives the logits of the last
-token, shardnet the sampled token of a whole model in one stage.
+Needs the package llama-cpp-python, which builds llama.cpp: install it beside shardnet. Without
+--same-file FILE the files are those of a random checkpoint of the TinyLlama-1.1B shape, which
+llama.cpp quantises from one in BF16, once; they stay beside the checkpoint. Decode and prefill
+take turns in this process, with the same number of threads; every load is in a process of its
+own. docs/benchmarks.md says what each figure is.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
+import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from bench_ring import random_1b, read_bandwidth
 from bench_steps import make_step
+from llama_cpp_model import LlamaCppModel, quantise, start
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.errors import ShardnetError
 from shardnet.model.kernels.linear import probe
-from shardnet.stage.estimate.memory_estimate import WeightForm, read_bytes_per_step
 from shardnet.stage.load import load_stage
-from shardnet.stage.stage_model import StageModel
-from shardnet.types import (
-    PREFILL_CHUNK_ROWS,
-    LayerRange,
-    SlotId,
-)
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, LayerRange, SlotId
 
-FORMATS = {"none": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What shardnet's weights are, and what llama.cpp's are beside them."""
+KINDS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS", "Q3_K_M", "BF16")
 N_PROMPT = 512
 N_TOKENS = 12
+N_POSITIONS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A load in a fresh process, up to the logits of the first token.
+
+    `anonymous_bytes` and `mapped_bytes` are what the process holds more than before, of its own
+    memory and of pages of files; `peak_bytes` the most that both were meanwhile.
+    """
+
+    load_s: float
+    anonymous_bytes: int
+    mapped_bytes: int
+    peak_bytes: int
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of memory that the process holds more than before."""
+        return self.anonymous_bytes + self.mapped_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The figures of one program with one file: medians, of loads the fastest."""
+
+    decode_tok_s: float
+    prefill_tok_s: float
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Both programs with one file. Ratios above 1 are in favour of shardnet, but for loads.
+
+    `limit_gb_s` is the best streaming read of the run; `share_of_limit` what shardnet's decode
+    reads of the file against it; `ring` what two nodes decode against one process.
+    """
+
+    file: str
+    file_bytes: int
+    read_bytes: int
+    limit_gb_s: float
+    shardnet: Side
+    llama_cpp: Side
+    decode_ratio: float
+    prefill_ratio: float
+    load_ratio: float
+    share_of_limit: float
+    ring: float | None
+
+
+class Model(Protocol):
+    """A whole model that reads prompts and makes steps."""
+
+    def prefill(self) -> None:
+        """Read N_PROMPT tokens into an empty cache."""
+
+    def decode(self) -> None:
+        """Make N_TOKENS steps of one token behind the prompt."""
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--same-file",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE.gguf",
+        help="the files to compare on; none: those of the random checkpoint",
+    )
+    parser.add_argument(
+        "--files",
+        type=lambda text: text.split(","),
+        default=KINDS,
+        metavar="Q4_K_M,Q8_0",
+        help="which files of the random checkpoint",
+    )
+    parser.add_argument(
+        "--make-only", action="store_true", help="write the random checkpoint's files, no more"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--isa", default="", help="of shardnet: avx2, ...")
+    parser.add_argument("--ring", action="store_true", help="also two nodes against one process")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    source = random_1b()
-    report = {
-        name: _compare(source, name, other, arguments.threads, arguments.rounds)
-        for name, other in FORMATS.items()
-    }
-    if arguments.json:
-        print(json.dumps(report, indent=2))
+    if arguments.isa:  # for the processes that are started too
+        os.environ["SHARDNET_ISA"] = arguments.isa
+        if arguments.isa == "avx2":  # torch reads these when it first computes
+            os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    files = [path.absolute() for path in arguments.same_file] or [
+        _random_file(kind, arguments.threads) for kind in arguments.files
+    ]
+    if arguments.make_only:
+        print("\n".join(str(file) for file in files))
         return
-    for name, figures in report.items():
-        print(f"{name} beside {FORMATS[name]}:")
-        for key, value in figures.items():
-            print(f"  {key}: {value:.3g}")
+    torch.set_num_threads(arguments.threads)
+    found = []
+    for file in files:
+        try:
+            found.append(_compare(file, arguments.threads, arguments.rounds, arguments.ring))
+        except ShardnetError as error:
+            print(f"shardnet does not take {file.name}: {error}", file=sys.stderr)
+            continue
+        if not arguments.json:
+            _print(found[-1], with_head=len(found) == 1)
+    if arguments.json:
+        print(json.dumps([asdict(comparison) for comparison in found], indent=2))
 
 
-@torch.inference_mode()
-def _compare(source: Path, name: str, other: str, threads: int, rounds: int) -> dict[str, float]:
-    checkpoint = Checkpoint.open(source)
-    kind = Quantization.named(name)
-    choice = probe(torch.device("cpu"), "auto", checkpoint.config.checkpoint_dtype, kind)
-    whole = LayerRange(0, checkpoint.config.n_layers)
-    model = load_stage(
-        checkpoint,
-        whole,
-        choice=choice,
-        device=torch.device("cpu"),
-        room_blocks=8,
-        progress=lambda done, total: None,
-    )
-    llama = _Llama(_gguf(source, other), threads)
-    ours_s, theirs_s, ours_prefill_s, theirs_prefill_s, limits = [], [], [], [], []
+def _compare(file: Path, threads: int, rounds: int, with_ring: bool) -> Comparison:
+    """Measure both programs with a file.
+
+    Raises ShardnetError for a file that shardnet does not take.
+    """
+    Checkpoint.open(file)
+    _read_once(file)
+    ours_loads, theirs_loads = [], []
+    for _ in range(rounds):
+        ours_loads.append(_in_process(_load_ours, file, threads))
+        theirs_loads.append(_in_process(_load_theirs, file, threads))
+    ours, theirs = _Shardnet(file), _LlamaCpp(file, threads)
+    limits, ours_s, theirs_s, ours_prefill_s, theirs_prefill_s = [], [], [], [], []
     for _ in range(rounds):
         limits.append(read_bandwidth())
-        ours_prefill_s.append(_timed(lambda: _prefill(model)))
-        ours_s.append(_timed(lambda: _decode(model)) / N_TOKENS)
-        theirs_prefill_s.append(_timed(llama.prefill))
-        theirs_s.append(_timed(llama.decode) / N_TOKENS)
-    read_bytes = read_bytes_per_step(
-        checkpoint.config, whole, WeightForm(dtype=choice.dtype, quantization=kind)
-    )
-    llama.close()
-    step_s = min(ours_s)
-    return {
-        "limit GB/s": max(limits) / 1e9,
-        "tok/s": 1 / step_s,
-        "share of the limit": read_bytes / max(limits) / step_s,
-        "llama.cpp tok/s": 1 / min(theirs_s),
-        "ratio": statistics.median(t / o for t, o in zip(theirs_s, ours_s, strict=True)),
-        "prefill tok/s": N_PROMPT / min(ours_prefill_s),
-        "llama.cpp prefill tok/s": N_PROMPT / min(theirs_prefill_s),
-        "prefill ratio": statistics.median(
-            t / o for t, o in zip(theirs_prefill_s, ours_prefill_s, strict=True)
+        ours_prefill_s.append(_timed(ours.prefill))
+        ours_s.append(_timed(ours.decode) / N_TOKENS)
+        theirs_prefill_s.append(_timed(theirs.prefill))
+        theirs_s.append(_timed(theirs.decode) / N_TOKENS)
+    theirs.close()
+    del ours
+    read_bytes = _read_bytes_per_token(file)
+    return Comparison(
+        file=file.name,
+        file_bytes=file.stat().st_size,
+        read_bytes=read_bytes,
+        limit_gb_s=max(limits) / 1e9,
+        shardnet=_side(ours_s, ours_prefill_s, ours_loads),
+        llama_cpp=_side(theirs_s, theirs_prefill_s, theirs_loads),
+        decode_ratio=_ratio(theirs_s, ours_s),
+        prefill_ratio=_ratio(theirs_prefill_s, ours_prefill_s),
+        load_ratio=_ratio(
+            [load.load_s for load in ours_loads], [load.load_s for load in theirs_loads]
         ),
+        share_of_limit=read_bytes / max(limits) / statistics.median(ours_s),
+        ring=_ring(file, threads, rounds) if with_ring else None,
+    )
+
+
+def _side(steps_s: list[float], prefills_s: list[float], loads: list[Load]) -> Side:
+    return Side(
+        decode_tok_s=1 / statistics.median(steps_s),
+        prefill_tok_s=N_PROMPT / statistics.median(prefills_s),
+        load=min(loads, key=lambda load: load.load_s),
+    )
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def _print(found: Comparison, *, with_head: bool) -> None:
+    """Print a row of docs/benchmarks.md: shardnet / llama.cpp, and the ratio."""
+    ours, theirs = found.shardnet, found.llama_cpp
+    resident = [side.load.resident_bytes / found.file_bytes for side in (ours, theirs)]
+    cells = {
+        "file": found.file,
+        "MB": f"{found.file_bytes / 1e6:.0f}",
+        "decode tok/s": f"{ours.decode_tok_s:.2f} / {theirs.decode_tok_s:.2f}",
+        "ratio": f"**{found.decode_ratio:.2f}**",
+        "of the limit": f"{found.share_of_limit:.2f} of {found.limit_gb_s:.1f} GB/s",
+        "prefill tok/s": f"{ours.prefill_tok_s:.1f} / {theirs.prefill_tok_s:.1f}",
+        "ratio ": f"**{found.prefill_ratio:.2f}**",
+        "load s": f"{ours.load.load_s:.2f} / {theirs.load.load_s:.2f}",
+        "ratio  ": f"**{found.load_ratio:.2f}**",
+        "resident to the file": f"**{resident[0]:.2f}** / {resident[1]:.2f}",
+        "own + mapped MB": f"{_megabytes(ours.load)} / {_megabytes(theirs.load)}",
+        "ring": "" if found.ring is None else f"**{found.ring:.2f}**",
     }
+    if with_head:
+        print(f"| {' | '.join(name.strip() for name in cells)} |")
+        print(f"|{'---|' * len(cells)}")
+    print(f"| {' | '.join(cells.values())} |", flush=True)
+
+
+def _megabytes(load: Load) -> str:
+    return f"{load.anonymous_bytes / 1e6:.0f} + {load.mapped_bytes / 1e6:.0f}"
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -107,73 +236,161 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _step(model: StageModel, position: int, ids: Sequence[int], n_sampled: int) -> None:
-    model.forward(make_step([(0, position, ids)], n_sampled=n_sampled), None)
+class _Shardnet:
+    """All layers of a checkpoint as one stage, without scheduler, wire or sampler."""
 
-
-def _prefill(model: StageModel) -> None:
-    model.kv.free(SlotId(0))
-    for start in range(0, N_PROMPT, PREFILL_CHUNK_ROWS):
-        ids = [(7 * n) % 30_000 + 5 for n in range(start, start + PREFILL_CHUNK_ROWS)]
-        _step(model, start, ids, 1)
-
-
-def _decode(model: StageModel) -> None:
-    for number in range(N_TOKENS):
-        _step(model, N_PROMPT + number, [17 + number], 1)
-
-
-class _Llama:
-    """llama.cpp through the low-level functions of llama-cpp-python."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        import llama_cpp
-
-        self._api = llama_cpp
-        llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
-        model_params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_load_model_from_file(str(path).encode(), model_params)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = 1024, N_PROMPT, N_PROMPT
-        params.n_threads = params.n_threads_batch = threads
-        self._context = llama_cpp.llama_new_context_with_model(self._model, params)
-        if not self._context:
-            raise SystemExit(f"llama.cpp cannot load {path}")
-        self._position = 0
+    def __init__(self, path: Path, n_positions: int = N_POSITIONS) -> None:
+        checkpoint = Checkpoint.open(path)
+        choice = probe(torch.device("cpu"), "auto", checkpoint.config.checkpoint_dtype)
+        self._model = load_stage(
+            checkpoint,
+            LayerRange(0, checkpoint.config.n_layers),
+            choice=choice,
+            device=torch.device("cpu"),
+            room_blocks=n_positions // BLOCK_POSITIONS,
+            context=n_positions,
+            progress=lambda done, total: None,
+        )
 
     def prefill(self) -> None:
-        """Read the prompt into an empty cache."""
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._position = 0
-        self._eval([(7 * n) % 30_000 + 5 for n in range(N_PROMPT)])
+        """Read N_PROMPT tokens into an empty cache."""
+        self._model.kv.free(SlotId(0))
+        prompt = _prompt()
+        for place in range(0, N_PROMPT, PREFILL_CHUNK_ROWS):
+            end = place + PREFILL_CHUNK_ROWS
+            self.step(place, prompt[place:end], n_sampled=int(end >= N_PROMPT))
 
     def decode(self) -> None:
-        """Make some steps of one token."""
+        """Make N_TOKENS steps of one token behind the prompt."""
         for number in range(N_TOKENS):
-            self._eval([17 + number])
+            self.step(N_PROMPT + number, [17 + number])
+
+    @torch.inference_mode()
+    def step(self, position: int, token_ids: Sequence[int], *, n_sampled: int = 1) -> None:
+        """Compute tokens at `position`, and the logits of the last if `n_sampled` is 1."""
+        self._model.forward(make_step([(0, position, token_ids)], n_sampled=n_sampled), None)
+
+
+class _LlamaCpp:
+    """The same model in llama.cpp."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self._model = LlamaCppModel(path, threads, context=N_POSITIONS, most_rows=N_PROMPT)
+
+    def prefill(self) -> None:
+        """Read N_PROMPT tokens into an empty cache."""
+        self._model.clear()
+        self._model.step(_prompt())
+
+    def decode(self) -> None:
+        """Make N_TOKENS steps of one token behind the prompt."""
+        for number in range(N_TOKENS):
+            self._model.step([17 + number])
 
     def close(self) -> None:
         """Free everything."""
-        self._api.llama_free(self._context)
-        self._api.llama_free_model(self._model)
-
-    def _eval(self, ids: Sequence[int]) -> None:
-        array = (self._api.llama_token * len(ids))(*ids)
-        batch = self._api.llama_batch_get_one(array, len(ids))
-        if self._api.llama_decode(self._context, batch):
-            raise SystemExit("llama.cpp failed to compute")
-        self._position += len(ids)
+        self._model.close()
 
 
-def _gguf(source: Path, kind: str) -> Path:
-    """Write the checkpoint in llama.cpp's form, once."""
+def _prompt() -> list[int]:
+    return [(7 * n) % 30_000 + 5 for n in range(N_PROMPT)]
+
+
+def _in_process(work: Callable[[Path, int], Load], file: Path, threads: int) -> Load:
+    """Run `work` in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, (file, threads))
+
+
+def _load_ours(file: Path, threads: int) -> Load:
+    torch.set_num_threads(threads)
+    probe(torch.device("cpu"), "auto", Checkpoint.open(file).config.checkpoint_dtype)  # loads code
+    return _measured(lambda: _load_and_step(file))
+
+
+def _load_and_step(file: Path) -> _Shardnet:
+    model = _Shardnet(file, BLOCK_POSITIONS)
+    model.step(0, [17])
+    return model
+
+
+def _load_theirs(file: Path, threads: int) -> Load:
+    start()
+
+    def load() -> LlamaCppModel:
+        model = LlamaCppModel(file, threads, context=BLOCK_POSITIONS, most_rows=32)
+        model.step([17])
+        return model
+
+    return _measured(load)
+
+
+def _measured(load: Callable[[], object]) -> Load:
+    """Time `load` and see what the process holds while its result lives. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _memory()
+    began = time.perf_counter()
+    kept = load()
+    load_s = time.perf_counter() - began
+    after = _memory()
+    del kept
+    return Load(
+        load_s=load_s,
+        anonymous_bytes=after["RssAnon"] - before["RssAnon"],
+        mapped_bytes=after["RssFile"] + after["RssShmem"] - before["RssFile"] - before["RssShmem"],
+        peak_bytes=after["VmHWM"] - before["VmRSS"],
+    )
+
+
+def _memory() -> dict[str, int]:
+    """Read this process's bytes of memory by kind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): 1024 * int(size) for name, size, _ in sizes}
+
+
+def _read_once(file: Path) -> None:
+    """Have the file's pages in the page cache."""
+    with file.open("rb") as opened:
+        for _ in iter(partial(opened.read, 1 << 24), b""):
+            pass
+
+
+def _read_bytes_per_token(file: Path) -> int:
+    """Return the bytes of the tensors that a token reads: all but an embedding table of its own."""
+    import gguf
+
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}
+    embedding = sizes["token_embd.weight"] if "output.weight" in sizes else 0
+    return sum(sizes.values()) - embedding
+
+
+def _ring(file: Path, threads: int, rounds: int) -> float:
+    """Return what two nodes decode against one process, by bench_ring.py."""
+    script = Path(__file__).with_name("bench_ring.py")
+    options = ["--threads", str(threads), "--rounds", str(rounds), "--prompt", "64", "--json"]
+    told = subprocess.run(
+        [sys.executable, str(script), "--checkpoint", str(file), *options],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return float(json.loads(told.stdout)["decode_tok_s"]["ring_to_one_process"])
+
+
+def _random_file(kind: str, threads: int) -> Path:
+    """Return the random checkpoint as GGUF, quantised by llama.cpp."""
+    source = random_1b()
+    plain = _plain_gguf(source)
+    return quantise(plain, source.with_name(f"{source.name}-{kind}.gguf"), kind, threads)
+
+
+def _plain_gguf(source: Path) -> Path:
+    """Write the checkpoint as GGUF in BF16, once."""
     import gguf
     from gguf.quants import quantize
     from safetensors.torch import load_file
 
-    path = source.with_name(f"{source.name}-{kind}.gguf")
+    path = source.with_name(f"{source.name}-BF16.gguf")
     if path.exists():
         return path
     config = json.loads((source / "config.json").read_text())
@@ -192,7 +409,7 @@ def _gguf(source: Path, kind: str) -> Path:
     writer.add_token_scores([0.0] * config["vocab_size"])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    packed = gguf.GGMLQuantizationType[kind]
+    packed = gguf.GGMLQuantizationType.BF16
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             values = tensor.float().numpy()  # the order within heads does not change the speed

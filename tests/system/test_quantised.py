@@ -80,7 +80,7 @@ def test_bench_scores_a_text(trio: Crew, parrots: Parrots, tmp_path: Path) -> No
         file.write_text(text)
         told = trio.machine.run("bench", *where, "--perplexity", str(file), "--json", *more).json
         quality: dict[str, Any] = told["perplexity"]
-        assert quality["n_bytes"] == len(text)
+        assert (quality["text"], quality["n_bytes"]) == (str(file), len(text))
         return quality
 
     def score(text: str, *more: str) -> float:
@@ -94,6 +94,8 @@ def test_bench_scores_a_text(trio: Crew, parrots: Parrots, tmp_path: Path) -> No
     assert score(in_order, "--quant", "int8") < 1.2
     assert score(out_of_order) > 100
     assert [count(in_order * 10, "--piece", n) for n in ("230", "115")] == [229, 228]
+    halves = ask(in_order * 10, "--piece", "115")
+    assert (halves["n_pieces"], halves["most_tokens"]) == (2, 115)
     missing = trio.machine.run("bench", *where, "--perplexity", str(tmp_path / "none"))
     assert missing.code == 2
     assert "none" in missing.stderr

@@ -238,6 +238,22 @@ class _Cursor:
         """Read a string."""
         return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
 
+    def texts(self, n_texts: int) -> list[Scalar]:
+        """Read so many strings. A vocabulary has 400 000: a call for each would take a second."""
+        made: list[Scalar] = []
+        read, left = self._file.read, self.left
+        while len(made) < n_texts:
+            n_bytes = int.from_bytes(read(8), "little")
+            if n_bytes + 8 > left:
+                self._file.seek(self.at)
+                made.append(self.text())  # raises
+            made.append(read(n_bytes).decode("utf-8", "surrogateescape"))
+            left -= n_bytes + 8
+            self.at += n_bytes + 8
+        if self._file.tell() < self.at:
+            raise self.damaged("the file became shorter while it was read")
+        return made
+
     def name(self) -> str:
         """Read the name of a key or of a tensor, which is UTF-8."""
         n_bytes = self.number("Q")
@@ -305,7 +321,7 @@ def _value(cursor: _Cursor) -> MetadataValue:
         return _scalar(cursor, kind)
     kind = cursor.number("I")
     if kind == _STRING:
-        return [cursor.text() for _ in range(_n_texts(cursor))]
+        return cursor.texts(_n_texts(cursor))
     if kind not in _SCALARS:
         raise cursor.damaged(f"an array of type {kind}, which is not known")
     letter = _SCALARS[kind]
