@@ -23,7 +23,9 @@ def save_stacked(source: Path, family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+)
 def test_stacked_experts_run_as_those_of_their_own(family: str, tmp_path: Path) -> None:
     source = make_decoder(tmp_path / "source", family, with_tokenizer=False, num_hidden_layers=3)
     folder = save_stacked(source, family, tmp_path / "stacked")

@@ -24,6 +24,7 @@ from shardnet.checkpoint.tensors.stored_tensor import AGAIN, TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.stage_tensors import canonical_name
+from shardnet.model.families.wrappers import WRAPPERS, language_name
 
 SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 """Safetensors go first."""
@@ -54,13 +55,19 @@ def open_huggingface(folder: Path) -> Contents:
     how = read_quantization(quantized, str(where)) if quantized else None
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in WRAPPERS:
+        # Two configs may say this, or leave it to their class. The file has a head or has none.
+        names = (language_name(name) or "" for name in stored)
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
     made = combine(how, stored, str(folder)) if how is not None else {}
     rest = plain(how, stored, made) if how is not None else stored.values()
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = [*made.values(), *(unchanged(info.name, info) for info in rest)]
         named = ((canonical_name(config, tensor.name), tensor) for tensor in tensors)
-        return split_experts(config, {name: replace(tensor, name=name) for name, tensor in named})
+        kept = {name: replace(tensor, name=name) for name, tensor in named if name is not None}
+        return split_experts(config, kept)
 
     return Contents(
         folder=folder,

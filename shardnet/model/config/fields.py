@@ -155,6 +155,9 @@ n_special output_attentions output_hidden_states output_router_logits output_sco
 predict_special_tokens return_dict return_dict_in_generate summary_activation
 summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_cache"""
 
+_FURTHER_AHEAD = """
+mtp_num_hidden_layers num_mtp_layers num_nextn_predict_layers"""
+
 _SAME_MATHS = """
 chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""
 
@@ -167,7 +170,10 @@ sep_token_id suppress_tokens temperature top_k top_p typical_p"""
 
 HARMLESS = frozenset(
     " ".join(
-        (_BOOKKEEPING, _TRAINING_ONLY, _OTHER_OUTPUTS, _SAME_MATHS, _GENERATION_DEFAULTS)
+        (
+            *(_BOOKKEEPING, _TRAINING_ONLY, _OTHER_OUTPUTS, _FURTHER_AHEAD),
+            *(_SAME_MATHS, _GENERATION_DEFAULTS),
+        )
     ).split()
 )
 """Keys that change nothing in the logits, whatever their value."""

@@ -123,13 +123,14 @@ class Latent:
 class ModelConfig:
     """The maths of one model.
 
-    `family` is a `model_type` in families/registry.py. `rope` is None for learned positions;
-    `local_rope` is that of layers with a window, None if it is `rope`. `windows` are, per layer,
-    the positions that a token attends to, itself included; None for all of them, an empty tuple for
-    None in all layers. Scores are multiplied by `attention_scale`, None for 1 / sqrt(head size); a
-    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may attend to nothing.
-    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the dtype that the
-    config names for the stored weights, None for none; `eos_token_ids` may be empty.
+    `family` is a `model_type` in families/registry.py, `wrapper` one in families/wrappers.py if the
+    checkpoint is multimodal and this is its language part, else "". `rope` is None for learned
+    positions; `local_rope` is that of layers with a window, None if it is `rope`. `windows` are,
+    per layer, the positions that a token attends to, itself included; None for all of them, an
+    empty tuple for None in all layers. Scores are multiplied by `attention_scale`, None for 1 /
+    sqrt(head size); a soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may attend
+    to nothing. `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the
+    dtype that the config names for the stored weights, None for none; `eos_token_ids` may be empty.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     """
@@ -164,6 +165,7 @@ class ModelConfig:
     has_sinks: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    wrapper: str = ""
 
     @property
     def default_context(self) -> int:

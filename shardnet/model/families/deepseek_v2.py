@@ -14,7 +14,7 @@ from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.config.rope import rope_object, yarn_magnitude
-from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.family import Family, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
 from shardnet.model.families.qwen3_moe import load_experts
 from shardnet.model.families.tensor_shapes import (
@@ -224,4 +224,5 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
     experts=EXPERTS,
+    stacking=Stacking.CONCATENATED,
 )

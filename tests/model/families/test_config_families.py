@@ -479,10 +479,10 @@ def test_deepseek_v2() -> None:
 
 
 def test_what_predicts_tokens_ahead_is_left_out() -> None:
-    """DeepSeek-V3's 62nd layer, which transformers does not load either."""
-    config = parse(DEEPSEEK_V3, num_hidden_layers=61)
-    names = ["model.layers.61.eh_proj.weight", "model.layers.62.eh_proj.weight"]
-    assert left_over(config, names) == names[1:]
+    """DeepSeek-V3's layers beyond the config's, which transformers does not load either."""
+    names = [f"model.layers.{n}.{rest}.weight" for n in (6, 7, 12) for rest in ("eh_proj", "x")]
+    assert left_over(parse(DEEPSEEK_V3), names) == names[:2]
+    assert left_over(parse(QWEN3), [*names, "mtp.layers.0.fc.weight"]) == sorted(names)
 
 
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
@@ -508,7 +508,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
-        ("mistral", {"model_type": "mistral3"}, "mistral3"),
+        ("mistral", {"model_type": "ministral3"}, "ministral3"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
         ("qwen2", {"use_mrope": True}, "use_mrope"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
@@ -520,7 +520,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
-        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*gemma3_text"),
+        ("gemma3_text", {"model_type": "gemma3n"}, "'gemma3n'.*gemma3_text"),
         (
             "gemma3_text",
             {"architectures": ["Gemma3ForConditionalGeneration"]},
