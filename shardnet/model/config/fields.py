@@ -58,8 +58,9 @@ class Fields:
             raise self.damaged(f"{self._prefix}{key} is missing")
         if kind is float and isinstance(value, int) and abs(value) <= _MAX_FLOAT_INT:
             value = value if isinstance(value, bool) else float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = [k.__name__ for k in kinds]
             raise self.damaged(
                 f"{self._prefix}{key} is {shown(value)}, expected {' or '.join(names)}"
             )

@@ -21,6 +21,7 @@ from shardnet.model.families import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
@@ -37,6 +38,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         llama,
+        llama4,
         mistral,
         qwen2,
         qwen3,

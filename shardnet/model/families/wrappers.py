@@ -23,22 +23,12 @@ _OTHERS: Final = re.compile(
 )
 """Whole names of what turns images into embeddings."""
 _OF_OTHERS: Final = frozenset(
-    [
-        "boi_token_index",
-        "eoi_token_index",
-        "image_token_id",
-        "image_token_index",
-        "mm_tokens_per_image",
-        "multimodal_projector_bias",
-        "projector_hidden_act",
-        "spatial_merge_size",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_feature_layer",
-        "vision_start_token_id",
-        "vision_token_id",
-    ]
+    (
+        *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index"),
+        *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act"),
+        *("spatial_merge_size", "video_token_id", "vision_config", "vision_end_token_id"),
+        *("vision_feature_layer", "vision_start_token_id", "vision_token_id"),
+    )
 )
 """Keys of config.json that matter to images alone."""
 _OUTER_FIRST: Final = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
@@ -114,6 +104,12 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="gemma3_text",
             text_types=("gemma3_text",),
             defaults={"vocab_size": 262208, "num_attention_heads": 8},
+        ),
+        Wrapper(
+            model_type="llama4",
+            architecture="Llama4ForConditionalGeneration",
+            family="llama4_text",
+            text_types=("llama4_text",),
         ),
         Wrapper(
             model_type="mistral3",

@@ -35,6 +35,8 @@ LATENT = {
     "num_key_value_heads": 6,
 }
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
+    "llama4": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
     "deepseek_v3": LATENT
@@ -62,6 +64,8 @@ _SIGLIP = {
 _QWEN_EYES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
 WRAPPED: dict[str, dict[str, Any]] = {
     "gemma3": _SIGLIP | {"model_type": "siglip_vision_model"},
+    "llama4": _SIGLIP
+    | {"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
     "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},
     "qwen2_vl": {"depth": 1, "embed_dim": 8, "hidden_size": 48, "num_heads": 1},
     "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
@@ -215,7 +219,9 @@ def _save(
         for name, buffer in model.named_buffers():
             if name in stored:
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if dtype is not torch.float32:  # Llama 4's eyes have a buffer of complex numbers
+        model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
         make_tokenizer(folder)
     return folder
