@@ -82,9 +82,8 @@ def _read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
 
 def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | None:
     """Read the positions of a chunk; None where no layer attends in chunks."""
-    chunk = 8192
-    if fields.given("attention_chunk_size"):
-        chunk = fields.optional("attention_chunk_size")
+    key = "attention_chunk_size"
+    chunk = fields.optional(key) if fields.given(key) else 8192
     kinds = fields.take("layer_types", list, None)
     if kinds is None:
         return chunk if is_chunked else None

@@ -62,7 +62,7 @@ class MixedAttention:
 
     def _rotate(self, heads: Tensor, rotary: Rotary) -> Tensor:
         """Rotate queries and keys [T, H + KV heads, D], the halves of pairs apart afterwards."""
-        pairs = heads.unflatten(-1, (-1, 2))  # [T, H + KV heads, D / 2, 2]
+        pairs = heads.view(*heads.shape[:-1], -1, 2)  # [T, H + KV heads, D / 2, 2]
         turned = rotary.rotate(pairs.transpose(-1, -2).flatten(-2))
         if not self.positions.unit_heads:
             return turned
