@@ -55,6 +55,7 @@ _SCALARS: Final = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_BESIDE_MODELS = re.compile(r"(?i)((.*[-._])?mmproj([-._].*)?|imatrix.*|.*imatrix)\.gguf")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -85,8 +86,8 @@ class GgufHeader:
 def gguf_files(path: Path) -> list[Path]:
     """List the files of the GGUF checkpoint at `path`, in order; none if it is not a GGUF.
 
-    `path` is a `.gguf` file, any part of one (`-00001-of-0000N`), or a folder with exactly one. The
-    first file has the metadata.
+    `path` is a `.gguf` file, any part of one (`-00001-of-0000N`), or a folder with exactly one
+    model, beside which a projector of images may stand. The first file has the metadata.
 
     Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
@@ -98,6 +99,7 @@ def gguf_files(path: Path) -> list[Path]:
                 f"{path}: {error.strerror}", remedy="check the path of --model"
             ) from error
         found = [path / name for name in names if name.endswith(".gguf")]
+        found = [file for file in found if is_model_name(file.name)] or found
         wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
@@ -110,6 +112,11 @@ def gguf_files(path: Path) -> list[Path]:
     if path.is_symlink() and path.resolve().suffix == ".gguf":
         path = path.resolve()  # named by whoever asks, as a link to a folder may be
     return _parts(path)
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a GGUF called `name` is a model, not a projector of images or statistics for one."""
+    return _BESIDE_MODELS.fullmatch(name) is None
 
 
 def _parts(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
@@ -72,4 +72,9 @@ FAMILY = Family(
     has_layers_ahead=True,
     experts=deepseek_v2.EXPERTS,
     stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="deepseek2",
+        claims=deepseek_v2.has_sigmoid,
+        read=deepseek_v2.read_gguf,
+    ),
 )

@@ -106,15 +106,18 @@ def _claims_all(fields: Fields) -> bool:
 class GgufFormat:
     """How llama.cpp's converter writes a family.
 
-    `architecture` is `general.architecture`. Where several families share one, `claims` says of its
-    keys, without the architecture in front, whether a file is of this family. `read` says what
-    config.json would, given these keys, the names of the file's tensors and the factors of rotary
-    frequencies. `interleaved_rotary`: the rows of queries and keys that rotate together stand side
-    by side. `transposed` begins the names of matrices that are stored transposed, "" for none. That
-    norms are stored with the model's `norm_offset` added holds for all families.
+    `architecture` is `general.architecture`, `multimodal` are those of the same model inside
+    multimodal ones, whose images have a file of their own. Where several families share one,
+    `claims` says of its keys, without the architecture in front, whether a file is of this family.
+    `read` says what config.json would, given these keys, the names of the file's tensors and the
+    factors of rotary frequencies. `interleaved_rotary`: the rows of queries and keys that rotate
+    together stand side by side. `transposed` begins the names of matrices that are stored
+    transposed, "" for none. That norms are stored with the model's `norm_offset` added holds for
+    all families.
     """
 
     architecture: str
+    multimodal: tuple[str, ...] = ()
     claims: Callable[[Fields], bool] = _claims_all
     read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
     interleaved_rotary: bool = False

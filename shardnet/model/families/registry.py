@@ -75,7 +75,8 @@ def gguf_families() -> Mapping[str, list[Family]]:
     found: dict[str, list[Family]] = {}
     for family in FAMILIES.values():
         if family.gguf is not None:
-            found.setdefault(family.gguf.architecture, []).append(family)
+            for architecture in (family.gguf.architecture, *family.gguf.multimodal):
+                found.setdefault(architecture, []).append(family)
     return found
 
 

@@ -103,6 +103,7 @@ GGUF_NAMES = {
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
     "gpt-4o": O200K,
+    "llama4": O200K,
     "refact": DIGITS,
     "starcoder": DIGITS,
     "command-r": DIGITS,
