@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
     "qwen3_moe-odd": ODD
     | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
-    "llama4_text": LLAMA4 | {"num_hidden_layers": 5},
+    "llama4_text": LLAMA4 | {"num_hidden_layers": 3},
     "llama4_text-dense": LLAMA4
     | ODD
     | {
@@ -127,3 +127,5 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
+SELDOM = ["qwen2_vl"]
+"""Cases that another one nearly is."""
