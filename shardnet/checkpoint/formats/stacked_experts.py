@@ -105,7 +105,10 @@ def _unstack_concatenated(
 def _unstack_transposed(
     names: ExpertNames, match: re.Match[str], tensor: ModelTensor
 ) -> Iterator[ModelTensor]:
-    """Split [X, K, N] into experts; its N columns are gate's, then up's, or they are down's."""
+    """Split [X, K, N] into experts; its N columns are gate's, then up's, or they are down's.
+
+    Where gate and up are two linears, each reads the bytes of both.
+    """
     linears = tuple(dict.fromkeys((names.gate, names.up)))  # one where both are one linear
     linears = linears if match[2] == "gate_up_proj" else (names.down,)
     n_experts, n_inputs, n_both = tensor.shape
