@@ -19,7 +19,7 @@ import msgspec
 import typer
 from msgspec import UNSET, UnsetType
 
-from shardnet.api.requests import Prompt
+from shardnet.api.requests import Prompt, find_part
 from shardnet.api.validation import find_refused
 from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
@@ -125,7 +125,8 @@ def _read_json(line: str, kind: type[T]) -> T:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise ValueError(f"it begins like JSON and is not valid JSON ({error})") from error
-    if why := find_refused(value, kind):
+    parts = find_part(value.get("messages")) if isinstance(value, dict) else ""
+    if why := parts or find_refused(value, kind):
         raise ValueError(why)
     try:
         return msgspec.convert(value, kind, str_keys=True)

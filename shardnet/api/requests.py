@@ -16,7 +16,7 @@ import msgspec
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
-from shardnet.errors import RemoteProtocolError, SamplingError, UsageError
+from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
@@ -227,12 +227,27 @@ def _unknown_option(fields: Mapping[str, Any]) -> str:
     return ""
 
 
+def find_part(messages: object) -> str:
+    """Say which message has parts in the place of text, as images come; "" where none has."""
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        for number, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list | tuple) else ():
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind != "text":
+                    what = f"a part of type {shown(kind)}"
+                    return f"messages[{number}].content has {what}: only text is implemented"
+    return ""
+
+
 def _prompt_field(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
     """Return the one field of Generate that carries this prompt."""
     if isinstance(content, str):
         return {"prompt": content}
     if not _is_messages(content):
         return {"token_ids": list(content)}
+    if why := find_part(content):
+        raise UsageError(why, remedy="give each message's content as text")
     try:
         return {"messages": msgspec.convert(content, list[ChatMessage])}
     except msgspec.ValidationError as error:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from shardnet.checkpoint.formats import consolidated
-from shardnet.checkpoint.formats.gguf_header import first_part_name, part_names
+from shardnet.checkpoint.formats.gguf_header import first_part_name, is_model_name, part_names
 from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
 from shardnet.errors import CheckpointError
 
@@ -22,7 +22,6 @@ MAX_NAMED: Final = 12
 MAX_NAME: Final = 500
 """Longest name of a file, its folders included."""
 _PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
-_NOT_MODELS: Final = ("mmproj", "imatrix")
 """GGUF files of this kind go beside a model: they begin or end so."""
 
 
@@ -137,8 +136,7 @@ def gguf_models(names: Sequence[str]) -> list[str]:
     models = {
         str(path.with_name(first_part_name(path.name)))
         for path in paths
-        if not path.stem.lower().startswith(_NOT_MODELS)
-        and not path.stem.lower().endswith(_NOT_MODELS)
+        if is_model_name(path.name)
     }
     return sorted(models)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardnet.errors import CheckpointError, shown
 from shardnet.model.config.limits import MAX_EOS
+from shardnet.model.families.wrappers import TEXT
 from shardnet.tokenizers.backends.token_files import read_object
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 
@@ -61,7 +62,12 @@ def adds_bos(folder: Path, by_default: bool | None) -> bool | None:
 
 
 def _ids_under(path: Path, key: str) -> tuple[int, ...]:
-    value = read_object(path).get(key)
+    """Read the ids of a file, or of the language model's own config in a multimodal one."""
+    outer = read_object(path)
+    inner = outer.get(TEXT)
+    value = outer.get(key)
+    if value is None and isinstance(inner, dict):
+        value = inner.get(key)
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

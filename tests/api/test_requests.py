@@ -80,6 +80,11 @@ def test_one_prompt_is_told_from_a_list(prompts: Any, single: bool) -> None:
         ([1, "a"], {}, r"token_ids\[1\] is 'a': give a whole number"),
         ([{"role": "user"}], {}, r"content is missing"),
         ([{"role": 1, "content": "x"}], {}, r"role is 1: give text"),
+        (
+            [{"role": "user", "content": [{"type": "text"}, {"type": "image_url"}]}],
+            {},
+            r"messages\[0\]\.content has a part of type 'image_url': only text is implemented",
+        ),
         (None, {}, "None is not a prompt"),
         (["a", 5], {}, "5 is not a prompt"),
         ([1, -1], {}, "token_ids"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2
-from support.models.family_cases import CASES
+from support.models.family_cases import CASES, SELDOM
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 from support.soak import cases
@@ -32,7 +32,9 @@ LONGROPE = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(
+    scope="module", params=cases([case for case in CASES if case not in SELDOM], SELDOM)
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     return make_decoder(path, request.param.split("-")[0], **CASES[request.param])

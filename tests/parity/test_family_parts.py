@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder
 from support.oracles.plain_decoder import PlainDecoder
+from support.oracles.plain_llama4 import PlainLlama4
 from support.rings.stage_chain import StageChain, even_split, random_prompt
 
 N_ROWS = 50
@@ -150,6 +151,31 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
         [*ROUTING, "rotated before head norms", "no head norms", "gate and up swapped"],
     ),
+    "llama4_text": (
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "floor_scale": 8,
+            "attn_scale": 2.0,
+            "no_rope_layer_interval": 2,
+            "intermediate_size_mlp": 56,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        [
+            "rotated everywhere",
+            "halves rotated",
+            "heads of any size",
+            "one temperature",
+            "shares that add up",
+            "answers weighted",
+            "worst experts",
+            "no shared expert",
+            "gate and up apart",
+            "gate and up swapped",
+        ],
+    ),
     "olmo2": (
         {"num_hidden_layers": 2},
         ["rotated before head norms", "no head norms", "norms by head"],
@@ -164,8 +190,9 @@ def test_the_parts_of_a_family_are_as_published(family: str, tmp_path: Path) -> 
     prompt = random_prompt(N_ROWS, 300)
     n_layers = config["num_hidden_layers"]
     logits = StageChain.load(tmp_path, even_split(n_layers, 2)).prefill(0, prompt).double()
-    expected = PlainDecoder(tmp_path).logits(prompt)
+    plain = PlainLlama4 if family == "llama4_text" else PlainDecoder
+    expected = plain(tmp_path).logits(prompt)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     for mistake in mistakes:
-        wrong = PlainDecoder(tmp_path, mistake).logits(prompt)
+        wrong = plain(tmp_path, mistake).logits(prompt)
         assert (wrong - expected).abs().max() > 1e-2, f"nobody would notice: {mistake}"

@@ -67,24 +67,28 @@ class GivenCache(DynamicCache):
         own = [keys, values]
         if self.config.latent is not None:
             own, given = [torch.cat((keys, self._halves(values)), -1)], given[:1]
+        mixed = self.config.mixed
+        is_paired = mixed is not None and layer not in mixed.nope_layers
+        if is_paired:
+            own[0] = self._halves(keys)
         kept = []
         for theirs, packed in zip(own, given, strict=True):
             ours = plain_restored(packed[:, : theirs.shape[2]], theirs.shape[3])
             _check_near(theirs[0], ours)
             kept.append(ours[None])
         if self.config.latent is None:
-            return kept[0], kept[1]
+            return self._pairs(kept[0]) if is_paired else kept[0], kept[1]
         rank = self.config.latent.rank
         return kept[0][..., :rank], self._pairs(kept[0][..., rank:])
 
     def _halves(self, rotated: Tensor) -> Tensor:
-        """transformers' V2 leaves the two numbers that turn together side by side."""
-        if self.config.family != "deepseek_v2":
+        """transformers' V2 and Llama 4 leave the two numbers that turn together side by side."""
+        if self.config.family not in ("deepseek_v2", "llama4_text"):
             return rotated
         return rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
     def _pairs(self, rotated: Tensor) -> Tensor:
-        if self.config.family != "deepseek_v2":
+        if self.config.family not in ("deepseek_v2", "llama4_text"):
             return rotated
         return rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import VOCAB_SIZE, make_decoder
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
+from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError
@@ -23,7 +24,9 @@ def save_stacked(source: Path, family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", cases(["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"], ["deepseek_v3"])
+)
 def test_stacked_experts_run_as_those_of_their_own(family: str, tmp_path: Path) -> None:
     source = make_decoder(tmp_path / "source", family, with_tokenizer=False, num_hidden_layers=3)
     folder = save_stacked(source, family, tmp_path / "stacked")

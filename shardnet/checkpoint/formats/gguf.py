@@ -65,7 +65,7 @@ MAX_FACTORS: Final = 1 << 16
 """Cap on the factors of rotary frequencies, which are read at opening."""
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
-_ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _DTYPES: Final = {"F32": "float32", "F16": "float16"}
 
 
@@ -102,13 +102,15 @@ def open_gguf(path: Path) -> Contents:
         where=str(paths[0]),
     )
     arch = str(metadata["general.architecture"])
+    n_blocks = metadata.get(f"{arch}.block_count")
+    assert isinstance(n_blocks, int), "the family has read it"
     return Contents(
         folder=paths[0].parent,
         config=config,
         where=f"{paths[0]}, as config.json",
         files=files,
         whole=(),
-        arrange=lambda config: _arrange(config, arch, stored),
+        arrange=lambda config: _arrange(config, arch, stored, n_blocks),
         form=form_name(metadata.get("general.file_type")),
     )
 
@@ -143,11 +145,6 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     check_name(path, tensor.name)
     kind = type_name(tensor.type_number)
     where = f"{path}: tensor {tensor.name}"
-    if _ONE_EXPERT.fullmatch(tensor.name):
-        raise UnsupportedModelError(
-            f"{where} is of one expert, as in files of 2023",
-            remedy="use a newer file of the model",
-        )
     if kind not in PLAIN + PACKED:
         raise UnsupportedModelError(
             f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}",
@@ -192,9 +189,12 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
 
 
 def _arrange(
-    config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
+    config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor], n_blocks: int
 ) -> dict[str, ModelTensor]:
-    """Map every stored tensor to its parameter; an unknown one has its own name."""
+    """Map every stored tensor to its parameter; an unknown one has its own name.
+
+    Of the `n_blocks` layers in the file those beyond the config's are left out.
+    """
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
@@ -209,11 +209,17 @@ def _arrange(
             found_expert = _expert_tensor(config, name, expert, stored)
             if found_expert is not None:
                 made[name] = found_expert
-                for stack in expert.stacks:
+                for stack in (*expert.stacks, *expert.own):
                     left.pop(stack, None)
             continue
+        if name.endswith(".kv_b_proj.weight") and (halves := _latent_halves(config, name, stored)):
+            made[name] = halves
+            for source in halves.sources:
+                left.pop(source.name)
+            continue
         found = None
-        for spelled in (family.name_prefix + name, name):
+        spoken = name.replace("correction_bias", "correction.bias")
+        for spelled in (family.name_prefix + name, spoken):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
@@ -221,15 +227,65 @@ def _arrange(
             if (1, *info.shape) == shape:
                 info = replace(info, shape=shape)  # the converter leaves axes of one out
             made[name] = _parameter(name, info, _changes(config, name, info))
-    return made | {name: unchanged(name, info) for name, info in left.items()}
+    return made | {
+        name: unchanged(name, info)
+        for name, info in left.items()
+        if not _is_ahead(name, config.n_layers, n_blocks)
+    }
+
+
+def _is_ahead(name: str, n_layers: int, n_blocks: int) -> bool:
+    """Whether a tensor is of a layer that predicts tokens further ahead: behind the `n_layers`."""
+    block = _BLOCK.match(name)
+    return block is not None and n_layers <= int(block[1]) < n_blocks
+
+
+def _latent_halves(
+    config: ModelConfig, name: str, stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Make kv_b_proj of its keys [H, L, N] and values [H, V, L], as newer files have it.
+
+    H heads, L rank of the latents, N and V columns of a head's keys and values. None where the file
+    has it whole.
+    """
+    layer, latent = name.split(".")[2], config.latent
+    halves = [stored.get(f"blk.{layer}.attn_{part}_b.weight") for part in "kv"]
+    keys, values = halves
+    if keys is None or values is None or latent is None:
+        return None
+    n_heads, rank = config.n_heads, latent.rank
+    if keys.shape != (n_heads, rank, latent.nope_size) or values.shape != (
+        n_heads,
+        latent.value_size,
+        rank,
+    ):
+        return None
+
+    def make(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        made = [
+            part.to(dtype) if info.dtype in PLAIN else unpack(part, info.dtype, info.shape, dtype)
+            for part, info in zip(parts, (keys, values), strict=True)
+        ]
+        return torch.cat((made[0].transpose(1, 2), made[1]), 1).view(-1, rank)
+
+    n_rows = n_heads * (latent.nope_size + latent.value_size)
+    return ModelTensor(
+        name=name, shape=(n_rows, rank), dtype=None, sources=(keys, values), make=make
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expert:
-    """An expert's parameter: its number, and the stacked tensors with its rows."""
+    """An expert's parameter: its number, and the stacked tensors with its rows.
+
+    `own` are the tensors of this expert alone that files of 2023 have in the place of each stack.
+    """
 
     number: int
     stacks: tuple[str, ...]
+    own: tuple[str, ...]
 
 
 def _find_expert(family: Family, name: str) -> _Expert | None:
@@ -239,8 +295,14 @@ def _find_expert(family: Family, name: str) -> _Expert | None:
         return None
     layer, number, linear, kind = match.groups()
     parts = {"gate": names.gate, "up": names.up, "down": names.down}
-    stacks = [f"blk.{layer}.ffn_{part}_exps.{kind}" for part in parts if parts[part] == linear]
-    return _Expert(number=int(number), stacks=tuple(stacks)) if stacks else None
+    found = [part for part in parts if parts[part] == linear]
+    if not found:
+        return None
+    return _Expert(
+        number=int(number),
+        stacks=tuple(f"blk.{layer}.ffn_{part}_exps.{kind}" for part in found),
+        own=tuple(f"blk.{layer}.ffn_{part}.{number}.{kind}" for part in found),
+    )
 
 
 def _expert_tensor(
@@ -249,12 +311,15 @@ def _expert_tensor(
     """Make an expert's parameter from its rows of the stacks; None if one does not fit."""
     assert config.experts is not None
     sources = []
-    for stack in expert.stacks:
+    for stack, own in zip(expert.stacks, expert.own, strict=True):
         info = stored.get(stack)
-        if info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
+        if own in stored:
+            sources.append(stored[own])
+        elif info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
             return None
-        one = info.rows(expert.number, expert.number + 1)
-        sources.append(replace(one, shape=info.shape[1:]))
+        else:
+            one = info.rows(expert.number, expert.number + 1)
+            sources.append(replace(one, shape=info.shape[1:]))
     n_rows = sum(source.shape[0] for source in sources)
     kinds = {source.dtype for source in sources}
     return ModelTensor(

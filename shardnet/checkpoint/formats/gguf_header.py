@@ -58,6 +58,7 @@ _SCALARS: Final = {
 }
 _STRING, _ARRAY = 8, 9
 _MAGIC: Final = b"GGUF"
+_BESIDE_MODELS = re.compile(r"(?i)((.*[-._])?mmproj([-._].*)?|imatrix.*|.*imatrix)\.gguf")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -89,7 +90,7 @@ def gguf_files(path: Path) -> list[Path]:
     """List the files of the GGUF checkpoint at `path`, in order; none if it is not a GGUF.
 
     `path` is a file (see `is_gguf`), any part of one (`-00001-of-0000N`), or a folder with exactly
-    one. The first file has the metadata.
+    one model, beside which a projector of images may stand. The first file has the metadata.
 
     Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
@@ -103,6 +104,7 @@ def gguf_files(path: Path) -> list[Path]:
         found = [path / name for name in names if name.endswith(".gguf")] or [
             path / name for name in names if is_blob(name) and is_gguf(path / name)
         ]
+        found = [file for file in found if is_model_name(file.name)] or found
         wholes = {file.with_name(first_part_name(file.name)) for file in found}
         if len(wholes) > 1:
             raise CheckpointError(
@@ -134,6 +136,11 @@ def _target(path: Path) -> Path:
     """
     target = path.resolve() if path.is_symlink() else path
     return target if target.suffix == ".gguf" or path.suffix != ".gguf" else path
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a GGUF called `name` is a model, not a projector of images or statistics for one."""
+    return _BESIDE_MODELS.fullmatch(name) is None
 
 
 def _parts(path: Path) -> list[Path]:

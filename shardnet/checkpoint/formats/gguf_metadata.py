@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from shardnet.checkpoint.formats.gguf_header import MetadataValue
+from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.families.registry import gguf_families
@@ -32,17 +33,28 @@ def config_of_metadata(
     general = Fields(metadata, where)
     arch = general.take("general.architecture", str)
     families = gguf_families()
+    if arch == "clip":
+        raise UnsupportedModelError(
+            f"{where}: general.architecture = 'clip': this projects images into a language model's "
+            "inputs, and images are not implemented",
+            remedy="name the file of the language model",
+        )
     own = {
         key.removeprefix(f"{arch}."): value
         for key, value in metadata.items()
         if key.startswith(f"{arch}.")
     }
     fields = Fields(own, where, prefix=f"{arch}.")
+    n_ahead = _n_layers_ahead(fields)
+    if n_ahead:
+        own["block_count"] = fields.positive("block_count") - n_ahead
     config = None
     for family in families.get(arch, ()):
         if config is None and family.gguf is not None and family.gguf.claims(fields):
             read = family.gguf.read(fields, tensors, factors)
             config = {"model_type": family.model_type} | read
+            if arch in family.gguf.multimodal:
+                fields.ignore("rope.dimension_sections", "n_deepstack_layers")
     if config is None:
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -57,3 +69,12 @@ def config_of_metadata(
         "bos_token_id": general.take("tokenizer.ggml.bos_token_id", int, None),
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
     }
+
+
+def _n_layers_ahead(fields: Fields) -> int:
+    """Return how many of the last layers predict tokens further ahead, by an architecture's keys.
+
+    They count among its blocks, and are left out.
+    """
+    key = "nextn_predict_layers"
+    return fields.positive(key) if fields.take(key, int, 0) else 0

@@ -22,6 +22,7 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.wrappers import WRAPPERS, language_name
 
 SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 """Safetensors go first."""
@@ -47,6 +48,11 @@ def open_huggingface(folder: Path) -> Contents:
     weight_format = take_format(config, str(where))
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in WRAPPERS:
+        # Two configs may say this, or leave it to their class. The file has a head or has none.
+        names = (language_name(name) or "" for name in stored)
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         return split_experts(config, model_tensors(config, stored, weight_format, str(folder)))
@@ -58,15 +64,8 @@ def open_huggingface(folder: Path) -> Contents:
         files=files,
         whole=(*HF_WHOLE, *index),
         arrange=arrange,
-        form=_form(quantized) if quantized else "",
+        form=weight_format.title if weight_format is not None else "",
     )
-
-
-def _form(quantized: Mapping[str, object]) -> str:
-    """Name a quantisation by its method and bits; its values were checked."""
-    method, bits = quantized.get("quant_method"), quantized.get("bits")
-    named = str(method or "quantised").upper()
-    return f"{named} {bits}-bit" if isinstance(bits, int) else named
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:

@@ -1,6 +1,6 @@
 """Experts that are stored as one tensor per layer, split into one tensor per expert.
 
-Knows both ways in which transformers stacks them (families/family.py, `Stacking`), always with the
+Knows the ways in which transformers stacks them (families/family.py, `Stacking`), always with the
 experts first. Must not know files, kernels or which family does what. An expert's parameter reads
 the bytes of that expert alone.
 """
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_STACKED = re.compile(
+    r"(model\.layers\.\d+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?"
+)
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
 _TakeOut = Callable[["Tensor"], "Tensor"]
 """Maps the stored slice of one expert to its parameter."""
@@ -49,11 +51,25 @@ def split_experts(
             made[name] = replace(tensor, name=name)
         elif match is None or not _fits(config, family.stacking, match, tensor):
             made[name] = tensor
-        elif family.stacking is Stacking.ALTERNATING:
-            made |= {one.name: one for one in _unstack_alternating(match, tensor)}
         else:
-            made |= {one.name: one for one in _unstack_concatenated(names, match, tensor)}
+            made |= {one.name: one for one in _unstack(config, names, match, tensor)}
     return made
+
+
+def _unstack(
+    config: ModelConfig, names: ExpertNames, match: re.Match[str], tensor: ModelTensor
+) -> Iterator[ModelTensor]:
+    """Split a stack in the way that its family has, or in the one that its shape says."""
+    stacking = family_of(config).stacking
+    if stacking is Stacking.ALTERNATING:
+        return _unstack_alternating(match, tensor)
+    assert config.experts is not None
+    sizes = (config.hidden_size, config.experts.intermediate_size)
+    inputs, outputs = (sizes[0], 2 * sizes[1]) if match[2] == "gate_up_proj" else sizes[::-1]
+    is_turned = tensor.shape[1:] == (inputs, outputs) and inputs != outputs
+    if stacking is Stacking.TRANSPOSED or is_turned:
+        return _unstack_transposed(names, match, tensor)
+    return _unstack_concatenated(names, match, tensor)
 
 
 def _fits(
@@ -65,8 +81,8 @@ def _fits(
         return False
     if tensor.shape[0] != config.experts.n_experts or stacking is None:
         return False
-    if stacking is Stacking.ALTERNATING:
-        return True
+    if stacking is not Stacking.CONCATENATED:
+        return stacking is Stacking.ALTERNATING or not match[3]
     is_plain = tensor.dtype is not None and tensor.sources[0].strides is None
     return not match[3] and is_plain
 
@@ -84,6 +100,32 @@ def _unstack_concatenated(
             begin = number * n_both + at * n_rows
             rows = all_rows.rows(begin, begin + n_rows)
             yield unchanged(f"{match[1]}{names.block}.experts.{number}.{name}.weight", rows)
+
+
+def _unstack_transposed(
+    names: ExpertNames, match: re.Match[str], tensor: ModelTensor
+) -> Iterator[ModelTensor]:
+    """Split [X, K, N] into experts; its N columns are gate's, then up's, or they are down's.
+
+    Where gate and up are two linears, each reads the bytes of both.
+    """
+    linears = tuple(dict.fromkeys((names.gate, names.up)))  # one where both are one linear
+    linears = linears if match[2] == "gate_up_proj" else (names.down,)
+    n_experts, n_inputs, n_both = tensor.shape
+    n_rows = n_both // len(linears)
+
+    def rows_from(begin: int) -> _TakeOut:
+        return lambda values: values.T[begin : begin + n_rows]
+
+    for number in range(n_experts):
+        for at, name in enumerate(linears):
+            yield _one_expert(
+                f"{match[1]}{names.block}.experts.{number}.{name}.weight",
+                tensor,
+                number,
+                shape=(n_rows, n_inputs),
+                take_out=rows_from(at * n_rows),
+            )
 
 
 def _unstack_alternating(match: re.Match[str], tensor: ModelTensor) -> Iterator[ModelTensor]:

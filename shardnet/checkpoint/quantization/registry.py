@@ -6,6 +6,7 @@ Knows the makers' modules by `quant_method`, and nothing of what stands in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.checkpoint.quantization.awq import read_awq
@@ -56,13 +57,19 @@ def take_format(config: dict[str, Any], where: str) -> WeightFormat | None:
     key, raw = found
     fields = Fields(raw, where, prefix=f"{key}.")
     if key == "quantization":
-        return read_mlx(fields)
+        return replace(read_mlx(fields), title=_title("mlx", raw))
     method = fields.take("quant_method", str)
     if method not in METHODS:
         raise fields.unsupported("quant_method", method, ", ".join(METHODS))
     made = METHODS[method](fields)
     fields.refuse_the_rest()
-    return made
+    return replace(made, title=_title(method, raw))
+
+
+def _title(method: str, raw: Mapping[str, object]) -> str:
+    """Name a format by its method and bits; its values were checked."""
+    bits = raw.get("bits")
+    return f"{method.upper()} {bits}-bit" if isinstance(bits, int) else method.upper()
 
 
 def model_tensors(
@@ -76,15 +83,16 @@ def model_tensors(
     Returns all parameters, by the model's names. Raises CheckpointError for parts that do not fit
     each other, or the model.
     """
-    stored = split_parts(config, stored)
+    kept = {name: stored[name] for name in stored if canonical_name(config, name) is not None}
+    stored = split_parts(config, kept)
     if weight_format is None:
-        plain = ((canonical_name(config, name), info) for name, info in stored.items())
+        plain = ((_name(config, name), info) for name, info in stored.items())
         return {name: unchanged(name, info) for name, info in plain}
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
     made: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for stem, marker in _stems(stored, weight_format.markers):
-        name = canonical_name(config, f"{stem}.weight")
+        name = _name(config, f"{stem}.weight")
         parts = {
             suffix: stored[stem + suffix]
             for suffix in weight_format.suffixes
@@ -102,13 +110,20 @@ def model_tensors(
     for name, info in stored.items():
         if name in used or name.endswith(weight_format.skipped):
             continue
-        canonical = canonical_name(config, name)
+        canonical = _name(config, name)
         if canonical in made:
             raise CheckpointError(
                 f"{where}/{info.file}: tensor {info.name} is there quantised too", remedy=AGAIN
             )
         made[canonical] = unchanged(canonical, info)
     return made
+
+
+def _name(config: ModelConfig, name: str) -> str:
+    """Return a parameter's name; those of what is left out of the model have none."""
+    found = canonical_name(config, name)
+    assert found is not None, "such tensors were dropped"
+    return found
 
 
 def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str]]:

@@ -62,10 +62,11 @@ class WeightFormat:
     The name of one part of each such weight ends with one of `markers`, those of all its parts with
     one of `suffixes`; `combine` makes the parameter. A `.bias` counts as a part only where the
     model has no such parameter. Names that end with one of `skipped` are about activations or
-    the KV cache, which are not quantised here.
+    the KV cache, which are not quantised here. `title` names the format for people.
     """
 
     markers: tuple[str, ...]
     suffixes: tuple[str, ...]
     combine: Callable[[WeightParts], ModelTensor]
     skipped: tuple[str, ...] = ()
+    title: str = ""

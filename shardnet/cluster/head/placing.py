@@ -203,9 +203,7 @@ def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> PlanEr
 
 def _context(choice: ModelChoice, config: ModelConfig) -> int:
     if choice.context > config.max_positions:
-        raise UsageError(
-            f"--context {choice.context}: the model has {config.max_positions} positions at most"
-        )
+        raise UsageError(f"--context {choice.context}: {config.limit_words}")
     return choice.context or config.default_context
 
 

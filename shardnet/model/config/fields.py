@@ -64,8 +64,9 @@ class Fields:
             raise self.damaged(f"{self._prefix}{key} is missing")
         if kind is float and isinstance(value, int) and abs(value) <= _MAX_FLOAT_INT:
             value = value if isinstance(value, bool) else float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            names = [k.__name__ for k in kinds]
             raise self.damaged(
                 f"{self._prefix}{key} is {shown(value)}, expected {' or '.join(names)}"
             )
@@ -161,6 +162,9 @@ n_special output_attentions output_hidden_states output_router_logits output_sco
 predict_special_tokens return_dict return_dict_in_generate summary_activation
 summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_cache"""
 
+_FURTHER_AHEAD = """
+mtp_num_hidden_layers num_mtp_layers num_nextn_predict_layers"""
+
 _SAME_MATHS = """
 chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""
 
@@ -173,7 +177,10 @@ sep_token_id suppress_tokens temperature top_k top_p typical_p"""
 
 HARMLESS = frozenset(
     " ".join(
-        (_BOOKKEEPING, _TRAINING_ONLY, _OTHER_OUTPUTS, _SAME_MATHS, _GENERATION_DEFAULTS)
+        (
+            *(_BOOKKEEPING, _TRAINING_ONLY, _OTHER_OUTPUTS, _FURTHER_AHEAD),
+            *(_SAME_MATHS, _GENERATION_DEFAULTS),
+        )
     ).split()
 )
 """Keys that change nothing in the logits, whatever their value."""

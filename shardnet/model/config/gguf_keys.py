@@ -25,25 +25,35 @@ def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors)
     `tensors` are the names in the file. Raises CheckpointError for a missing or malformed key,
     UnsupportedModelError for a value that is not implemented.
     """
-    hidden = fields.positive("embedding_length")
-    n_heads = fields.positive("attention.head_count")
-    head_size = fields.positive("attention.key_length", hidden // n_heads)
+    config = read_gguf_sizes(fields, factors)
+    n_heads = config["num_attention_heads"]
+    even = config["hidden_size"] // n_heads
+    head_size = fields.positive("attention.key_length", even)
     value_size = fields.positive("attention.value_length", head_size)
     if value_size != head_size:
         raise fields.unsupported("attention.value_length", value_size, f"key_length, {head_size}")
     rotated = fields.positive("rope.dimension_count", head_size)
-    theta = fields.positive_number("rope.freq_base", 10000.0)
     share = {} if rotated == head_size else {"partial_rotary_factor": rotated / head_size}
-    return share | {
+    return (
+        config
+        | share
+        | {
+            "num_key_value_heads": fields.positive("attention.head_count_kv", n_heads),
+            "head_dim": head_size,
+        }
+    )
+
+
+def read_gguf_sizes(fields: Fields, factors: Factors) -> dict[str, Any]:
+    """Read what does not depend on how heads are laid out. Raises as `read_gguf_decoder`."""
+    return {
         "num_hidden_layers": fields.positive("block_count"),
         "max_position_embeddings": fields.positive("context_length"),
-        "hidden_size": hidden,
+        "hidden_size": fields.positive("embedding_length"),
         "intermediate_size": fields.positive("feed_forward_length"),
-        "num_attention_heads": n_heads,
-        "num_key_value_heads": fields.positive("attention.head_count_kv", n_heads),
-        "head_dim": head_size,
+        "num_attention_heads": fields.positive("attention.head_count"),
         "rms_norm_eps": fields.positive_number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": theta,
+        "rope_theta": fields.positive_number("rope.freq_base", 10000.0),
         "rope_scaling": _read_scaling(fields, factors),
     }
 

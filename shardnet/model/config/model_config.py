@@ -120,16 +120,36 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPositions:
+    """Rotary positions in some layers and none in the others (Llama 4).
+
+    `nope_layers` are the absolute numbers of those without. There a query at position p is
+    multiplied by 1 + `temperature` * log(1 + floor((p + 1) / `temperature_floor`)). Where
+    positions are rotated, columns that are rotated together are adjacent, and with `unit_heads`
+    queries and keys are divided by their root mean square afterwards.
+    """
+
+    nope_layers: tuple[int, ...]
+    temperature: float
+    temperature_floor: int
+    unit_heads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The maths of one model.
 
-    `family` is a `model_type` in families/registry.py. `rope` is None for learned positions;
-    `local_rope` is that of layers with a window, None if it is `rope`. `windows` are, per layer,
-    the positions that a token attends to, itself included; None for all of them, an empty tuple for
-    None in all layers. Scores are multiplied by `attention_scale`, None for 1 / sqrt(head size); a
-    soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may attend to nothing.
-    `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the dtype that the
-    config names for the stored weights, None for none; `eos_token_ids` may be empty.
+    `family` is a `model_type` in families/registry.py, `wrapper` one in families/wrappers.py if the
+    checkpoint is multimodal and this is its language part, else "". `rope` is None for learned
+    positions; `local_rope` is that of layers with a window, None if it is `rope`. `windows` are,
+    per layer, the positions that a token attends to, itself included; None for all of them, an
+    empty tuple for None in all layers. Scores are multiplied by `attention_scale`, None for 1 /
+    sqrt(head size); a soft cap c turns x into c * tanh(x / c). With `has_sinks` a head may attend
+    to nothing. `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the
+    dtype that the config names for the stored weights, None for none; `eos_token_ids` may be empty.
+
+    `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
+    end with the first one.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     """
@@ -164,6 +184,9 @@ class ModelConfig:
     has_sinks: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    mixed: MixedPositions | None = None
+    chunk: int | None = None
+    wrapper: str = ""
 
     @property
     def default_context(self) -> int:
@@ -175,6 +198,16 @@ class ModelConfig:
         if self.rope is not None and self.rope.depends_on_context:
             most = min(most, self.rope.original_max_positions)
         return most
+
+    @property
+    def limit_words(self) -> str:
+        """Why no sequence may be longer than `max_positions`."""
+        if self.chunk == self.max_positions:
+            return (
+                f"the model attends in chunks of {self.chunk} positions, of which only the first "
+                "is implemented"
+            )
+        return f"the model has {self.max_positions} positions at most"
 
     def window(self, layer: int) -> int | None:
         """Positions that a token attends to in the absolute `layer`, None for all."""
@@ -223,9 +256,12 @@ class ModelConfig:
     def thinned(self, n_layers: int) -> ModelConfig:
         """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
-        experts = self.experts
+        experts, mixed = self.experts, self.mixed
         if experts is not None:
             sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
             experts = replace(experts, layers=sparse)
+        if mixed is not None:
+            nope = tuple(n for n, layer in enumerate(kept) if layer in mixed.nope_layers)
+            mixed = replace(mixed, nope_layers=nope)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
-        return replace(self, n_layers=n_layers, windows=windows, experts=experts)
+        return replace(self, n_layers=n_layers, windows=windows, experts=experts, mixed=mixed)

@@ -184,8 +184,6 @@ def _longrope(rope: Fields, plain: Rope, max_positions: int, rotated: int) -> Ro
 def _llama3(rope: Fields, plain: Rope) -> Rope:
     low = rope.positive_number("low_freq_factor")
     high = rope.positive_number("high_freq_factor")
-    if low == high:
-        raise rope.damaged("low_freq_factor and high_freq_factor are equal")
     factor = rope.positive_number("factor")
     return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high)
 

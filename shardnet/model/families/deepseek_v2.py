@@ -5,16 +5,17 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.config.rope import rope_object, yarn_magnitude
-from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
 from shardnet.model.families.qwen3_moe import load_experts
 from shardnet.model.families.tensor_shapes import (
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
 
 EXPERTS = ExpertNames()
+_SIGMOID = 2
+"""How experts are chosen, by its number in GGUF."""
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -217,6 +220,54 @@ def load_latent_layer(
     return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of V2 and V3.
+
+    Newer files count the columns of a cached latent as those of a key, and say what a head's own
+    are beside. A file that has no groups of experts is computed without any, as by llama.cpp.
+    """
+    config = read_gguf_sizes(fields, factors)
+    fields.ignore("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    own = "_mla" if fields.given("attention.key_length_mla") else ""
+    rope_size = fields.positive("rope.dimension_count")
+    whole = fields.positive(f"attention.key_length{own}")
+    if whole <= rope_size:
+        raise fields.damaged(f"attention.key_length{own} is {whole}, expected over {rope_size}")
+    scaling, log = config["rope_scaling"], "rope.scaling.yarn_log_multiplier"
+    multiplier = fields.optional_number(log)
+    if scaling is not None and multiplier is not None:
+        scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
+    n_groups = fields.positive("expert_group_count", 1)
+    return config | {
+        "kv_lora_rank": fields.positive("attention.kv_lora_rank"),
+        "q_lora_rank": fields.optional("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope_size,
+        "qk_nope_head_dim": whole - rope_size,
+        "v_head_dim": fields.positive(f"attention.value_length{own}"),
+        "n_routed_experts": fields.positive("expert_count"),
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "n_shared_experts": fields.positive("expert_shared_count"),
+        "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
+        "first_k_dense_replace": fields.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": fields.positive_number("expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.take("expert_weights_norm", bool, False),
+        "n_group": n_groups,
+        "topk_group": fields.positive("expert_group_used_count", n_groups),
+    }
+
+
+def read_gguf_v2(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of V2."""
+    config = read_gguf(fields, tensors, factors)
+    fields.require("expert_gating_func", 1)
+    return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
+
+
+def has_sigmoid(fields: Fields) -> bool:
+    """Whether experts are chosen by sigmoid, as only V3 does."""
+    return bool(fields.take("expert_gating_func", int, 0) == _SIGMOID)
+
+
 FAMILY = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
@@ -224,4 +275,10 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
     experts=EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="deepseek2",
+        claims=lambda fields: not has_sigmoid(fields),
+        read=read_gguf_v2,
+    ),
 )

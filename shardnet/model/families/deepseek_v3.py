@@ -1,6 +1,6 @@
 """DeepSeek-V3 (transformers, modeling_deepseek_v3.py): V2 with experts chosen by sigmoid and bias.
 
-The layer that predicts a second token ahead is left out.
+Layers that predict tokens further ahead are left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def read_config(fields: Fields) -> ModelConfig:
     )
     deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
     deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
-    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
     defaults = Experts(
         n_experts=256,
         top_k=8,
@@ -70,6 +69,12 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
-    ignored_tensors=r"model\.layers\.(61\..*|\d+\.self_attn\.rotary_emb\.inv_freq)",
+    has_layers_ahead=True,
     experts=deepseek_v2.EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="deepseek2",
+        claims=deepseek_v2.has_sigmoid,
+        read=deepseek_v2.read_gguf,
+    ),
 )

@@ -106,15 +106,18 @@ def _claims_all(fields: Fields) -> bool:
 class GgufFormat:
     """How llama.cpp's converter writes a family.
 
-    `architecture` is `general.architecture`. Where several families share one, `claims` says of its
-    keys, without the architecture in front, whether a file is of this family. `read` says what
-    config.json would, given these keys, the names of the file's tensors and the factors of rotary
-    frequencies. `interleaved_rotary`: the rows of queries and keys that rotate together stand side
-    by side. `transposed` begins the names of matrices that are stored transposed, "" for none. That
-    norms are stored with the model's `norm_offset` added holds for all families.
+    `architecture` is `general.architecture`, `multimodal` are those of the same model inside
+    multimodal ones, whose images have a file of their own. Where several families share one,
+    `claims` says of its keys, without the architecture in front, whether a file is of this family.
+    `read` says what config.json would, given these keys, the names of the file's tensors and the
+    factors of rotary frequencies. `interleaved_rotary`: the rows of queries and keys that rotate
+    together stand side by side. `transposed` begins the names of matrices that are stored
+    transposed, "" for none. That norms are stored with the model's `norm_offset` added holds for
+    all families.
     """
 
     architecture: str
+    multimodal: tuple[str, ...] = ()
     claims: Callable[[Fields], bool] = _claims_all
     read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
     interleaved_rotary: bool = False
@@ -137,7 +140,12 @@ class Stacking(enum.Enum):
     """How transformers saves all experts of a layer as one tensor, the experts first."""
 
     CONCATENATED = "concatenated"
-    """[experts, outputs, inputs]: the outputs of up follow those of gate."""
+    """[experts, outputs, inputs]: the outputs of up follow those of gate.
+
+    Multimodal checkpoints of such a family may have them as TRANSPOSED does.
+    """
+    TRANSPOSED = "transposed"
+    """[experts, inputs, outputs]: the outputs of up follow those of gate."""
     ALTERNATING = "alternating"
     """[experts, inputs, outputs]: the outputs of gate and up take turns. Biases likewise."""
 
@@ -154,7 +162,8 @@ class Family:
     shapes, under transformers' names. `load_stage` builds the forward pass.
 
     `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
-    pattern of whole names that checkpoints may have and nobody needs. `experts` says what the
+    pattern of whole names that checkpoints may have and nobody needs. With `has_layers_ahead` they
+    may have layers beyond the config's, which predict tokens further ahead. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
     never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
     `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
@@ -170,6 +179,7 @@ class Family:
     head_tensors: Callable[[ModelConfig], Table] = decoder_head
     name_prefix: str = ""
     ignored_tensors: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    has_layers_ahead: bool = False
     experts: ExpertNames | None = None
     stacking: Stacking | None = None
     gguf: GgufFormat | None = None

@@ -40,6 +40,6 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=llama.FAMILY.load_stage,
-    gguf=GgufFormat(architecture="qwen2"),
+    gguf=GgufFormat(architecture="qwen2", multimodal=("qwen2vl",)),
     pretokenizer="qwen2",
 )

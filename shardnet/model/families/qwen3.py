@@ -48,6 +48,6 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
-    gguf=GgufFormat(architecture="qwen3"),
+    gguf=GgufFormat(architecture="qwen3", multimodal=("qwen3vl",)),
     pretokenizer="qwen2",
 )

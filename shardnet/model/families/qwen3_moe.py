@@ -109,6 +109,6 @@ FAMILY = Family(
     load_stage=decoder_stage(load_layer),
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
-    gguf=GgufFormat(architecture="qwen3moe", read=read_gguf),
+    gguf=GgufFormat(architecture="qwen3moe", multimodal=("qwen3vlmoe",), read=read_gguf),
     pretokenizer="qwen2",
 )

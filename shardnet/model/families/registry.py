@@ -6,6 +6,7 @@ Knows the families' files by name, and nothing of what stands in them. Imports n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
@@ -20,6 +21,7 @@ from shardnet.model.families import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
@@ -30,11 +32,13 @@ from shardnet.model.families import (
     qwen3_moe,
 )
 from shardnet.model.families.family import Family
+from shardnet.model.families.wrappers import WRAPPERS
 
 FAMILIES: Final[Mapping[str, Family]] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         llama,
+        llama4,
         mistral,
         qwen2,
         qwen3,
@@ -60,12 +64,19 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.family]
 
 
+def find_family(model_type: str) -> Family | None:
+    """Return the family of a `model_type`, or that of the language part of a multimodal one."""
+    wrapper = WRAPPERS.get(model_type)
+    return FAMILIES.get(model_type if wrapper is None else wrapper.family)
+
+
 def gguf_families() -> Mapping[str, list[Family]]:
     """Return the families that are read from GGUF, by `general.architecture`."""
     found: dict[str, list[Family]] = {}
     for family in FAMILIES.values():
         if family.gguf is not None:
-            found.setdefault(family.gguf.architecture, []).append(family)
+            for architecture in (family.gguf.architecture, *family.gguf.multimodal):
+                found.setdefault(architecture, []).append(family)
     return found
 
 
@@ -76,8 +87,14 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     architecture, a value or an unknown key that would change the maths.
     """
     fields = Fields(raw, where)
+    wrapper = WRAPPERS.get(fields.take("model_type", str))
+    if wrapper is not None:
+        _check_architecture(fields, wrapper.architecture)
+        fields = wrapper.unwrap(fields, raw)
     config = _find_family(fields).read_config(fields)
     fields.refuse_the_rest()
+    if wrapper is not None:
+        config = replace(config, wrapper=wrapper.model_type)
     _check_counts(fields, config)
     return config
 
@@ -97,8 +114,13 @@ def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
     family = FAMILIES.get(model_type)
     if family is None:
-        raise fields.unsupported("model_type", model_type, ", ".join(sorted(FAMILIES)))
-    architectures = fields.take("architectures", list, [family.architecture])
-    if architectures != [family.architecture]:
-        raise fields.unsupported("architectures", architectures, f'["{family.architecture}"]')
+        known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
+        raise fields.unsupported("model_type", model_type, known)
+    _check_architecture(fields, family.architecture)
     return family
+
+
+def _check_architecture(fields: Fields, only: str) -> None:
+    architectures = fields.take("architectures", list, [only])
+    if architectures != [only]:
+        raise fields.unsupported("architectures", architectures, f'["{only}"]')

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.tensor_shapes import Shape, Table
+from shardnet.model.families.wrappers import language_name
 from shardnet.types import LayerRange
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
 
 
 _KEPT = ("gate.weight", ".router.weight", ".kv_b_proj.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +90,34 @@ def is_quantizable(name: str, shape: Shape) -> bool:
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(_KEPT)
 
 
-def canonical_name(config: ModelConfig, name: str) -> str:
-    """Return a checkpoint's `name` for a parameter as this module writes it."""
-    return name.removeprefix(family_of(config).name_prefix)
+def canonical_name(config: ModelConfig, name: str) -> str | None:
+    """Return a checkpoint's `name` for a parameter as this module writes it.
+
+    None for a tensor of what is left out of a multimodal checkpoint.
+    """
+    inner = language_name(name) if config.wrapper else name
+    return None if inner is None else inner.removeprefix(family_of(config).name_prefix)
 
 
 def left_over(config: ModelConfig, names: Iterable[str]) -> list[str]:
     """Return which of a whole checkpoint's tensor names the model has no place for, sorted.
 
-    Without what the family ignores (masks, rotary frequencies) and the LM head of a tied model.
+    Without what the family ignores (masks, rotary frequencies), the LM head of a tied model, and
+    what predicts tokens further ahead (MTP).
     """
     known = set(stage_tensors(config, LayerRange(0, config.n_layers)).all) | {"lm_head.weight"}
     ignored = re.compile(family_of(config).ignored_tensors)
+
+    def predicts_ahead(name: str) -> bool:
+        layer = _LAYER.match(name) if family_of(config).has_layers_ahead else None
+        is_beyond = layer is not None and int(layer[1]) >= config.n_layers
+        return is_beyond or name.startswith("mtp.")
+
     return sorted(
         name
         for name in names
-        if (canonical := canonical_name(config, name)) not in known
+        if (canonical := canonical_name(config, name)) is not None
+        and canonical not in known
         and not ignored.fullmatch(canonical)
+        and not predicts_ahead(canonical)
     )

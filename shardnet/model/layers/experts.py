@@ -20,6 +20,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Mlp
+from shardnet.model.layers.norms import row_sigmoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,19 @@ class SoftmaxRouter:
         return ExpertChoice(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRouter:
+    """Route to the experts with the largest scores, weighted by their sigmoids (Llama 4)."""
+
+    gate: Linear
+    top_k: int
+
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
+        """Route hidden states [T, E]."""
+        best, experts = best_experts(self.gate(hidden).float(), self.top_k)
+        return ExpertChoice(experts=experts, weights=row_sigmoid(best))
+
+
 def best_experts(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the `top_k` largest of scores [T, X] and their experts, ties by the smaller id.
 
@@ -83,11 +97,15 @@ def best_groups(scores: Tensor, group_scores: Tensor, top_groups: int, out: floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlp:
-    """The experts of one layer, their router, and an optional shared expert for all rows."""
+    """The experts of one layer, their router, and an optional shared expert for all rows.
+
+    With `weighs_inputs` the weights multiply what goes into an expert, else what comes out.
+    """
 
     router: Router
     experts: Sequence[Mlp]
     shared: Mlp | None = None
+    weighs_inputs: bool = False
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run hidden states [T, E] through their experts: [T, E], and the experts [T, K], int64."""
@@ -104,9 +122,13 @@ class SparseMlp:
             if n_routed == 0:
                 continue
             routed = hidden.index_select(0, rows.narrow(0, start, n_routed))
-            outputs.index_copy_(0, order.narrow(0, start, n_routed), self.experts[expert](routed))
+            chosen = order.narrow(0, start, n_routed)
+            if self.weighs_inputs:
+                routed = routed * routing.weights.flatten()[chosen, None].to(routed.dtype)
+            outputs.index_copy_(0, chosen, self.experts[expert](routed))
             start += n_routed
-        total = _weighted_sum(outputs.view(n_rows, top_k, -1), routing.weights)
+        weights = torch.ones_like(routing.weights) if self.weighs_inputs else routing.weights
+        total = _weighted_sum(outputs.view(n_rows, top_k, -1), weights)
         if self.shared is not None:
             total = total + self.shared(hidden)
         return total, routing.experts

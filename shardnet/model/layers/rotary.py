@@ -110,10 +110,12 @@ def _yarn(rope: Rope, powers: Tensor) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Keep short wavelengths, stretch long ones, with a ramp between."""
+    """Keep short wavelengths, stretch long ones, with a ramp between unless it has no width."""
     wavelengths = 2 * math.pi / plain
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor
+    if low == high:  # as Llama 4's
+        return torch.where(wavelengths > low, plain / rope.factor, plain)
     smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )

@@ -82,6 +82,19 @@ O200K = Pretokenizer(
     ),
     whole_words=True,
 )
+_UNCASED = r"\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1d400}-\x{1d7ff}"
+_CASED = rf"[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_UNCASED}]]"
+"""Letters of two cases, but for small ones of Armenian and Georgian, and those of formulas."""
+DEEPSEEK2 = Pretokenizer(
+    patterns=(
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+$",
+        "[一-龥ࠀ-一가-\ud7ff]+",
+        r"\p{N}+",
+    )
+)
 DEEPSEEK3 = Pretokenizer(
     patterns=(
         r"\p{N}{1,3}",
@@ -103,10 +116,12 @@ GGUF_NAMES = {
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
     "gpt-4o": O200K,
+    "llama4": O200K,
     "refact": DIGITS,
     "starcoder": DIGITS,
     "command-r": DIGITS,
     "smollm": DIGITS,
+    "deepseek-llm": DEEPSEEK2,
     "deepseek-v3": DEEPSEEK3,
 }
 """tokenizer.ggml.pre, as llama.cpp writes it (its src/llama-vocab.cpp)."""

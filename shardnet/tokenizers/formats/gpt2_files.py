@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardnet.errors import CheckpointError
-from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.registry import find_family
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
@@ -55,7 +55,7 @@ def _pretokenizer(folder: Path) -> Pretokenizer:
     named = read_object(path).get("tokenizer_class")
     if named is None:
         model_type = read_object(folder / "config.json").get("model_type")
-        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        family = find_family(model_type) if isinstance(model_type, str) else None
         if family is not None and family.pretokenizer:
             return GGUF_NAMES[family.pretokenizer]
         raise CheckpointError(

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.models.checkpoints import make_decoder, make_llama
-from support.models.gguf_files import Array, pack_as, write_gguf
+from support.models.gguf_files import Array, converted, pack_as, write_gguf
 from support.oracles.plain_blocks import BLOCKS
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats import gguf_types
 from shardnet.checkpoint.formats.gguf_header import gguf_metadata, read_gguf_header
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
-from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.families.stage_tensors import left_over, stage_tensors
 from shardnet.types import DType, LayerRange
 
 KEYS = "model.layers.1.self_attn.k_proj.weight"
@@ -50,6 +50,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     source = make_llama(folder / "source", num_hidden_layers=2, with_tokenizer=False)
     return write_gguf(source, folder / "model.gguf")
+
+
+def write_no_model(path: Path, architecture: str) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> Array:
@@ -178,6 +187,57 @@ class TestPaths:
         assert gguf_metadata(tmp_path) is None
 
 
+def test_files_of_2023_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    source = make_decoder(
+        tmp_path / "source",
+        "mixtral",
+        with_tokenizer=False,
+        num_hidden_layers=1,
+        num_local_experts=3,
+    )
+    new = Checkpoint.open(write_gguf(source, tmp_path / "new.gguf"))
+    apart: dict[str, Array | None] = {}
+    for name, values in converted(source).items():
+        if "_exps." in name:
+            apart[name] = None
+            apart |= {name.replace("_exps", f".{n}"): one for n, one in enumerate(values)}
+    old = Checkpoint.open(write_gguf(source, tmp_path / "old.gguf", extra=apart))
+    assert old.tensors.keys() == new.tensors.keys()
+    for name in new.tensors:
+        assert torch.equal(old.read(name), new.read(name))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_projection_of_latents_in_two_halves(kind: str, tmp_path: Path) -> None:
+    sizes = {"qk_nope_head_dim": 32, "kv_lora_rank": 64, "num_hidden_layers": 1}
+    source = make_decoder(tmp_path / "source", "deepseek_v2", with_tokenizer=False, **sizes)
+    number = gguf.GGMLQuantizationType[kind]
+
+    def pack(name: str, values: Array) -> tuple[Array, gguf.GGMLQuantizationType | None]:
+        if kind == "F32" or "_b.weight" not in name:
+            return values, None
+        return gguf.quants.quantize(np.ascontiguousarray(values), number), number
+
+    path = write_gguf(source, tmp_path / "m.gguf", pack=pack)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    whole = Checkpoint.open(source).read(name)
+    read = Checkpoint.open(path).read(name)
+    assert read.dtype is torch.float32
+    assert (read - whole).abs().max() <= (0 if kind == "F32" else 0.01)
+    assert not torch.equal(read, whole.flip(0))
+
+
+def test_half_a_projection_of_latents_has_no_place(tmp_path: Path) -> None:
+    source = make_decoder(tmp_path / "s", "deepseek_v2", with_tokenizer=False, num_hidden_layers=1)
+    cut = {
+        "blk.0.attn_v_b.weight": np.zeros((6, 11, 16), np.float32),
+        "blk.0.attn_kv_b.weight": None,
+    }
+    checkpoint = Checkpoint.open(write_gguf(source, tmp_path / "m.gguf", extra=cut))
+    assert left_over(checkpoint.config, checkpoint.tensors) == ["blk.0.attn_v_b.weight"]
+    assert "model.layers.0.self_attn.kv_b_proj.weight" not in checkpoint.tensors
+
+
 class TestRefusals:
     def test_a_type_that_is_not_implemented(self, source: Path, tmp_path: Path) -> None:
         def pack(name: str, values: Array) -> tuple[Array, None]:
@@ -202,6 +262,8 @@ class TestRefusals:
             ),
             ({"block_count": None}, r"llama\.block_count is missing"),
             ({"block_count": "two"}, r"llama\.block_count is 'two', expected int"),
+            ({"nextn_predict_layers": -1}, r"llama\.nextn_predict_layers is -1, expected 1"),
+            ({"nextn_predict_layers": 4}, r"llama\.block_count is 0, expected 1"),
             ({"block_count": 0}, r"llama\.block_count is 0, expected 1"),
             ({"attention__value_length": 3}, r"llama\.attention\.value_length = 3 is not support"),
             ({"rope__dimension_count": 4}, r"partial_rotary_factor = 0\.5 is not supported"),
@@ -216,22 +278,18 @@ class TestRefusals:
         with pytest.raises(ShardnetError, match=r"m\.gguf(, as config\.json)?: " + message):
             Checkpoint.open(path)
 
-    def test_old_mixtral_files(self, tmp_path: Path) -> None:
-        folder = make_decoder(tmp_path / "source", "mixtral", with_tokenizer=False)
-        extra = {"blk.0.ffn_gate.0.weight": np.zeros((80, 48), np.float32)}
-        path = write_gguf(folder, tmp_path / "m.gguf", extra=extra)
-        with pytest.raises(
-            UnsupportedModelError, match=r"m\.gguf: tensor blk\.0\.ffn_gate\.0\.weight is of one ex"
-        ):
-            Checkpoint.open(path)
+    def test_a_projector_of_images(self, small: Path, tmp_path: Path) -> None:
+        """Beside a model it is passed over; by itself it says what it is."""
+        write_no_model(tmp_path / "mmproj-model-f16.gguf", "clip")
+        with pytest.raises(UnsupportedModelError, match=r"'clip': this projects images into a"):
+            Checkpoint.open(tmp_path)
+        shutil.copy(small, tmp_path / "model.gguf")
+        assert Checkpoint.open(tmp_path).config.n_layers == 2
+        with pytest.raises(UnsupportedModelError, match=r"mmproj-model-f16\.gguf: general\.arch"):
+            Checkpoint.open(tmp_path / "mmproj-model-f16.gguf")
 
     def test_an_architecture(self, tmp_path: Path) -> None:
-        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bert")
-        writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_no_model(tmp_path / "m.gguf", "bert")
         with pytest.raises(
             UnsupportedModelError, match=r"general\.architecture = 'bert' is not supp.*gemma2"
         ):

@@ -77,6 +77,10 @@ def test_an_object_has_options_of_its_own() -> None:
         ),
         ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5: give a whole number"),
         ('{"messages": [{"role": 3}]}', "a value of messages[0]: give text"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "messages[0].content has a part of type 'image': only text is implemented",
+        ),
         ('{"prompt": 1}', "prompt"),
         ('{"text": "a"}', "text"),
         ('{"prompt": "a", "token_ids": [1]}', "one of prompt, token_ids and messages"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardnet.model.config.model_config import (
     Activation,
     Experts,
     Latent,
+    MixedPositions,
     ModelConfig,
     Rope,
     RopeKind,
@@ -98,6 +100,33 @@ GEMMA3 = SIZES | {
     "rope_theta": 1000000,
     "sliding_window": 512,
     "sliding_window_pattern": 6,
+}
+LLAMA4 = SIZES | {
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "floor_scale": 8192,
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "model_type": "llama4_text",
+    "no_rope_layers": [],
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_jitter_noise": 0.0,
+    "use_qk_norm": True,
 }
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -274,7 +303,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes["num_experts_per_tok"] = 4  # has no default of its own
     theirs = AutoConfig.for_model(family, **sizes)
     ours = parse_config(sizes | {"model_type": family}, "config.json")
-    assert ours.max_positions == theirs.max_position_embeddings
+    chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
+    assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
     assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
     assert ours.norm_eps == theirs.rms_norm_eps
@@ -285,14 +315,15 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert set(ours.windows) <= {window}
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
-        assert list(ours.windows) == expected
+        assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
     if ours.experts is not None:
-        n_experts = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        names = ("n_routed_experts", "num_local_experts", "num_experts")
+        n_experts = next(getattr(theirs, name) for name in names if hasattr(theirs, name))
         assert ours.experts.n_experts == n_experts
         assert ours.experts.top_k == theirs.num_experts_per_tok
         if ours.latent is not None:
             check_latent(ours, theirs)
-        normalizes = getattr(theirs, "norm_topk_prob", True)
+        normalizes = getattr(theirs, "norm_topk_prob", family != "llama4_text")
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.intermediate_size == inner
@@ -479,10 +510,46 @@ def test_deepseek_v2() -> None:
 
 
 def test_what_predicts_tokens_ahead_is_left_out() -> None:
-    """DeepSeek-V3's 62nd layer, which transformers does not load either."""
-    config = parse(DEEPSEEK_V3, num_hidden_layers=61)
-    names = ["model.layers.61.eh_proj.weight", "model.layers.62.eh_proj.weight"]
-    assert left_over(config, names) == names[1:]
+    """DeepSeek-V3's layers beyond the config's, which transformers does not load either."""
+    names = [f"model.layers.{n}.{rest}.weight" for n in (6, 7, 12) for rest in ("eh_proj", "x")]
+    assert left_over(parse(DEEPSEEK_V3), names) == names[:2]
+    assert left_over(parse(QWEN3), [*names, "mtp.layers.0.fc.weight"]) == sorted(names)
+
+
+def test_llama4() -> None:
+    """As Scout is published; within the first chunk of attention all layers are full."""
+    config = parse(LLAMA4)
+    assert config.experts is not None
+    assert config.experts.layers == tuple(range(7))
+    assert (config.intermediate_size, config.experts.intermediate_size) == (16384, 100)
+    assert config.mixed == MixedPositions(
+        nope_layers=(3,), temperature=0.1, temperature_floor=8192, unit_heads=True
+    )
+    assert config.max_positions == config.default_context == 8192
+    assert config.limit_words.startswith("the model attends in chunks of 8192 positions")
+    assert parse(LLAMA4, attention_chunk_size=None).max_positions == 10485760
+    untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1]).mixed
+    assert untuned is not None
+    assert (untuned.temperature, untuned.nope_layers) == (0.0, (1, 3, 5))
+    assert config.thinned(2).mixed == replace(config.mixed, nope_layers=())
+    assert parse(LLAMA4, interleave_moe_layer_step=2).sparse_layers == (1, 3, 5)
+    assert parse(LLAMA4, moe_layers=[5, 2]).sparse_layers == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"no_rope_layers": [1, 0]},
+        {"no_rope_layers": [[]] * 7},
+        {"moe_layers": [7]},
+        {"moe_layers": ["0"]},
+        {"layer_types": ["full_attention"]},
+        {"attention_chunk_size": -1},
+    ],
+)
+def test_damage_of_llama4(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        parse(LLAMA4, **change)
 
 
 def test_which_layers_of_qwen3_moe_have_experts() -> None:
@@ -508,7 +575,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
-        ("mistral", {"model_type": "mistral3"}, "mistral3"),
+        ("mistral", {"model_type": "ministral3"}, "ministral3"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
         ("qwen2", {"use_mrope": True}, "use_mrope"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
@@ -520,7 +587,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
-        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3'.*gemma3_text"),
+        ("gemma3_text", {"model_type": "gemma3n"}, "'gemma3n'.*gemma3_text"),
         (
             "gemma3_text",
             {"architectures": ["Gemma3ForConditionalGeneration"]},

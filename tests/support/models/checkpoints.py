@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -34,6 +35,8 @@ LATENT = {
     "num_key_value_heads": 6,
 }
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
+    "llama4": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
     "deepseek_v3": LATENT
@@ -47,8 +50,29 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
 }
 """What keeps the families with experts small."""
+_SIGLIP = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_EYES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+WRAPPED: dict[str, dict[str, Any]] = {
+    "gemma3": _SIGLIP | {"model_type": "siglip_vision_model"},
+    "llama4": _SIGLIP
+    | {"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
+    "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+    "qwen2_vl": {"depth": 1, "embed_dim": 8, "hidden_size": 48, "num_heads": 1},
+    "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
+    "qwen3_vl": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+}
+"""The `vision_config` of multimodal checkpoints, as small as it goes."""
 VOCAB_SIZE = 320
 """Wider than the tokenizer's 300 tokens: the last 20 rows pad the vocabulary."""
 N_TOKENS = 300
@@ -134,8 +158,18 @@ def make_decoder(
     }
     few = FEW_EXPERTS.get(family, {})
     config = defaults | few | config
+    if family in WRAPPED:
+        return _save(_wrapped(family, config), folder, seed, dtype, max_shard_size, with_tokenizer)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
+
+
+def _wrapped(family: str, text: dict[str, Any]) -> PreTrainedModel:
+    """Put the smallest eyes before a language model."""
+    outer = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
+    whole = {"text_config": text | outer, "vision_config": WRAPPED[family], **outer}
+    config = AutoConfig.for_model(family, **whole)
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -185,7 +219,9 @@ def _save(
         for name, buffer in model.named_buffers():
             if name in stored:
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if dtype is not torch.float32:  # Llama 4's eyes have a buffer of complex numbers
+        model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
         make_tokenizer(folder)
     return folder

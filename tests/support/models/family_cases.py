@@ -13,6 +13,23 @@ YARN = {
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+LLAMA4 = {
+    "head_dim": 8,
+    "floor_scale": 16,
+    "attn_scale": 0.7,
+    "attention_chunk_size": 512,
+    "intermediate_size_mlp": 56,
+    "no_rope_layer_interval": 2,
+}
+SAME_FACTORS = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
 CASES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 20, "head_dim": 8},
     "mistral-no-window": {"sliding_window": None, "head_dim": None, "num_hidden_layers": 3},
@@ -90,5 +107,25 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
     "qwen3_moe-odd": ODD
     | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    "llama4_text": LLAMA4 | {"num_hidden_layers": 3},
+    "llama4_text-dense": LLAMA4
+    | ODD
+    | {
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 2,
+        "use_qk_norm": False,
+        "num_hidden_layers": 4,
+        "attn_temperature_tuning": False,
+        "no_rope_layers": [0, 1, 1, 0],
+    },
+    "llama4": LLAMA4 | {"num_hidden_layers": 2, "rope_parameters": SAME_FACTORS},
+    "gemma3": GEMMA | {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "mistral3": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
+    "qwen2_vl": {"num_hidden_layers": 2, "rope_parameters": AXES},
+    "qwen2_5_vl": {"num_hidden_layers": 2, "rope_parameters": AXES, "tie_word_embeddings": True},
+    "qwen3_vl": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
+    "qwen3_vl_moe": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
+SELDOM = ["qwen2_vl"]
+"""Cases that another one nearly is."""

@@ -35,6 +35,9 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "llama4_text": "llama4",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
@@ -46,19 +49,23 @@ def write_gguf(
     path: Path,
     *,
     pack: Pack | None = None,
-    extra: Mapping[str, Array] | None = None,
+    extra: Mapping[str, Array | None] | None = None,
     split_max_tensors: int = 0,
     tokenizer: Mapping[str, Any] | None = None,
+    architecture: str = "",
+    has_whole_latents: bool = False,
     **metadata: Any,
 ) -> Path:
     """Write the checkpoint folder `source` as the GGUF `path`. Return `path`.
 
     With `split_max_tensors` it is written in parts, whose names follow from `path`. `extra` are
-    more tensors. `metadata` is put over what follows from config.json, the names without the
-    architecture, dots as double underscores; None leaves a key out. `tokenizer` has whole keys.
+    more tensors; None leaves one out. `metadata` is put over what follows from config.json, the
+    names without the architecture, dots as double underscores; None leaves a key out. `tokenizer`
+    has whole keys. `architecture` is another one than the family's. With `has_whole_latents`
+    DeepSeek's kv_b_proj is one tensor, as in older files.
     """
     config = json.loads((source / "config.json").read_text())
-    arch = ARCHITECTURES[config["model_type"]]
+    arch = architecture or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     own = _metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in own.items():
@@ -67,7 +74,10 @@ def write_gguf(
     ids = {f"tokenizer.ggml.{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "eos")}
     for key, value in (tokenizer or ids).items():
         _add(writer, key, value)
-    tensors = converted(source) | dict(extra or {})
+    whole = converted(source) | dict(extra or {})
+    tensors = {name: values for name, values in whole.items() if values is not None}
+    if not has_whole_latents:
+        tensors = {k: v for name in tensors for k, v in _halves(config, name, tensors[name])}
     for name, values in tensors.items():
         stored, kind = (pack or _as_it_is)(name, values)
         writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=kind)
@@ -76,6 +86,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _halves(config: dict[str, Any], name: str, values: Array) -> list[tuple[str, Array]]:
+    """DeepSeek's keys and values of latents, apart; anything else as it is."""
+    if "attn_kv_b" not in name:
+        return [(name, values)]
+    n_nope = config["qk_nope_head_dim"]
+    heads = values.reshape(config["num_attention_heads"], -1, values.shape[-1])
+    return [
+        (name.replace("kv_b", "k_b"), heads[:, :n_nope].swapaxes(1, 2)),
+        (name.replace("kv_b", "v_b"), heads[:, n_nope:]),
+    ]
 
 
 def pack_as(kind: gguf.GGMLQuantizationType) -> Pack:
@@ -97,7 +119,8 @@ def converted(source: Path) -> dict[str, Array]:
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
     for name, values in _stacked(load_file(source / "model.safetensors")).items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        spoken = name.replace("correction_bias", "correction.bias")
+        stored = names.get_name(spoken, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         stored += ".weight" if name.endswith("sinks") else ""
         made[stored] = _converted(family, config, name, values)
@@ -118,6 +141,13 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             made[f"{one[1]}mlp.experts.{kind}.weight"] = np.stack(of_all)
         elif re.search(r"\.experts\.\d", name):
             continue
+        elif turned := re.fullmatch(r"(.*\.feed_forward\.experts\.)(gate_up|down)_proj", name):
+            outputs = values.swapaxes(1, 2)
+            if turned[2] == "down":
+                made[f"{name}.weight"] = outputs
+            else:
+                gate, up = np.split(outputs, 2, axis=1)
+                made |= {f"{turned[1]}gate_proj.weight": gate, f"{turned[1]}up_proj.weight": up}
         elif both := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind = "bias" if both[3] else "weight"
             outputs = values if both[3] else values.swapaxes(1, 2)
@@ -163,7 +193,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         case bool():
             writer.add_bool(key, value)
         case int():
-            writer.add_uint32(key, value)
+            (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
         case float():
             writer.add_float32(key, value)
         case str():
@@ -201,8 +231,9 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
     }
     if "num_experts_per_tok" in config:
+        counts = ("num_local_experts", "n_routed_experts", "num_experts")
         made |= {
-            "expert_count": config.get("num_local_experts") or config["num_experts"],
+            "expert_count": next(config[key] for key in counts if key in config),
             "expert_used_count": config["num_experts_per_tok"],
         }
     match config["model_type"]:
@@ -234,6 +265,46 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "final_logit_softcapping": config["final_logit_softcapping"],
                 "attention.sliding_window": config["sliding_window"],
             }
+        case "llama4_text":
+            made |= {
+                "feed_forward_length": config["intermediate_size_mlp"],
+                "expert_feed_forward_length": config["intermediate_size"],
+                "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+            }
+        case "deepseek_v2" | "deepseek_v3":
+            made |= _latents(config, rope)
         case "gemma3_text" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
+    return made
+
+
+def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek's keys, as newer converters write them."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    is_v3 = config["model_type"] == "deepseek_v3"
+    made = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": turned,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": is_v3 and config["norm_topk_prob"],
+        "expert_gating_func": 2 if is_v3 else None,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
+    if rope["rope_type"] == "yarn":
+        made |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
     return made

@@ -1,0 +1,189 @@
+"""Llama 4's text models (transformers, modeling_llama4.py): rotary positions in most layers only.
+
+Experts in some or all layers, one of which (shared) takes every token. A token's score multiplies
+what goes into its experts, not what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardnet.errors import shown
+from shardnet.model.config.decoder_config import FULL, read_decoder
+from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.model_config import Experts, MixedPositions, ModelConfig
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    attention,
+    gated,
+    linears,
+    pre_norms,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+THETA = 500000.0
+CHUNKED = "chunked_attention"
+EXPERTS = ExpertNames(block="feed_forward", gate="gate_up_proj", up="gate_up_proj")
+_MOST_EXPERTS_WITH_NORM = 16
+"""Of the published models, the one with more experts has no norms over heads, which no key of a
+GGUF says."""
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a Llama4TextConfig. Attention in chunks is full attention within the first chunk."""
+    fields.ignore("router_jitter_noise", "for_llm_compressor")  # of training, of another program
+    rope = partial(read_rope, theta=THETA)
+    config = read_decoder(
+        fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, rope=rope
+    )
+    nope = _read_nope_layers(fields, config.n_layers)
+    chunk = _read_chunk(fields, config.n_layers, is_chunked=len(nope) < config.n_layers)
+    tunes = fields.take("attn_temperature_tuning", (bool, int), True)
+    temperature = fields.positive_number("attn_scale", 0.1)
+    mixed = MixedPositions(
+        nope_layers=nope,
+        temperature=temperature if tunes else 0.0,
+        temperature_floor=fields.positive("floor_scale", 8192),
+        unit_heads=fields.take("use_qk_norm", bool, True),
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        mixed=mixed,
+        chunk=chunk,
+        max_positions=min(config.max_positions, chunk or config.max_positions),
+        experts=_read_experts(fields, config),
+        intermediate_size=fields.positive("intermediate_size_mlp", 16384),
+    )
+
+
+def _read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary positions: 0 in a list, or every so many."""
+    interval = fields.positive("no_rope_layer_interval", 4)
+    marks = fields.take("no_rope_layers", list, [])
+    if not marks:
+        return tuple(n for n in range(n_layers) if (n + 1) % interval == 0)
+    if len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks):
+        raise fields.damaged(f"no_rope_layers is {shown(marks)}, expected {n_layers} of 0 and 1")
+    return tuple(n for n in range(n_layers) if not marks[n])
+
+
+def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | None:
+    """Read the positions of a chunk; None where no layer attends in chunks."""
+    key = "attention_chunk_size"
+    chunk = fields.optional(key) if fields.given(key) else 8192
+    kinds = fields.take("layer_types", list, None)
+    if kinds is None:
+        return chunk if is_chunked else None
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in (FULL, CHUNKED):
+            raise fields.unsupported("layer_types", kind, f"{FULL}, {CHUNKED}")
+    return chunk if CHUNKED in kinds else None
+
+
+def _read_experts(fields: Fields, config: ModelConfig) -> Experts | None:
+    n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 16, 1)
+    step = fields.positive("interleave_moe_layer_step", 1)
+    layers = fields.take("moe_layers", list, None)
+    if layers is None:
+        layers = list(range(step - 1, config.n_layers, step))
+    most = config.n_layers
+    if len(layers) > most or not all(type(n) is int and 0 <= n < most for n in layers):
+        raise fields.damaged(f"moe_layers is {shown(layers)}, expected some of {most} layers")
+    if not layers:
+        return None
+    return Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=config.intermediate_size,
+        normalize_top_k=False,
+        shared_intermediate_size=config.intermediate_size,
+        layers=tuple(sorted(set(layers))),
+    )
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention and norms, and an MLP or a router, experts and the shared one."""
+    block = f"model.layers.{layer}.{EXPERTS.block}"
+    tensors = attention(config, layer) | pre_norms(config, layer)
+    experts = config.layer_experts(layer)
+    if experts is None:
+        return tensors | gated(config, block, config.intermediate_size)
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    tensors |= {f"{block}.router.weight": (experts.n_experts, hidden)}
+    shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
+    for number in range(experts.n_experts):
+        tensors |= linears(f"{block}.experts.{number}", shapes)
+    return tensors | gated(config, f"{block}.shared_expert", experts.shared_intermediate_size)
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.experts import SigmoidRouter, SparseMlp
+    from shardnet.model.layers.mixed_attention import MixedAttention
+    from shardnet.model.layers.modules import GatedMlp
+
+    self_attn = MixedAttention.load(config, weights, layer)
+    block, experts = f"model.layers.{layer}.{EXPERTS.block}", config.layer_experts(layer)
+    if experts is None:
+        return pre_norm_layer(
+            config, weights, layer, self_attn, GatedMlp.load(config, weights, block)
+        )
+    gate = weights.linear(f"{block}.router", precise=True)
+    names = [f"{block}.experts.{number}" for number in range(experts.n_experts)]
+    sparse = SparseMlp(
+        router=SigmoidRouter(gate=gate, top_k=experts.top_k),
+        experts=[
+            GatedMlp(
+                activation=config.activation,
+                gate_up_proj=weights.linear(f"{name}.{EXPERTS.gate}"),
+                down_proj=weights.linear(f"{name}.{EXPERTS.down}"),
+            )
+            for name in names
+        ],
+        shared=GatedMlp.load(config, weights, f"{block}.shared_expert"),
+        weighs_inputs=True,
+    )
+    return pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. What no key says is llama.cpp's own, which is the published models'."""
+    config = read_gguf_decoder(fields, tensors, factors)
+    n_experts = fields.positive("expert_count")
+    fields.require("expert_gating_func", 2)  # sigmoid
+    return config | {
+        "num_local_experts": n_experts,
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "interleave_moe_layer_step": fields.positive("interleave_moe_layer_step"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": fields.positive("expert_feed_forward_length"),
+        "attention_chunk_size": fields.positive("attention.sliding_window", 8192),
+        "use_qk_norm": n_experts <= _MOST_EXPERTS_WITH_NORM,
+    }
+
+
+FAMILY = Family(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    experts=EXPERTS,
+    stacking=Stacking.TRANSPOSED,
+    gguf=GgufFormat(architecture="llama4", read=read_gguf),
+)

@@ -1,0 +1,151 @@
+"""Multimodal checkpoints whose language part is a model of a family: what stands around it.
+
+Knows where such a config.json has the language model's own config, and how its tensors are called.
+What belongs to images, sound or video is left out by name: it is never read. Must not know
+families but by name, nor import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shardnet.model.config.fields import Fields
+
+TEXT: Final = "text_config"
+
+_LANGUAGE: Final = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.)")
+"""Before names of the language model: of transformers 5, and of those that were there before."""
+_OTHERS: Final = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*"
+)
+"""Whole names of what turns images into embeddings."""
+_OF_OTHERS: Final = frozenset(
+    (
+        *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index"),
+        *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act"),
+        *("spatial_merge_size", "video_token_id", "vision_config", "vision_end_token_id"),
+        *("vision_feature_layer", "vision_start_token_id", "vision_token_id"),
+    )
+)
+"""Keys of config.json that matter to images alone."""
+_OUTER_FIRST: Final = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+"""Keys of the language model that count as they stand outside, where they do."""
+_ROPES: Final = ("rope_parameters", "rope_scaling")
+_ROPE_KINDS: Final = ("rope_type", "type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """One kind of multimodal checkpoint.
+
+    `model_type` is its name in config.json and `architecture` its class in transformers. The
+    language model is of the `family`; `text_types` are what its own config may be called.
+    `defaults` are keys that published configs leave out and the family insists on.
+    `has_position_axes`: rotary positions have an axis each for time, height and width (M-RoPE). Of
+    text all three are equal, and rotate as one position does.
+    """
+
+    model_type: str
+    architecture: str
+    family: str
+    text_types: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_position_axes: bool = False
+
+    def unwrap(self, fields: Fields, raw: Mapping[str, Any]) -> Fields:
+        """Return the language model's own config, as its family reads it.
+
+        `raw` is what `fields` reads. It has the config under `text_config`, or among its own keys,
+        or both. Raises UnsupportedModelError for another language model, CheckpointError for a
+        malformed config.
+        """
+        nested: dict[str, Any] = fields.take(TEXT, dict, {})
+        kind = nested.get("model_type")
+        if kind is not None and kind not in self.text_types:
+            raise fields.unsupported(f"{TEXT}.model_type", kind, ", ".join(self.text_types))
+        outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
+        text = {**self.defaults, **outer, **nested}
+        text |= {key: outer[key] for key in _OUTER_FIRST if outer.get(key) is not None}
+        if self.has_position_axes:
+            text |= {key: _one_axis(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
+        text.pop("architectures", None)
+        return Fields(text | {"model_type": self.family}, fields.where)
+
+
+def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Say of rotary positions with three axes what they are where all axes are equal."""
+    left = {key: rope[key] for key in rope if key not in ("mrope_section", "mrope_interleaved")}
+    return left | {key: "default" for key in _ROPE_KINDS if left.get(key) == "mrope"}
+
+
+def language_name(name: str) -> str | None:
+    """Return the name that a family has for a wrapped tensor, None for one of images.
+
+    What is named otherwise (`lm_head`, or all in checkpoints of old) keeps its name.
+    """
+    if _OTHERS.fullmatch(name):
+        return None
+    match = _LANGUAGE.match(name)
+    if match is None:
+        return name
+    rest = name[match.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+WRAPPERS: Final[Mapping[str, Wrapper]] = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        Wrapper(
+            model_type="gemma3",
+            architecture="Gemma3ForConditionalGeneration",
+            family="gemma3_text",
+            text_types=("gemma3_text",),
+            defaults={"vocab_size": 262208, "num_attention_heads": 8},
+        ),
+        Wrapper(
+            model_type="llama4",
+            architecture="Llama4ForConditionalGeneration",
+            family="llama4_text",
+            text_types=("llama4_text",),
+        ),
+        Wrapper(
+            model_type="mistral3",
+            architecture="Mistral3ForConditionalGeneration",
+            family="mistral",
+            text_types=("mistral",),
+        ),
+        Wrapper(
+            model_type="qwen2_vl",
+            architecture="Qwen2VLForConditionalGeneration",
+            family="qwen2",
+            text_types=("qwen2_vl_text", "qwen2"),
+            has_position_axes=True,
+        ),
+        Wrapper(
+            model_type="qwen2_5_vl",
+            architecture="Qwen2_5_VLForConditionalGeneration",
+            family="qwen2",
+            text_types=("qwen2_5_vl_text", "qwen2"),
+            has_position_axes=True,
+        ),
+        Wrapper(
+            model_type="qwen3_vl",
+            architecture="Qwen3VLForConditionalGeneration",
+            family="qwen3",
+            text_types=("qwen3_vl_text",),
+            has_position_axes=True,
+        ),
+        Wrapper(
+            model_type="qwen3_vl_moe",
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            family="qwen3_moe",
+            text_types=("qwen3_vl_moe_text",),
+            defaults={"norm_topk_prob": True},
+            has_position_axes=True,
+        ),
+    )
+}
+"""By `model_type`."""

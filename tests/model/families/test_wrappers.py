@@ -1,0 +1,171 @@
+"""Multimodal checkpoints: whose config is read, which tensors are the language model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models.checkpoints import make_decoder
+from support.oracles.oracle import load_reference
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.model_config import ModelConfig, Rope
+from shardnet.model.families.registry import FAMILIES, parse_config
+from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
+from shardnet.model.families.wrappers import WRAPPERS
+from shardnet.tokenizers.bos_eos import read_eos_ids
+from shardnet.types import LayerRange
+
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152},
+}
+QWEN25_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "eos_token_id": 151645,
+    "hidden_size": 2048,
+    "image_token_id": 151655,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32},
+    "vision_token_id": 151654,
+    "vocab_size": 151936,
+}
+
+
+def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_config(raw | changes, "CONFIG")
+
+
+def test_every_wrapper_is_of_a_family() -> None:
+    assert {wrapper.family for wrapper in WRAPPERS.values()} <= FAMILIES.keys()
+    assert not WRAPPERS.keys() & FAMILIES.keys()
+
+
+def test_what_a_published_config_leaves_out() -> None:
+    config = parse(GEMMA3_4B)
+    assert (config.family, config.wrapper) == ("gemma3_text", "gemma3")
+    assert (config.vocab_size, config.n_heads, config.n_kv_heads) == (262208, 8, 4)
+    assert (config.eos_token_ids, config.tie_word_embeddings) == ((1, 106), True)
+    assert config.smallest_window == 1024
+    inner = GEMMA3_4B["text_config"] | {"eos_token_id": 7, "num_attention_heads": 16}
+    outer = {key: GEMMA3_4B[key] for key in GEMMA3_4B if key != "eos_token_id"}
+    config = parse(outer, text_config=inner)
+    assert (config.eos_token_ids, config.n_heads) == ((7,), 16)
+
+
+def test_a_config_without_a_text_config() -> None:
+    """Qwen-VL's on the Hub; later programs wrote the same keys inside, or at both places."""
+    config = parse(QWEN25_VL)
+    assert (config.family, config.rope) == ("qwen2", Rope(theta=1e6, original_max_positions=8192))
+    outer_keys = ("architectures", "model_type", "vision_config", "torch_dtype")
+    outer = {key: QWEN25_VL[key] for key in outer_keys}
+    inner = {key: QWEN25_VL[key] for key in QWEN25_VL if key not in outer_keys}
+    inner["model_type"] = "qwen2_5_vl_text"
+    del inner["image_token_id"], inner["vision_token_id"]
+    assert parse(outer, text_config=inner) == config
+    assert parse(QWEN25_VL, text_config=inner) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "architectures"),
+        ({"text_config": {"model_type": "mistral"}}, r"text_config\.model_type = 'mistral'"),
+        ({"audio_config": {"depth": 3}}, "audio_config"),
+        ({"text_config": GEMMA3_4B["text_config"] | {"logit_scale": 0.1}}, "logit_scale"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        parse(GEMMA3_4B, **change)
+
+
+def test_damage() -> None:
+    with pytest.raises(CheckpointError, match="text_config is 7, expected dict"):
+        parse(GEMMA3_4B, text_config=7)
+
+
+@pytest.mark.parametrize(
+    ("stored", "inner"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.vision_tower.encoder.layers.0.mlp.fc1.bias", None),
+        ("vision_tower.vision_model.post_layernorm.weight", None),
+        ("multi_modal_projector.linear_1.weight", None),
+        ("visual.blocks.0.attn.qkv.weight", None),
+        ("model.visual.merger.mlp.0.bias", None),
+        ("audio_tower.conv1.weight", "audio_tower.conv1.weight"),
+    ],
+)
+def test_names_of_tensors(stored: str, inner: str | None) -> None:
+    assert canonical_name(parse(GEMMA3_4B), stored) == inner
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_both_ways_of_saving_have_the_same_parameters(family: str, tmp_path: Path) -> None:
+    """As on the Hub and as transformers 5 names them; nothing else is a parameter."""
+    hub = make_decoder(tmp_path / "hub", family, num_hidden_layers=2, head_dim=8)
+    model = load_reference(hub)
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    if family == "qwen3_vl_moe":  # its experts are turned on the Hub
+        for name, values in model.named_parameters():
+            if ".mlp.experts." in name:
+                values.data = values.data.transpose(1, 2).contiguous()
+        model.save_pretrained(hub, save_original_format=False)
+    one, other = Checkpoint.open(hub), Checkpoint.open(tmp_path / "new")
+    assert one.tensors.keys() == other.tensors.keys()
+    assert one.tensors.keys() == stage_tensors(one.config, LayerRange(0, 2)).all.keys()
+    for name in one.tensors:
+        assert one.read(name).equal(other.read(name)), name
+
+
+def test_whether_the_head_is_tied_is_what_the_file_says(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "mistral3", num_hidden_layers=1, tie_word_embeddings=False)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"tie_word_embeddings": True}
+    path.write_text(json.dumps(config))
+    assert "lm_head.weight" in stage_tensors(Checkpoint.open(tmp_path).config, LayerRange(0, 1)).all
+
+
+def test_eos_of_the_language_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [3, 4]}}))
+    assert read_eos_ids(tmp_path) == (3, 4)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": 5, "text_config": {"eos_token_id": [3, 4]}})
+    )
+    assert read_eos_ids(tmp_path) == (5,)
