@@ -19,6 +19,8 @@ PANEL: Final = 16
 """Outputs whose weights are interleaved."""
 UNIT: Final = 32
 """Inputs whose codes are packed together."""
+_LEVELS_GROUP: Final = 128
+"""Inputs of a token that share a scale where a block's scales are integers."""
 
 
 class Code(enum.IntEnum):
@@ -149,8 +151,28 @@ class PanelForm:
         return self.header_bytes + self.block_inputs * PANEL * self.bits // 8
 
     @property
+    def has_levels(self) -> bool:
+        """Whether products of a block's groups are scaled as integers, before they become floats.
+
+        What makes codes unsigned must not meet minimums then: one sum of inputs serves either.
+        """
+        is_biased = self.offset != 0 or self.code is Code.BOOK
+        return (
+            self.block > 0
+            and self.block % _LEVELS_GROUP == 0
+            and self.bits < 8
+            and not self.is_float
+            and self.minimum is not Minimum.ZERO_POINT
+            and self.scale in (Scale.UINT8, Scale.INT8, Scale.NIBBLES)
+            and self.group <= UNIT
+            and not (is_biased and self.has_minimum)
+        )
+
+    @property
     def token_group(self) -> int:
         """Inputs of a token that share a scale when tokens are quantised to int8."""
+        if self.has_levels:
+            return _LEVELS_GROUP
         return 64 if self.group % 64 == 0 else min(self.group, UNIT)
 
     def packed_shape(self, n_out: int, n_in: int) -> tuple[int, int, int]:

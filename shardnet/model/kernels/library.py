@@ -26,7 +26,7 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
 
 _LIBRARY: Final = "_quantized.so"
-_VERSION: Final = 9
+_VERSION: Final = 11
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
@@ -105,6 +105,7 @@ class _LinearStruct(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("group_sums", ctypes.c_void_p),
         ("team", Team),
         ("n_rows", ctypes.c_int64),
         ("n_in", ctypes.c_int64),
@@ -248,7 +249,8 @@ def _row_bytes(form: PanelForm, n_in: int) -> int:
     inputs = -(-n_in // form.block_inputs) * form.block_inputs
     if form.is_float:
         return 4 * inputs
-    return inputs + 12 * inputs // form.token_group
+    sums = 2 * inputs // form.group if form.has_levels else 0
+    return inputs + 12 * inputs // form.token_group + sums
 
 
 def check_memory(

@@ -89,6 +89,14 @@ INLINE void quantize_row(const struct linear *p, int64_t row) {
         p->scales[row * p->n_groups + g] = scale;
         p->offsets[row * p->n_groups + g] = -bias * sum;
         p->sums[row * p->n_groups + g] = (float)sum * scale;
+        if (!has_levels(&p->form)) continue;
+        const int32_t inputs = p->form.group;
+        int16_t *group_sums = p->group_sums + (row * p->n_groups + g) * (group / inputs);
+        for (int32_t i = 0; i < group / inputs; i++) {
+            int32_t own = 0;
+            for (int32_t j = 0; j < inputs; j++) own += quantized[i * inputs + j];
+            group_sums[i] = (int16_t)own;
+        }
     }
 }
 
@@ -148,7 +156,8 @@ INLINE int shares_rows(const struct linear *before, const struct linear *p) {
     if (!before || before->order != p->order || is_float(&before->form) != is_float(&p->form)) return 0;
     if (before->pairs != p->pairs || padded_inputs(before) != padded_inputs(p)) return 0;
     if (is_float(&p->form)) return 1;
-    return before->form.token_group == p->form.token_group && code_bias(before) == code_bias(p);
+    if (before->form.token_group != p->form.token_group || has_levels(&before->form) != has_levels(&p->form)) return 0;
+    return has_levels(&p->form) ? before->form.group == p->form.group : code_bias(before) == code_bias(p);
 }
 
 static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
@@ -288,13 +297,14 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_9(void) {}
+void shardnet_version_11(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {
     if (shares_rows(before, p)) {
         p->quantized = before->quantized;
         p->scales = before->scales, p->offsets = before->offsets, p->sums = before->sums;
+        p->group_sums = before->group_sums;
         return from;
     }
     p->quantized = from;
@@ -303,7 +313,9 @@ static int8_t *place(struct linear *p, const struct linear *before, int8_t *from
     p->scales = (float *)(from + n * p->form.token_group);
     p->offsets = (int32_t *)(p->scales + n);
     p->sums = (float *)(p->offsets + n);
-    return (int8_t *)(p->sums + n);
+    p->group_sums = (int16_t *)(p->sums + n);
+    if (!has_levels(&p->form)) return (int8_t *)p->group_sums;
+    return (int8_t *)(p->group_sums + n * (p->form.token_group / p->form.group));
 }
 
 void shardnet_linear(struct linear *first) {
@@ -350,9 +362,10 @@ INLINE void look_up_half(const struct look_up *call, const uint8_t *panel, int o
 
 /* Computes the weights of some outputs. Python has checked everything in the struct. */
 void shardnet_look_up(const struct look_up *call) {
-    const struct linear p = {.n_in = call->n_in, .form = call->form};
+    struct linear p = {.n_in = call->n_in, .form = call->form};
     const struct form *f = &p.form;
-    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    if (has_levels(f)) p.form.token_group = f->group; /* scales by group, as floats */
+    const int adds_minimum = has_minimum(f);
     struct scales scales;
     for (int64_t n = 0; n < call->n_ids; n++) {
         const uint8_t *panel = call->weights + call->ids[n] / PANEL * bytes_of_panel(&p);
@@ -373,7 +386,7 @@ void shardnet_look_up(const struct look_up *call) {
                     if (at >= call->n_in) break;
                     const uint8_t *unit = units + k / UNIT * f->bits * QUAD_BYTES;
                     const float value = value_of(f, code_at(f, unit, (int)(k % UNIT), o)) * scales.scale[own][o];
-                    out[at] = has_minimum ? value + scales.minimum[own][o] : value;
+                    out[at] = adds_minimum ? value + scales.minimum[own][o] : value;
                     if ((k + 1) % f->token_group == 0) own++;
                 }
             }

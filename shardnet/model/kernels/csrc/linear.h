@@ -9,7 +9,7 @@
 #define PANEL 16       /* outputs of a panel */
 #define QUAD_BYTES 64  /* [16 outputs][4 inputs] of bytes */
 #define UNIT 32        /* inputs whose codes are packed together */
-#define MAX_TOKEN_GROUP 64 /* inputs of a row that share a scale */
+#define MAX_TOKEN_GROUP 128 /* inputs of a row that share a scale */
 #define STRETCH 256    /* inputs whose scales are read at a time */
 
 #define UNROLLED _Pragma("GCC unroll 8") /* so that numbers of quads are constants */
@@ -71,6 +71,7 @@ struct linear {
     float *scales;          /* [n_rows, n_groups], in that scratch memory */
     int32_t *offsets;       /* [n_rows, n_groups], in that scratch memory: corrects for unsigned weights */
     float *sums;            /* [n_rows, n_groups], in that scratch memory: of the quantised inputs */
+    int16_t *group_sums;    /* [n_rows, groups of inputs], in that scratch memory, where scales have two levels */
     struct team team;
     int64_t n_rows, n_in, n_out, width;
     int64_t n_groups; /* of token_group inputs */
@@ -82,6 +83,9 @@ struct linear {
 
 /* out = rows * weights^T + bias, by all parts. Everything in `p` has been checked by the caller. */
 void shardnet_linear(struct linear *p);
+
+/* Whether a group's scale is an integer times the float16 of its block, which several groups of a token group have. */
+INLINE int has_levels(const struct form *f) { return f->block_scales && f->token_group > f->group; }
 
 /* Whether codes are floats, which rows are multiplied with as they are. */
 INLINE int is_float(const struct form *f) { return f->code > BOOK; }

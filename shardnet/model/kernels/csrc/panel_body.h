@@ -75,18 +75,18 @@ INLINE TARGET void NAME(read_bytes)(int is_signed, const uint8_t *from, float ou
 INLINE TARGET void NAME(read_two_levels)(const int is_signed, const struct form *f, const struct stretch *s,
                                          struct scales *out) {
     const int64_t n = s->n_inputs / f->group, first = s->from / f->group, n_groups = f->block / f->group;
-    const int has_minimum = f->minimum == STORED;
+    const int adds_minimum = f->minimum == STORED;
     int64_t at = 0;
     for (int64_t b = 0; b < s->n_blocks; b++) {
         const uint8_t *block = s->blocks + b * f->block_bytes;
         const uint8_t *bytes = block + 2 * PANEL * f->block_scales + first * PANEL;
         float outer[PANEL], below[PANEL], wide[PANEL];
         HALVES(block, outer);
-        if (has_minimum) HALVES(block + 2 * PANEL, below);
+        if (adds_minimum) HALVES(block + 2 * PANEL, below);
         for (int64_t g = 0; g < n; g++, at++, bytes += PANEL) {
             NAME(read_bytes)(is_signed, bytes, wide);
             for (int o = 0; o < PANEL; o++) out->scale[at][o] = wide[o] * outer[o];
-            if (!has_minimum) continue;
+            if (!adds_minimum) continue;
             NAME(read_bytes)(is_signed, bytes + n_groups * PANEL, wide);
             for (int o = 0; o < PANEL; o++) out->minimum[at][o] = wide[o] * -below[o];
         }
@@ -130,5 +130,34 @@ static TARGET void NAME(read_scales)(const struct form *f, const struct stretch 
                 NAME(read_group)(f, block, group, outer, *scale, *minimum);
             }
         }
+    }
+}
+
+/* Reads the scales of two levels of a stretch, which is of one block. */
+static TARGET void NAME(read_levels)(const struct form *f, const struct stretch *s, struct levels *out) {
+    const int64_t n = s->n_inputs / f->group, n_groups = f->block / f->group;
+    const uint8_t *bytes = s->blocks + 2 * PANEL * f->block_scales + s->from / f->group * PANEL;
+    HALVES(s->blocks, out->outer);
+    for (int o = 0; o < PANEL; o++) out->outer[o] *= f->factor;
+    if (f->block_scales > 1) {
+        HALVES(s->blocks + 2 * PANEL, out->below);
+        for (int o = 0; o < PANEL; o++) out->below[o] = -out->below[o];
+    }
+    for (int64_t g = 0; g < n; g++, bytes += PANEL) {
+        int32_t *scale = out->scale[g], *other = out->other[g];
+        if (f->scale == SCALE_INT8)
+            for (int o = 0; o < PANEL; o++) scale[o] = (int8_t)bytes[o];
+        else if (f->scale == SCALE_UINT8)
+            for (int o = 0; o < PANEL; o++) scale[o] = bytes[o];
+        else
+            for (int o = 0; o < PANEL; o++) scale[o] = bytes[o] & 15;
+        if (f->scale == SCALE_NIBBLES)
+            for (int o = 0; o < PANEL; o++) other[o] = bytes[o] >> 4;
+        else if (f->minimum == STORED && f->scale == SCALE_INT8)
+            for (int o = 0; o < PANEL; o++) other[o] = (int8_t)bytes[n_groups * PANEL + o];
+        else if (f->minimum == STORED)
+            for (int o = 0; o < PANEL; o++) other[o] = bytes[n_groups * PANEL + o];
+        else
+            memcpy(other, scale, PANEL * sizeof *other);
     }
 }

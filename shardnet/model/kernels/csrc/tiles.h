@@ -88,6 +88,24 @@ INLINE int next_stretch(const struct form *f, struct stretch *s) {
     return 1;
 }
 
+/* A book's numbers plus `bias`, again and again. */
+INLINE void fill_book(const struct form *f, int32_t bias, uint8_t *numbers, int n) {
+    for (int i = 0; i < n; i++) numbers[i] = (uint8_t)(int8_t)(f->book[i % 16] + (float)bias);
+}
+
+/* Scales of two levels of the stretch of a block: integers by group, and the block's float16. What codes are too large
+ * by is corrected by scales, and minimums are added, as an integer times the sum of the group's inputs: `others`. */
+struct levels {
+    int32_t scale[STRETCH / 16][PANEL], other[STRETCH / 16][PANEL];
+    float outer[PANEL], below[PANEL];
+};
+
+INLINE int has_minimum(const struct form *f) { return f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES; }
+
+INLINE const int16_t *group_sums_of(const struct linear *p, int64_t row) {
+    return p->group_sums + row * (padded_inputs(p) / p->form.group);
+}
+
 /* The scales and minimums of a stretch, by token group: at least 16 inputs each. */
 struct scales {
     float scale[STRETCH / 16][PANEL], minimum[STRETCH / 16][PANEL];

@@ -4,6 +4,8 @@
 
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX2_ROWS_OF_BOTH 3 /* of quantised rows */
+/* Has a sum made here: compilers would compute all that is added first, and keep it in memory. */
+#define IN_ORDER(vector) __asm__ volatile("" : "+x"(vector))
 #define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
 
 /* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: as many sums as registers hold. */
@@ -116,15 +118,14 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     const int is_book = kind == AVX2_BOOK || kind == AVX2_SIGNED_BOOK, depth = avx2_depth(bits, kind);
     const int n_groups = (int)p->n_groups;
     const int units = f->token_group > UNIT ? f->token_group / UNIT : 1; /* of a token group */
-    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    const int adds_minimum = has_minimum(f);
     const int64_t unit_bytes = f->bits * QUAD_BYTES;
     const int8_t *x = quads_of(p, row);
     const int64_t at = row * n_groups;
     __m256i book = flip;
     if (is_book) {
-        int8_t numbers[32];
-        const int bias = is_signed ? 0 : book_bias(f);
-        for (int i = 0; i < 32; i++) numbers[i] = (int8_t)(f->book[i % 16] + (float)bias);
+        uint8_t numbers[32];
+        fill_book(f, is_signed ? 0 : book_bias(f), numbers, 32);
         book = _mm256_loadu_si256((const __m256i *)numbers);
     }
     __m256 total[2][MAX_TILE];
@@ -132,8 +133,8 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     struct scales scales;
     struct stretch s = before_panel(p, w);
     int group = 0, unit_of_group = 0;
-    for (int h = 0; h < n_halves; h++)
-        for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps(), sum[h][r] = _mm256_setzero_si256();
+    UNROLLED for (int h = 0; h < n_halves; h++)
+        UNROLLED for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps(), sum[h][r] = _mm256_setzero_si256();
     while (next_stretch(f, &s)) {
         avx2_read_scales(f, &s, &scales);
         int own = 0;
@@ -143,37 +144,39 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
                 __m256i pairs[2][MAX_TILE];
                 UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                     const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
-                    for (int h = 0; h < n_halves; h++) {
+                    UNROLLED for (int h = 0; h < n_halves; h++) {
                         __m256i own_codes = avx2_codes(bits, unit, q, half + h);
                         if (kind == AVX2_SIGNED) own_codes = _mm256_xor_si256(own_codes, flip);
                         if (is_book) own_codes = _mm256_shuffle_epi8(book, own_codes);
-                        for (int r = 0; r < n_rows; r++) {
+                        UNROLLED for (int r = 0; r < n_rows; r++) {
                             const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
                             if (is_signed) {
                                 /* At most 2 * 127 * 127, which 16 bits hold. */
                                 const __m256i some =
                                     _mm256_maddubs_epi16(_mm256_abs_epi8(own_codes), _mm256_sign_epi8(quad, own_codes));
                                 sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(some, ones));
+                                IN_ORDER(sum[h][r]);
                                 continue;
                             }
                             const __m256i some = _mm256_maddubs_epi16(own_codes, quad);
                             pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
+                            IN_ORDER(pairs[h][r]);
                             if (place % depth == depth - 1 || place == last)
                                 sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs[h][r], ones));
                         }
                     }
                     if (place < last || (!apart && ++unit_of_group < units)) continue;
                     unit_of_group = 0;
-                    for (int r = 0; r < n_rows; r++) {
+                    UNROLLED for (int r = 0; r < n_rows; r++) {
                         const int64_t token = at + (int64_t)r * n_groups + group;
                         const __m256 x_scale = _mm256_set1_ps(p->scales[token]), x_sum = _mm256_set1_ps(p->sums[token]);
                         const __m256i offset = _mm256_set1_epi32(p->offsets[token]);
-                        for (int h = 0; h < n_halves; h++) {
+                        UNROLLED for (int h = 0; h < n_halves; h++) {
                             const __m256 scale = _mm256_loadu_ps(scales.scale[own] + 8 * (half + h));
                             const __m256 minimum = _mm256_loadu_ps(scales.minimum[own] + 8 * (half + h));
                             const __m256 whole = _mm256_cvtepi32_ps(_mm256_add_epi32(sum[h][r], offset));
                             total[h][r] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, x_scale), total[h][r]);
-                            if (has_minimum) total[h][r] = _mm256_fmadd_ps(minimum, x_sum, total[h][r]);
+                            if (adds_minimum) total[h][r] = _mm256_fmadd_ps(minimum, x_sum, total[h][r]);
                             sum[h][r] = _mm256_setzero_si256();
                         }
                     }
@@ -182,8 +185,109 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
             }
         }
     }
-    for (int h = 0; h < n_halves; h++)
-        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
+    UNROLLED for (int h = 0; h < n_halves; h++)
+        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
+}
+
+/* Quantised rows where scales have two levels, `n_halves` halves of a panel from `half` on: as avx2_quantized_of, but
+ * that a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in
+ * a token group. With `apart` a group is 16 inputs, else 32. */
+INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int half, const int bits, const int kind,
+                                     const int apart, const struct linear *p, const uint8_t *w, int64_t row,
+                                     float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int is_signed = kind == AVX2_SIGNED_BOOK, is_book = kind == AVX2_BOOK || is_signed;
+    const int depth = is_signed ? 1 : avx2_depth(bits, kind), group_units = f->token_group / UNIT;
+    const int32_t bias = code_bias(p);
+    const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
+    const int8_t *x = quads_of(p, row);
+    const int16_t *group_sums = group_sums_of(p, row);
+    const float *x_scales = p->scales + row * p->n_groups;
+    uint8_t numbers[32];
+    fill_book(f, is_book ? bias : 0, numbers, 32);
+    const __m256i book = _mm256_loadu_si256((const __m256i *)numbers), biases = _mm256_set1_epi32(bias);
+    __m256 total[2][MAX_TILE];
+    __m256i sum[2][MAX_TILE], others[2][MAX_TILE];
+    struct levels levels;
+    int16_t pairs_of_scales[STRETCH / 16][2][16]; /* each twice */
+    int16_t pairs_of_others[STRETCH / 32][2][16]; /* of two groups in turns */
+    struct stretch s = before_panel(p, w);
+    UNROLLED for (int h = 0; h < n_halves; h++)
+        UNROLLED for (int r = 0; r < n_rows; r++) {
+            total[h][r] = _mm256_setzero_ps();
+            sum[h][r] = others[h][r] = _mm256_setzero_si256();
+        }
+    while (next_stretch(f, &s)) {
+        avx2_read_levels(f, &s, &levels);
+        const int n = (int)(s.n_inputs / f->group);
+        for (int g = 0; g < n; g++)
+            UNROLLED for (int h = 0; h < n_halves; h++) {
+                const __m256i own = _mm256_loadu_si256((const __m256i *)(levels.scale[g] + 8 * (half + h)));
+                const __m256i twice = _mm256_blend_epi16(own, _mm256_slli_epi32(own, 16), 0xaa);
+                _mm256_storeu_si256((__m256i *)pairs_of_scales[g][h], twice);
+                if (g % 2) {
+                    const __m256i even = _mm256_loadu_si256((const __m256i *)(levels.other[g - 1] + 8 * (half + h)));
+                    const __m256i odd = _mm256_loadu_si256((const __m256i *)(levels.other[g] + 8 * (half + h)));
+                    const __m256i both = _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
+                    _mm256_storeu_si256((__m256i *)pairs_of_others[g / 2][h], both);
+                }
+            }
+        const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
+        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_rows) {
+            __m256i pairs[2][MAX_TILE];
+            UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
+                const int group = apart ? 2 * u + q / 4 : u;
+                UNROLLED for (int h = 0; h < n_halves; h++) {
+                    __m256i own_codes = avx2_codes(bits, unit, q, half + h);
+                    if (is_book) own_codes = _mm256_shuffle_epi8(book, own_codes);
+                    UNROLLED for (int r = 0; r < n_rows; r++) {
+                        __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                        if (is_signed) quad = _mm256_sign_epi8(quad, own_codes);
+                        const __m256i some =
+                            _mm256_maddubs_epi16(is_signed ? _mm256_abs_epi8(own_codes) : own_codes, quad);
+                        pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
+                        IN_ORDER(pairs[h][r]);
+                        if (place % depth == depth - 1 || place == last) {
+                            const __m256i scale = _mm256_loadu_si256((const __m256i *)pairs_of_scales[group][h]);
+                            sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs[h][r], scale));
+                        }
+                    }
+                }
+            }
+            if (apart || u % 2) {
+                const int pair = apart ? u : u / 2;
+                UNROLLED for (int r = 0; r < n_rows; r++) {
+                    int32_t two;
+                    memcpy(&two, group_sums + r * n_sums, 4);
+                    UNROLLED for (int h = 0; h < n_halves; h++) {
+                        const __m256i own = _mm256_loadu_si256((const __m256i *)pairs_of_others[pair][h]);
+                        others[h][r] = _mm256_add_epi32(others[h][r], _mm256_madd_epi16(own, _mm256_set1_epi32(two)));
+                    }
+                }
+                group_sums += 2;
+            }
+            if ((u + 1) % group_units) continue;
+            UNROLLED for (int r = 0; r < n_rows; r++) {
+                const __m256 x_scale = _mm256_set1_ps(x_scales[r * p->n_groups]);
+                UNROLLED for (int h = 0; h < n_halves; h++) {
+                    const __m256 outer = _mm256_loadu_ps(levels.outer + 8 * (half + h));
+                    const __m256 below = _mm256_loadu_ps(levels.below + 8 * (half + h));
+                    __m256i whole = sum[h][r];
+                    if (bias) whole = _mm256_sub_epi32(whole, _mm256_mullo_epi32(others[h][r], biases));
+                    total[h][r] =
+                        _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(outer, x_scale), total[h][r]);
+                    if (has_minimum(f))
+                        total[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(others[h][r]), _mm256_mul_ps(below, x_scale),
+                                                      total[h][r]);
+                    sum[h][r] = others[h][r] = _mm256_setzero_si256();
+                }
+            }
+            x_scales++;
+        }
+    }
+    UNROLLED for (int h = 0; h < n_halves; h++)
+        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
 }
 
 /* Eight weights of one input as float32, from codes that are floats. */
@@ -243,6 +347,11 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
         avx2_quantized_of(n, 2, 0, __VA_ARGS__, p, w, row, sums);     \
     else                                                              \
         for (int half = 0; half < 2; half++) avx2_quantized_of(n, 1, half, __VA_ARGS__, p, w, row, sums)
+#define AVX2_LEVELS(n, ...)                                        \
+    if (n <= AVX2_ROWS_OF_BOTH)                                    \
+        avx2_levels_of(n, 2, 0, __VA_ARGS__, p, w, row, sums);     \
+    else                                                           \
+        for (int half = 0; half < 2; half++) avx2_levels_of(n, 1, half, __VA_ARGS__, p, w, row, sums)
 #define AVX2_FLOATS(n, code) \
     for (int half = 0; half < 2; half++) avx2_floats_of(n, half, code, p, w, row, sums)
 
@@ -283,9 +392,53 @@ TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
 TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
 TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
 
+#define AVX2_LEVELS_2(n) AVX2_LEVELS(n, 2, AVX2_UNSIGNED, 0)
+#define AVX2_LEVELS_2_APART(n) AVX2_LEVELS(n, 2, AVX2_UNSIGNED, 1)
+#define AVX2_LEVELS_3(n) AVX2_LEVELS(n, 3, AVX2_UNSIGNED, 0)
+#define AVX2_LEVELS_3_APART(n) AVX2_LEVELS(n, 3, AVX2_UNSIGNED, 1)
+#define AVX2_LEVELS_4(n) AVX2_LEVELS(n, 4, AVX2_UNSIGNED, 0)
+#define AVX2_LEVELS_4_APART(n) AVX2_LEVELS(n, 4, AVX2_UNSIGNED, 1)
+#define AVX2_LEVELS_5(n) AVX2_LEVELS(n, 5, AVX2_UNSIGNED, 0)
+#define AVX2_LEVELS_5_APART(n) AVX2_LEVELS(n, 5, AVX2_UNSIGNED, 1)
+#define AVX2_LEVELS_6(n) AVX2_LEVELS(n, 6, AVX2_UNSIGNED, 0)
+#define AVX2_LEVELS_6_APART(n) AVX2_LEVELS(n, 6, AVX2_UNSIGNED, 1)
+#define AVX2_LEVELS_NARROW(n) AVX2_LEVELS(n, 4, AVX2_BOOK, 0)
+#define AVX2_LEVELS_NARROW_APART(n) AVX2_LEVELS(n, 4, AVX2_BOOK, 1)
+#define AVX2_LEVELS_WIDE_BOOK(n) AVX2_LEVELS(n, 4, AVX2_SIGNED_BOOK, 0)
+#define AVX2_LEVELS_WIDE_BOOK_APART(n) AVX2_LEVELS(n, 4, AVX2_SIGNED_BOOK, 1)
+TILE(avx2_levels_2, WITH_AVX2, AVX2_LEVELS_2)
+TILE(avx2_levels_2_apart, WITH_AVX2, AVX2_LEVELS_2_APART)
+TILE(avx2_levels_3, WITH_AVX2, AVX2_LEVELS_3)
+TILE(avx2_levels_3_apart, WITH_AVX2, AVX2_LEVELS_3_APART)
+TILE(avx2_levels_4, WITH_AVX2, AVX2_LEVELS_4)
+TILE(avx2_levels_4_apart, WITH_AVX2, AVX2_LEVELS_4_APART)
+TILE(avx2_levels_5, WITH_AVX2, AVX2_LEVELS_5)
+TILE(avx2_levels_5_apart, WITH_AVX2, AVX2_LEVELS_5_APART)
+TILE(avx2_levels_6, WITH_AVX2, AVX2_LEVELS_6)
+TILE(avx2_levels_6_apart, WITH_AVX2, AVX2_LEVELS_6_APART)
+TILE(avx2_levels_narrow, WITH_AVX2, AVX2_LEVELS_NARROW)
+TILE(avx2_levels_narrow_apart, WITH_AVX2, AVX2_LEVELS_NARROW_APART)
+TILE(avx2_levels_wide_book, WITH_AVX2, AVX2_LEVELS_WIDE_BOOK)
+TILE(avx2_levels_wide_book_apart, WITH_AVX2, AVX2_LEVELS_WIDE_BOOK_APART)
+
+/* By bits, then books of a narrow and of a wide range; by whether a group is 32 inputs or 16. */
+static tile_function avx2_level_tiles[][2] = {
+    {avx2_levels_2, avx2_levels_2_apart},
+    {avx2_levels_3, avx2_levels_3_apart},
+    {avx2_levels_4, avx2_levels_4_apart},
+    {avx2_levels_5, avx2_levels_5_apart},
+    {avx2_levels_6, avx2_levels_6_apart},
+    {avx2_levels_narrow, avx2_levels_narrow_apart},
+    {avx2_levels_wide_book, avx2_levels_wide_book_apart},
+};
+
 static struct tiles avx2_tiles(const struct linear *p) {
     const struct form *f = &p->form;
-    const int apart = f->token_group < UNIT;
+    const int apart = f->group < UNIT;
+    if (has_levels(f)) {
+        const int kind = f->code == BOOK ? book_bias(f) == 128 ? 6 : 5 : f->bits - 2;
+        return (struct tiles){avx2_level_tiles[kind][apart], NULL};
+    }
     switch (f->code) {
         case BF16:
             return (struct tiles){avx2_bf16, NULL};

@@ -135,7 +135,7 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
                                             float sums[2][MAX_TILE][PANEL]) {
     const struct form *f = &p->form;
     const int n_groups = (int)p->n_groups, units = f->token_group > UNIT ? f->token_group / UNIT : 1;
-    const int has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    const int adds_minimum = has_minimum(f);
     const int64_t unit_bytes = f->bits * QUAD_BYTES, at = row * n_groups;
     const int8_t *x = quads_of(p, row);
     const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
@@ -179,12 +179,80 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
                         const int64_t token = at + (int64_t)r * n_groups + group;
                         const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[token]));
                         total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both, total[r]);
-                        if (has_minimum)
+                        if (adds_minimum)
                             total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(p->sums[token]), total[r]);
                     }
                     group++, own++;
                 }
             }
+        }
+    }
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
+}
+
+/* Quantised rows where scales have two levels: a group's sums are multiplied by its scale as integers, and rounded to
+ * floats only once in a token group. With `apart` a group is 16 inputs, else 32. */
+INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const int is_book, const int apart,
+                                         const struct linear *p, const uint8_t *w, int64_t row,
+                                         float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int group_units = f->token_group / UNIT;
+    const int32_t bias = code_bias(p);
+    const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
+    const int8_t *x = quads_of(p, row);
+    const int16_t *group_sums = group_sums_of(p, row);
+    const float *x_scales = p->scales + row * p->n_groups;
+    const int prefetches = n_rows >= PREFETCHING_ROWS_OF_INT4 && row == 0;
+    uint8_t numbers[64];
+    fill_book(f, is_book ? bias : 0, numbers, 64);
+    const __m512i book = _mm512_loadu_si512(numbers);
+    __m512 total[MAX_TILE];
+    __m512i sum[MAX_TILE], others[MAX_TILE];
+    struct levels levels;
+    struct stretch s = before_panel(p, w);
+    for (int r = 0; r < n_rows; r++) {
+        total[r] = _mm512_setzero_ps();
+        sum[r] = others[r] = _mm512_setzero_si512();
+    }
+    while (next_stretch(f, &s)) {
+        avx512_read_levels(f, &s, &levels);
+        const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
+        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_rows) {
+            __m512i own[MAX_TILE];
+            if (prefetches)
+                for (int line = 0; line < bits; line++) avx512_prefetch(unit + line * QUAD_BYTES);
+            UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
+                __m512i own_codes = avx512_codes(bits, unit, q);
+                if (is_book) own_codes = _mm512_shuffle_epi8(book, own_codes);
+                for (int r = 0; r < n_rows; r++) {
+                    const __m512i quad = _mm512_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                    own[r] = _mm512_dpbusd_epi32(place ? own[r] : _mm512_setzero_si512(), own_codes, quad);
+                }
+                if (place < last) continue;
+                const int group = apart ? 2 * u + q / 4 : u;
+                const __m512i scale = _mm512_loadu_si512(levels.scale[group]);
+                const __m512i other = _mm512_loadu_si512(levels.other[group]);
+                for (int r = 0; r < n_rows; r++) {
+                    const __m512i inputs = _mm512_set1_epi32(group_sums[r * n_sums]);
+                    sum[r] = _mm512_add_epi32(sum[r], _mm512_mullo_epi32(own[r], scale));
+                    others[r] = _mm512_add_epi32(others[r], _mm512_mullo_epi32(other, inputs));
+                }
+                group_sums++;
+            }
+            if ((u + 1) % group_units) continue;
+            const __m512 outer = _mm512_loadu_ps(levels.outer), below = _mm512_loadu_ps(levels.below);
+            for (int r = 0; r < n_rows; r++) {
+                const __m512 x_scale = _mm512_set1_ps(x_scales[r * p->n_groups]);
+                const __m512i excess = _mm512_mullo_epi32(others[r], _mm512_set1_epi32(bias));
+                const __m512i whole = bias ? _mm512_sub_epi32(sum[r], excess) : sum[r];
+                total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(outer, x_scale), total[r]);
+                if (has_minimum(f))
+                    total[r] =
+                        _mm512_fmadd_ps(_mm512_cvtepi32_ps(others[r]), _mm512_mul_ps(below, x_scale), total[r]);
+                sum[r] = others[r] = _mm512_setzero_si512();
+            }
+            x_scales++;
         }
     }
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
@@ -282,9 +350,45 @@ TILE(avx512_e4m3, WITH_AVX512, AVX512_E4M3)
 TILE(avx512_e5m2, WITH_AVX512, AVX512_E5M2)
 TILE(avx512_float_book, WITH_AVX512, AVX512_FLOAT_BOOK)
 
+#define AVX512_LEVELS_2(n) avx512_levels_of(n, 2, 0, 0, p, w, row, sums)
+#define AVX512_LEVELS_2_APART(n) avx512_levels_of(n, 2, 0, 1, p, w, row, sums)
+#define AVX512_LEVELS_3(n) avx512_levels_of(n, 3, 0, 0, p, w, row, sums)
+#define AVX512_LEVELS_3_APART(n) avx512_levels_of(n, 3, 0, 1, p, w, row, sums)
+#define AVX512_LEVELS_4(n) avx512_levels_of(n, 4, 0, 0, p, w, row, sums)
+#define AVX512_LEVELS_4_APART(n) avx512_levels_of(n, 4, 0, 1, p, w, row, sums)
+#define AVX512_LEVELS_5(n) avx512_levels_of(n, 5, 0, 0, p, w, row, sums)
+#define AVX512_LEVELS_5_APART(n) avx512_levels_of(n, 5, 0, 1, p, w, row, sums)
+#define AVX512_LEVELS_6(n) avx512_levels_of(n, 6, 0, 0, p, w, row, sums)
+#define AVX512_LEVELS_6_APART(n) avx512_levels_of(n, 6, 0, 1, p, w, row, sums)
+#define AVX512_LEVELS_BOOK(n) avx512_levels_of(n, 4, 1, 0, p, w, row, sums)
+#define AVX512_LEVELS_BOOK_APART(n) avx512_levels_of(n, 4, 1, 1, p, w, row, sums)
+TILE(avx512_levels_2, WITH_AVX512, AVX512_LEVELS_2)
+TILE(avx512_levels_2_apart, WITH_AVX512, AVX512_LEVELS_2_APART)
+TILE(avx512_levels_3, WITH_AVX512, AVX512_LEVELS_3)
+TILE(avx512_levels_3_apart, WITH_AVX512, AVX512_LEVELS_3_APART)
+TILE(avx512_levels_4, WITH_AVX512, AVX512_LEVELS_4)
+TILE(avx512_levels_4_apart, WITH_AVX512, AVX512_LEVELS_4_APART)
+TILE(avx512_levels_5, WITH_AVX512, AVX512_LEVELS_5)
+TILE(avx512_levels_5_apart, WITH_AVX512, AVX512_LEVELS_5_APART)
+TILE(avx512_levels_6, WITH_AVX512, AVX512_LEVELS_6)
+TILE(avx512_levels_6_apart, WITH_AVX512, AVX512_LEVELS_6_APART)
+TILE(avx512_levels_book, WITH_AVX512, AVX512_LEVELS_BOOK)
+TILE(avx512_levels_book_apart, WITH_AVX512, AVX512_LEVELS_BOOK_APART)
+
+/* By bits, then books; by whether a group is 32 inputs or 16. */
+static tile_function avx512_level_tiles[][2] = {
+    {avx512_levels_2, avx512_levels_2_apart},
+    {avx512_levels_3, avx512_levels_3_apart},
+    {avx512_levels_4, avx512_levels_4_apart},
+    {avx512_levels_5, avx512_levels_5_apart},
+    {avx512_levels_6, avx512_levels_6_apart},
+    {avx512_levels_book, avx512_levels_book_apart},
+};
+
 static struct tiles avx512_tiles(const struct linear *p) {
     const struct form *f = &p->form;
-    const int apart = f->token_group < UNIT;
+    const int apart = f->group < UNIT;
+    if (has_levels(f)) return (struct tiles){avx512_level_tiles[f->code == BOOK ? 5 : f->bits - 2][apart], NULL};
     switch (f->code) {
         case BF16:
             if (p->pairs) return (struct tiles){avx512_one_pairs, avx512_two_pairs};

@@ -58,7 +58,7 @@ INLINE float value_of(const struct form *f, uint8_t code) {
 static void portable_panel(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
                            float sums[2][MAX_TILE][PANEL]) {
     const struct form *f = &p->form;
-    const int token_group = f->token_group, has_minimum = f->minimum != NO_MINIMUM || f->scale == SCALE_NIBBLES;
+    const int token_group = f->token_group;
     struct scales scales;
     struct stretch s = before_panel(p, w);
     int64_t group = 0;
@@ -90,9 +90,41 @@ static void portable_panel(const struct linear *p, const uint8_t *w, int64_t row
                             *total = fmaf(sum, scales.scale[own][o], *total);
                         else
                             *total = fmaf((float)whole, scales.scale[own][o] * p->scales[at], *total);
-                        if (has_minimum) *total = fmaf(scales.minimum[own][o], p->sums[at], *total);
+                        if (has_minimum(f)) *total = fmaf(scales.minimum[own][o], p->sums[at], *total);
                     }
         }
+    }
+}
+
+/* Panels whose scales have two levels: integers are added up over a token group. */
+static void portable_levels(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,
+                            float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    struct levels levels;
+    struct stretch s = before_panel(p, w);
+    int64_t begin = 0; /* of the token group */
+    memset(sums[0], 0, sizeof sums[0]);
+    while (next_stretch(f, &s)) {
+        portable_read_levels(f, &s, &levels);
+        const uint8_t *units = s.blocks + f->header_bytes;
+        for (int64_t k = s.from; k < s.from + s.n_inputs; k += f->token_group, begin += f->token_group)
+            for (int r = 0; r < n_rows; r++)
+                for (int o = 0; o < PANEL; o++) {
+                    const int8_t *x = quads_of(p, row) + begin * n_rows + 4 * r;
+                    const int16_t *group_sums = group_sums_of(p, row + r) + begin / f->group;
+                    const float scale = p->scales[(row + r) * p->n_groups + begin / f->token_group];
+                    int32_t whole = 0, others = 0;
+                    for (int i = 0; i < f->token_group; i++) {
+                        const int input = (int)(k + i), group = (int)(k - s.from + i) / f->group;
+                        const uint8_t *unit = units + input / UNIT * f->bits * QUAD_BYTES;
+                        const int32_t value = (int32_t)value_of(f, code_at(f, unit, input % UNIT, o));
+                        whole += value * x[i / 4 * 4 * n_rows + i % 4] * levels.scale[group][o];
+                        if (i % f->group == 0) others += levels.other[group][o] * group_sums[i / f->group];
+                    }
+                    float *total = &sums[0][r][o];
+                    *total = fmaf((float)whole, levels.outer[o] * scale, *total);
+                    if (has_minimum(f)) *total = fmaf((float)others, levels.below[o] * scale, *total);
+                }
     }
 }
 
@@ -111,5 +143,6 @@ static void portable_wide(const struct linear *p, const uint8_t *w, int64_t row,
 }
 
 static struct tiles portable_tiles(const struct linear *p) {
-    return (struct tiles){p->form.bits == 16 ? portable_wide : portable_panel, NULL};
+    if (p->form.bits == 16) return (struct tiles){portable_wide, NULL};
+    return (struct tiles){has_levels(&p->form) ? portable_levels : portable_panel, NULL};
 }
