@@ -93,7 +93,8 @@ def packing_of(sources: Sequence[StoredTensor], n_heads: int | None = None) -> P
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> StoredRows:
         if n_heads is not None:
-            some = stored[0][_rotary_places(begin, end, len(stored[0]) // n_heads)]
+            places = _rotary_places(begin, end, len(stored[0]) // n_heads)
+            some = stored[0].index_select(0, places)  # copies whole rows, unlike indexing
         else:
             some = _joined_rows(stored, begin, end)
         if form.name in GGUF_FORMS:

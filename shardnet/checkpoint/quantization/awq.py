@@ -86,8 +86,12 @@ def _outputs(packed: Tensor) -> Tensor:
     import torch
 
     by_output = packed.T.contiguous()
-    parts = [(by_output >> 4 * place & 15).to(torch.uint8) for place in ORDER]
-    return torch.stack(parts, 1).flatten(0, 1)
+    made = torch.empty(by_output.shape[0], 8, by_output.shape[1], dtype=torch.uint8)
+    for low in range(0, 8, 2):  # two codes of each byte
+        byte = (by_output >> 4 * low).to(torch.uint8)
+        torch.bitwise_and(byte, 15, out=made[:, ORDER.index(low)])
+        torch.bitwise_right_shift(byte, 4, out=made[:, ORDER.index(low + 1)])
+    return made.flatten(0, 1)
 
 
 def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:

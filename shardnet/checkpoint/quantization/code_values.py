@@ -29,14 +29,18 @@ def split_bits(packed: Tensor, bits: int) -> Tensor:
     raw = packed.contiguous().view(torch.uint8)
     if bits == 8:
         return raw
+    mask = (1 << bits) - 1
     if 8 % bits == 0:  # a byte becomes an integer of as many bytes as it has numbers
         whole = raw.to(torch.int16 if bits == 4 else torch.int32)
-    else:  # as many bytes as a number has bits hold eight
-        eights = raw.view(*raw.shape[:-1], -1, bits)
-        whole = eights[..., 0].long()
-        for place in range(1, bits):
-            whole |= eights[..., place].long() << 8 * place
-    mask = (1 << bits) - 1
+        spread = whole
+        for place in range(1, 8 // bits):
+            spread = spread | whole << (8 - bits) * place
+        return spread.bitwise_and_(mask * (0x0101 if bits == 4 else 0x01010101)).view(torch.uint8)
+    # As many bytes as a number has bits hold eight.
+    eights = raw.view(*raw.shape[:-1], -1, bits)
+    whole = eights[..., 0].long()
+    for place in range(1, bits):
+        whole |= eights[..., place].long() << 8 * place
     made = whole & mask
     for place in range(1, whole.element_size()):
         made |= (whole >> bits * place & mask) << 8 * place

@@ -8,6 +8,9 @@
 #include <string.h>
 
 #include "linear.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define MOST_INPUTS 256 /* of a block that is packed at once */
 #define MOST_GROUPS 16
@@ -49,14 +52,47 @@ INLINE int minimum_bytes(const struct form *f) {
 
 /* --- blocks of GGUF types */
 
-/* The low halves of `n` bytes, then the high ones. */
-INLINE void split_halves(const uint8_t *from, int n, uint8_t *codes) {
-    for (int i = 0; i < n; i++) codes[i] = from[i] & 15, codes[n + i] = from[i] >> 4;
+/* 16 bytes, which a register of every machine holds. */
+typedef uint32_t sixteen __attribute__((vector_size(16), may_alias));
+
+INLINE sixteen read_sixteen(const uint8_t *from) {
+    sixteen value;
+    memcpy(&value, from, sizeof value);
+    return value;
 }
 
-/* Adds the bits of 4 bytes, one for each of 32 codes, as bit 4. */
+INLINE void put_sixteen(sixteen value, uint8_t *out) { memcpy(out, &value, sizeof value); }
+
+/* Of each byte `bits` bits from `low` on. */
+INLINE sixteen bits_of(sixteen value, const int bits, const int low) {
+    return value >> low & ((1u << bits) - 1) * 0x01010101u;
+}
+
+/* Of `n` bytes, 16 or a multiple: `bits` bits of each from `low` on, put as bits from `to` on of codes that have none
+ * there, or into new ones with `to` 0. */
+INLINE void take_bits(const uint8_t *from, const int n, const int bits, const int low, const int to, uint8_t *codes) {
+    for (int i = 0; i < n; i += 16) {
+        sixteen some = bits_of(read_sixteen(from + i), bits, low) << to;
+        if (to) some |= read_sixteen(codes + i);
+        put_sixteen(some, codes + i);
+    }
+}
+
+/* The low halves of `n` bytes, then the high ones. */
+INLINE void split_halves(const uint8_t *from, const int n, uint8_t *codes) {
+    take_bits(from, n, 4, 0, 0, codes);
+    take_bits(from, n, 4, 4, 0, codes + n);
+}
+
+/* Adds the bits of 4 bytes, one for each of 32 codes, as bit 4: a byte's bits become eight bytes. */
 INLINE void add_fifth_bits(const uint8_t *from, uint8_t *codes) {
-    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((from[i / 8] >> i % 8 & 1) << 4);
+    for (int i = 0; i < 4; i++) {
+        const uint64_t apart = from[i] * 0x0101010101010101u & 0x8040201008040201u;
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * i, 8);
+        eight |= (apart + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+        memcpy(codes + 8 * i, &eight, 8);
+    }
 }
 
 INLINE void read_fours(const uint8_t *block, struct apart *a) {
@@ -85,7 +121,7 @@ INLINE void read_fives_with_minimum(const uint8_t *block, struct apart *a) {
 
 INLINE void read_eights(const uint8_t *block, struct apart *a) {
     memcpy(a->scales, block, 2);
-    for (int i = 0; i < 32; i++) a->codes[i] = block[2 + i] ^ 0x80;
+    for (int i = 0; i < 32; i += 16) put_sixteen(read_sixteen(block + 2 + i) ^ 0x80808080u, a->codes + i);
 }
 
 INLINE void read_mxfp4(const uint8_t *block, struct apart *a) {
@@ -98,32 +134,33 @@ INLINE void read_q2_k(const uint8_t *block, struct apart *a) {
     memcpy(a->outer, block + 80, 4);
     for (int half = 0; half < 2; half++)
         for (int at = 0; at < 4; at++)
-            for (int i = 0; i < 32; i++)
-                a->codes[128 * half + 32 * at + i] = block[16 + 32 * half + i] >> 2 * at & 3;
+            take_bits(block + 16 + 32 * half, 32, 2, 2 * at, 0, a->codes + 128 * half + 32 * at);
 }
 
 INLINE void read_q3_k(const uint8_t *block, struct apart *a) {
     const uint8_t *packed = block + 96;
     memcpy(a->outer, block + 108, 2);
-    for (int g = 0; g < 16; g++) {
-        const uint8_t low = g < 8 ? packed[g] & 15 : packed[g - 8] >> 4, high = packed[8 + g % 4] >> g / 4 * 2 & 3;
-        a->scales[g] = (uint8_t)((low | high << 4) - 32);
-    }
+    for (int g = 0; g < 16; g++) a->scales[g] = g < 8 ? packed[g] & 15 : packed[g - 8] >> 4;
+    for (int g = 0; g < 16; g++) a->scales[g] |= (uint8_t)((packed[8 + g % 4] >> g / 4 * 2 & 3) << 4);
+    for (int g = 0; g < 16; g++) a->scales[g] -= 32;
     for (int half = 0; half < 2; half++)
-        for (int at = 0; at < 4; at++)
-            for (int i = 0; i < 32; i++)
-                a->codes[128 * half + 32 * at + i] = (uint8_t)((block[32 + 32 * half + i] >> 2 * at & 3) |
-                                                               (block[i] >> (4 * half + at) & 1) << 2);
+        for (int at = 0; at < 4; at++) {
+            uint8_t *codes = a->codes + 128 * half + 32 * at;
+            take_bits(block + 32 + 32 * half, 32, 2, 2 * at, 0, codes);
+            take_bits(block, 32, 1, 4 * half + at, 2, codes);
+        }
 }
 
-/* Eight scales and eight minimums of 6 bits, in 12 bytes. */
+/* Eight scales and eight minimums of 6 bits, in 12 bytes: four at a time. */
 INLINE void read_six_bits(const uint8_t *packed, struct apart *a) {
-    for (int g = 0; g < 4; g++) {
-        a->scales[g] = packed[g] & 63;
-        a->minimums[g] = packed[g + 4] & 63;
-        a->scales[g + 4] = (uint8_t)((packed[g + 8] & 15) | packed[g] >> 6 << 4);
-        a->minimums[g + 4] = (uint8_t)(packed[g + 8] >> 4 | packed[g + 4] >> 6 << 4);
-    }
+    uint32_t first, second, third;
+    memcpy(&first, packed, 4);
+    memcpy(&second, packed + 4, 4);
+    memcpy(&third, packed + 8, 4);
+    const uint32_t scales[2] = {first & 0x3f3f3f3f, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030)};
+    const uint32_t minimums[2] = {second & 0x3f3f3f3f, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030)};
+    memcpy(a->scales, scales, 8);
+    memcpy(a->minimums, minimums, 8);
 }
 
 INLINE void read_q4_k(const uint8_t *block, struct apart *a) {
@@ -136,8 +173,7 @@ INLINE void read_q5_k(const uint8_t *block, struct apart *a) {
     memcpy(a->outer, block, 4);
     read_six_bits(block + 4, a);
     for (int at = 0; at < 4; at++) split_halves(block + 48 + 32 * at, 32, a->codes + 64 * at);
-    for (int at = 0; at < 8; at++)
-        for (int i = 0; i < 32; i++) a->codes[32 * at + i] |= (uint8_t)((block[16 + i] >> at & 1) << 4);
+    for (int at = 0; at < 8; at++) take_bits(block + 16, 32, 1, at, 4, a->codes + 32 * at);
 }
 
 INLINE void read_q6_k(const uint8_t *block, struct apart *a) {
@@ -146,8 +182,7 @@ INLINE void read_q6_k(const uint8_t *block, struct apart *a) {
     for (int half = 0; half < 2; half++) {
         split_halves(block + 64 * half, 64, a->codes + 128 * half);
         for (int at = 0; at < 4; at++)
-            for (int i = 0; i < 32; i++)
-                a->codes[128 * half + 32 * at + i] |= (uint8_t)((block[128 + 32 * half + i] >> 2 * at & 3) << 4);
+            take_bits(block + 128 + 32 * half, 32, 2, 2 * at, 4, a->codes + 128 * half + 32 * at);
     }
 }
 
@@ -160,98 +195,144 @@ INLINE void read_iq4_xs(const uint8_t *block, struct apart *a) {
     }
 }
 
-INLINE void read_block(int type, const uint8_t *block, struct apart *a) {
+/* Takes a block of each of `n` rows apart; rows are `stride` bytes apart. */
+static void read_blocks(int type, const uint8_t *block, int64_t stride, int n, struct apart *a) {
+#define EACH(read)                                                   \
+    for (int o = 0; o < n; o++) read(block + o * stride, a + o); \
+    return
     switch (type) {
         case 2:  /* Q4_0 */
         case 20: /* IQ4_NL */
-            read_fours(block, a);
-            return;
+            EACH(read_fours);
         case 3:
-            read_fours_with_minimum(block, a);
-            return;
+            EACH(read_fours_with_minimum);
         case 6:
-            read_fives(block, a);
-            return;
+            EACH(read_fives);
         case 7:
-            read_fives_with_minimum(block, a);
-            return;
+            EACH(read_fives_with_minimum);
         case 8:
-            read_eights(block, a);
-            return;
+            EACH(read_eights);
         case 10:
-            read_q2_k(block, a);
-            return;
+            EACH(read_q2_k);
         case 11:
-            read_q3_k(block, a);
-            return;
+            EACH(read_q3_k);
         case 12:
-            read_q4_k(block, a);
-            return;
+            EACH(read_q4_k);
         case 13:
-            read_q5_k(block, a);
-            return;
+            EACH(read_q5_k);
         case 14:
-            read_q6_k(block, a);
-            return;
+            EACH(read_q6_k);
         case 23:
-            read_iq4_xs(block, a);
-            return;
+            EACH(read_iq4_xs);
         default: /* 39 */
-            read_mxfp4(block, a);
+            EACH(read_mxfp4);
     }
+#undef EACH
 }
 
 /* --- panels */
 
+/* Codes of a unit, four inputs at a time: of four outputs each, 16 bytes. */
+struct turned {
+    sixteen quads[UNIT / 4][PANEL / 4];
+};
+
+/* Outputs and inputs of a unit change places, four inputs at a time. */
+INLINE void turn_unit(const struct apart rows[PANEL], int64_t begin, struct turned *t) {
+#if defined(__x86_64__)
+    for (int o = 0; o < PANEL; o += 4)
+        for (int k = 0; k < UNIT; k += 16) {
+            __m128i a[4], b[4];
+            for (int i = 0; i < 4; i++) a[i] = _mm_loadu_si128((const __m128i *)(rows[o + i].codes + begin + k));
+            b[0] = _mm_unpacklo_epi32(a[0], a[1]), b[1] = _mm_unpackhi_epi32(a[0], a[1]);
+            b[2] = _mm_unpacklo_epi32(a[2], a[3]), b[3] = _mm_unpackhi_epi32(a[2], a[3]);
+            t->quads[k / 4][o / 4] = (sixteen)_mm_unpacklo_epi64(b[0], b[2]);
+            t->quads[k / 4 + 1][o / 4] = (sixteen)_mm_unpackhi_epi64(b[0], b[2]);
+            t->quads[k / 4 + 2][o / 4] = (sixteen)_mm_unpacklo_epi64(b[1], b[3]);
+            t->quads[k / 4 + 3][o / 4] = (sixteen)_mm_unpackhi_epi64(b[1], b[3]);
+        }
+#else
+    for (int k = 0; k < UNIT; k += 4)
+        for (int o = 0; o < PANEL; o++) memcpy((uint8_t *)t->quads[k / 4] + 4 * o, rows[o].codes + begin + k, 4);
+#endif
+}
+
+/* 16 bytes of each row change places with the rows: [16 bytes][16 outputs]. */
+INLINE void turn_bytes(const uint8_t *first, uint8_t out[16 * PANEL]) {
+#if defined(__x86_64__)
+    __m128i a[PANEL], b[PANEL];
+    for (int o = 0; o < PANEL; o++) a[o] = _mm_loadu_si128((const __m128i *)(first + o * sizeof(struct apart)));
+    for (int round = 0; round < 4; round++) { /* each turns an element's place in all 256 by one bit */
+        for (int i = 0; i < 8; i++) {
+            b[2 * i] = _mm_unpacklo_epi8(a[i], a[i + 8]);
+            b[2 * i + 1] = _mm_unpackhi_epi8(a[i], a[i + 8]);
+        }
+        memcpy(a, b, sizeof a);
+    }
+    memcpy(out, a, sizeof a);
+#else
+    for (int i = 0; i < 16; i++)
+        for (int o = 0; o < PANEL; o++) out[i * PANEL + o] = first[o * sizeof(struct apart) + i];
+#endif
+}
+
 /* Packs one plane of a unit: of each code the `bits` bits from `low` on. */
-INLINE void write_plane(const struct apart rows[PANEL], int64_t begin, const int bits, const int low, uint8_t *lines) {
+INLINE void write_plane(const struct turned *t, const int bits, const int low, uint8_t *lines) {
     const int each = 8 / bits;
-    const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
     for (int line = 0; line < bits; line++)
-        for (int o = 0; o < PANEL; o++) {
-            const uint8_t *codes = rows[o].codes + begin + 4 * line * each;
-            uint32_t packed = 0;
-            for (int j = 0; j < each; j++) {
-                uint32_t quad;
-                memcpy(&quad, codes + 4 * j, 4);
-                packed |= (quad >> low & mask) << bits * j;
-            }
-            memcpy(lines + line * QUAD_BYTES + 4 * o, &packed, 4);
+        for (int o = 0; o < PANEL / 4; o++) {
+            sixteen packed = {0};
+            UNROLLED
+            for (int j = 0; j < each; j++) packed |= bits_of(t->quads[line * each + j][o], bits, low) << bits * j;
+            put_sixteen(packed, lines + line * QUAD_BYTES + 16 * o);
         }
 }
 
-INLINE void write_unit(const struct form *f, const struct apart rows[PANEL], int64_t begin, uint8_t *unit) {
-    if (is_float(f)) {
-        for (int i = 0; i < UNIT; i++)
-            for (int o = 0; o < PANEL; o++) {
-                const uint8_t code = rows[o].codes[begin + i];
-                if (f->bits == 8)
-                    unit[i * PANEL + o] = code;
-                else
-                    unit[i / 2 * PANEL + o] = i % 2 ? (uint8_t)(unit[i / 2 * PANEL + o] | code << 4) : code;
-            }
+INLINE void write_floats(const struct form *f, const struct apart rows[PANEL], int64_t begin, uint8_t *unit) {
+    uint8_t bytes[UNIT * PANEL];
+    for (int i = 0; i < UNIT; i += 16) turn_bytes(rows->codes + begin + i, bytes + i * PANEL);
+    if (f->bits == 8) {
+        memcpy(unit, bytes, sizeof bytes);
         return;
     }
+    for (int i = 0; i < UNIT / 2; i++)
+        for (int o = 0; o < PANEL; o++)
+            unit[i * PANEL + o] = (uint8_t)(bytes[2 * i * PANEL + o] | bytes[(2 * i + 1) * PANEL + o] << 4);
+}
+
+static void write_unit(const struct form *f, const struct apart rows[PANEL], int64_t begin, uint8_t *unit) {
+    if (is_float(f)) {
+        write_floats(f, rows, begin, unit);
+        return;
+    }
+    struct turned t;
+    turn_unit(rows, begin, &t);
     switch (f->bits) {
         case 2:
-            write_plane(rows, begin, 2, 0, unit);
+            write_plane(&t, 2, 0, unit);
             return;
         case 3:
-            write_plane(rows, begin, 2, 0, unit);
-            write_plane(rows, begin, 1, 2, unit + 2 * QUAD_BYTES);
+            write_plane(&t, 2, 0, unit);
+            write_plane(&t, 1, 2, unit + 2 * QUAD_BYTES);
             return;
         case 8:
-            write_plane(rows, begin, 8, 0, unit);
+            write_plane(&t, 8, 0, unit);
             return;
         default:
-            write_plane(rows, begin, 4, 0, unit);
-            if (f->bits == 5) write_plane(rows, begin, 1, 4, unit + 4 * QUAD_BYTES);
-            if (f->bits == 6) write_plane(rows, begin, 2, 4, unit + 4 * QUAD_BYTES);
+            write_plane(&t, 4, 0, unit);
+            if (f->bits == 5) write_plane(&t, 1, 4, unit + 4 * QUAD_BYTES);
+            if (f->bits == 6) write_plane(&t, 2, 4, unit + 4 * QUAD_BYTES);
     }
 }
 
 /* Interleaves `n` entries of `size` bytes of each row. */
 INLINE uint8_t *write_entries(const uint8_t *first, const int size, int64_t n, uint8_t *out) {
+    if (size == 1 && n >= 8) {
+        uint8_t bytes[MOST_GROUPS * PANEL];
+        turn_bytes(first, bytes);
+        memcpy(out, bytes, (size_t)n * PANEL);
+        return out + n * PANEL;
+    }
     for (int64_t g = 0; g < n; g++)
         for (int o = 0; o < PANEL; o++, out += size)
             memcpy(out, first + o * sizeof(struct apart) + g * size, (size_t)size);
@@ -264,7 +345,7 @@ INLINE uint8_t *write_sized(const uint8_t *first, int size, int64_t n, uint8_t *
 }
 
 /* Writes what stands before a block's codes. */
-INLINE void write_header(const struct form *f, const struct apart rows[PANEL], uint8_t *out) {
+static void write_header(const struct form *f, const struct apart rows[PANEL], uint8_t *out) {
     const int64_t n = f->block / f->group;
     out = write_sized(rows->outer, 2, f->block_scales, out);
     out = write_sized(rows->scales, scale_bytes(f), n, out);
@@ -283,7 +364,7 @@ static void pack_block_panels(const void *argument, int64_t begin, int64_t end) 
         uint8_t *out = p->packed + panel * n_blocks * f->block_bytes;
         if (n < PANEL) memset(rows, 0, sizeof rows);
         for (int64_t b = 0; b < n_blocks; b++, out += f->block_bytes) {
-            for (int o = 0; o < n; o++) read_block(p->type, p->rows + (first + o) * p->stride + b * p->block_bytes, rows + o);
+            read_blocks(p->type, p->rows + first * p->stride + b * p->block_bytes, p->stride, n, rows);
             write_header(f, rows, out);
             for (int64_t k = 0; k < f->block; k += UNIT)
                 write_unit(f, rows, k, out + f->header_bytes + k / UNIT * f->bits * QUAD_BYTES);
