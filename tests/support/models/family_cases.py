@@ -90,5 +90,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 5, "mlp_only_layers": [1]},
     "qwen3_moe-odd": ODD
     | {"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    "qwen3_next": {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    "qwen3_5_text": {
+        "full_attention_interval": 3,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {"num_hidden_layers": 4, "linear_num_value_heads": 2},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }

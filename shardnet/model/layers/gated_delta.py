@@ -1,0 +1,177 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention whose memory is one matrix for each head.
+
+Knows the recurrence and its sizes. Must not know parameter names beyond those of transformers, nor
+files, wire or scheduling.
+
+Each position decays a head's matrix, reads what it holds for the key, and writes the difference to
+the value. Positions are computed one after the other, each by the same operators on tensors of the
+same shape, so that a position's bits depend on nothing but the positions before it: chunks of a
+prompt may be cut anywhere (design decision 4).
+
+Axes in shape comments: T rows of the micro-batch, C columns of the convolution, H value heads, K
+columns of a key, V of a value, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.config.model_config import Activation, DeltaNet
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.slot_state import SlotState
+
+UNIT_EPS = 1e-6
+"""Added to the squared length of a query or key before it is divided by the length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """A micro-batch before the convolution. All columns belong to heads in their order."""
+
+    mixed: Tensor  # [T, C]: queries, keys, values
+    gate: Tensor  # [T, H x V], of the output
+    write: Tensor  # [T, H], how much of the difference is written, before the sigmoid
+    decay: Tensor  # [T, H], before bias and softplus
+
+
+Project = Callable[[Tensor], Projected]
+"""Projects hidden states [T, E]: families differ in the order of the columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedProjections:
+    """Two linears whose columns are grouped by key head (Qwen3-Next)."""
+
+    config: DeltaNet
+    qkvz_proj: Linear
+    ba_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Projected:
+        """Project hidden states [T, E]."""
+        own, n_rows = self.config, hidden.shape[0]
+        shared = own.n_value_heads // own.n_key_heads
+        values = shared * own.value_size
+        groups = self.qkvz_proj(hidden).view(n_rows, own.n_key_heads, -1)
+        parts = groups.split((own.key_size, own.key_size, values, values), -1)
+        *mixed, gate = (part.reshape(n_rows, -1) for part in parts)
+        write, decay = (
+            part.reshape(n_rows, -1)
+            for part in self.ba_proj(hidden).view(n_rows, own.n_key_heads, -1).chunk(2, -1)
+        )
+        return Projected(mixed=torch.cat(mixed, -1), gate=gate, write=write, decay=decay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainProjections:
+    """Two linears: queries, keys, values and gate one after the other; write and decay (Qwen 3.5)."""
+
+    config: DeltaNet
+    qkvz_proj: Linear
+    ba_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Projected:
+        """Project hidden states [T, E]."""
+        columns = self.qkvz_proj(hidden)
+        write, decay = self.ba_proj(hidden).chunk(2, -1)
+        width = self.config.mixed_width
+        return Projected(
+            mixed=columns[:, :width], gate=columns[:, width:], write=write, decay=decay
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """The sub-layer that takes the place of attention. Its memory is a slot's SlotState."""
+
+    config: DeltaNet
+    activation: Activation
+    project: Project
+    taps: Tensor  # [taps, C], float32: the oldest position first
+    decay_rate: Tensor  # [H], float32, negative
+    decay_bias: Tensor  # [H], float32
+    norm: Norm  # [V]
+    out_proj: Linear
+
+    @property
+    def fusible(self) -> None:
+        """None: it has no keys and values."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
+        projected = self.project(hidden)
+        write = _by_row(torch.sigmoid, projected.write.float())
+        steps = _by_row(F.softplus, projected.decay.float() + self.decay_bias)
+        decay = _by_row(torch.exp, steps * self.decay_rate)  # [T, H]
+        parts = []
+        for span in step.spans:
+            state, rows = step.kv.state(span.slot, index), slice(span.start, span.end)
+            heads = self._convolve(projected.mixed[rows], state)
+            parts.append(self._recur(heads, decay[rows], write[rows], state))
+            state.end += span.end - span.start
+        outputs = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, H, V], float32
+        return self.out_proj(self._gate(outputs, projected.gate))
+
+    def _convolve(self, mixed: Tensor, state: SlotState) -> Tensor:
+        """Convolve a span's rows [T, C] with those before: float32 [T, C]. Updates the state."""
+        n_rows, n_before = mixed.shape[0], len(state.recent)
+        rows = torch.cat((state.recent, mixed))
+        state.recent.copy_(rows[n_rows:])
+        wide = rows.float()
+        total = wide[:n_rows] * self.taps[0]
+        for tap in range(1, n_before + 1):
+            total += wide[tap : tap + n_rows] * self.taps[tap]
+        return _by_row(lambda row: activate(self.activation, row), total)
+
+    def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, state: SlotState) -> Tensor:
+        """Run a span's rows [T, C] through the recurrence, in order: [T, H, V].
+
+        `decay` and `write` are [T, H]. Updates the state.
+        """
+        own, matrix = self.config, state.recurrent  # [H, K, V]
+        shared = own.n_value_heads // own.n_key_heads
+        widths = (own.key_width, own.key_width, own.value_width)
+        queries, keys, values = mixed.split(widths, -1)
+        queries, keys = (
+            _unit(heads.reshape(-1, own.n_key_heads, own.key_size)).repeat_interleave(shared, 1)
+            for heads in (queries, keys)
+        )  # [T, H, K]
+        queries = queries * own.key_size**-0.5
+        values = values.reshape(-1, own.n_value_heads, 1, own.value_size)
+        outputs = torch.empty_like(values)  # [T, H, 1, V]
+        for row in range(len(mixed)):
+            matrix.mul_(decay[row, :, None, None])
+            held = torch.bmm(keys[row, :, None], matrix)  # [H, 1, V]
+            difference = (values[row] - held).mul_(write[row, :, None, None])
+            matrix.baddbmm_(keys[row, :, :, None], difference)
+            torch.bmm(queries[row, :, None], matrix, out=outputs[row])
+        return outputs.squeeze(2)
+
+    def _gate(self, outputs: Tensor, gate: Tensor) -> Tensor:
+        """Normalize each head of the outputs [T, H, V] and multiply by the gate: [T, H x V]."""
+        normed = F.rms_norm(outputs, outputs.shape[-1:], None, self.norm.eps)
+        weighted = normed.mul_(self.norm.weight.float()).flatten(1)
+        opened = _by_row(lambda row: activate(self.activation, row), gate.float())
+        return weighted.mul_(opened).to(gate.dtype)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    """Divide each vector of [T, heads, K] by its length."""
+    size = heads.shape[-1]
+    return F.rms_norm(heads, (size,), None, UNIT_EPS / size).mul_(size**-0.5)
+
+
+def _by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Apply an elementwise function to each row by itself: [T, N] in and out.
+
+    torch computes the last elements of contiguous memory by another formula than the rest, so that
+    over all rows at once an element's bits would depend on the other rows.
+    """
+    return torch.stack([function(row) for row in rows.unbind(0)])
