@@ -45,6 +45,7 @@ class QuantizedSizes:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int
+    state_bytes: int = 0
     spared_bytes: tuple[int, ...] = ()
 
 
@@ -71,7 +72,8 @@ class ModelShape:
     `quantized_sizes` are those with more of it quantised, those of one flag first.
     `layer_read_bytes` is what one row reads of a layer, None if that is all of it; it is less if
     there are experts. `layer_bytes` is the size of the largest layer, and `spared_bytes` how much
-    less each one takes, () if all are equal.
+    less each one takes, () if all are equal. `state_bytes` are the states of all slots in a layer
+    that keeps states, which then has no KV blocks; 0 where no layer does.
     `streaming` is None if weights have to be converted on loading, so cannot be streamed.
     """
 
@@ -88,6 +90,7 @@ class ModelShape:
     layer_read_bytes: int | None = None
     spared_bytes: tuple[int, ...] = ()
     streaming: Streaming | None = None
+    state_bytes: int = 0
 
     @property
     def n_blocks(self) -> int:
@@ -96,8 +99,8 @@ class ModelShape:
 
     @property
     def kv_layer_bytes(self) -> int:
-        """One layer's KV cache for one sequence of the whole context."""
-        return self.n_blocks * self.kv_block_bytes
+        """One layer's KV cache for one sequence of the whole context, or its states if larger."""
+        return max(self.n_blocks * self.kv_block_bytes, self.state_bytes)
 
     @property
     def whole(self) -> LayerRange:
@@ -120,6 +123,7 @@ class ModelShape:
             activation_bytes=sizes.activation_bytes,
             activation_position_bytes=sizes.activation_position_bytes,
             spared_bytes=sizes.spared_bytes,
+            state_bytes=sizes.state_bytes,
             quantized_sizes=(),
         )
 

@@ -104,14 +104,20 @@ def with_experts(
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name the parameters: queries, keys, values and gate of the DeltaNet are one linear."""
     own = config.delta_net
-    shapes = {} if own is None else {
-        "in_proj_qkvz": (own.mixed_width + own.value_width, config.hidden_size),
-        "in_proj_ba": (2 * own.n_value_heads, config.hidden_size),
-    }
+    shapes = (
+        {}
+        if own is None
+        else {
+            "in_proj_qkvz": (own.mixed_width + own.value_width, config.hidden_size),
+            "in_proj_ba": (2 * own.n_value_heads, config.hidden_size),
+        }
+    )
     return hybrid_tensors(config, layer, shapes)
 
 
-def hybrid_tensors(config: ModelConfig, layer: int, projections: dict[str, tuple[int, int]]) -> Table:
+def hybrid_tensors(
+    config: ModelConfig, layer: int, projections: dict[str, tuple[int, int]]
+) -> Table:
     """Name the parameters of a layer whose DeltaNet, if it has one, has these `projections`."""
     return (
         _mixer_tensors(config, layer, projections)

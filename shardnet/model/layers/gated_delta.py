@@ -60,7 +60,7 @@ class GroupedProjections:
         shared = own.n_value_heads // own.n_key_heads
         values = shared * own.value_size
         groups = self.qkvz_proj(hidden).view(n_rows, own.n_key_heads, -1)
-        parts = groups.split((own.key_size, own.key_size, values, values), -1)
+        parts = torch.split(groups, [own.key_size, own.key_size, values, values], -1)
         *mixed, gate = (part.reshape(n_rows, -1) for part in parts)
         write, decay = (
             part.reshape(n_rows, -1)
@@ -71,7 +71,7 @@ class GroupedProjections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainProjections:
-    """Two linears: queries, keys, values and gate one after the other; write and decay (Qwen 3.5)."""
+    """Two linears: queries, keys, values and gate in turn; write and decay (Qwen 3.5)."""
 
     config: DeltaNet
     qkvz_proj: Linear
@@ -137,8 +137,8 @@ class GatedDeltaNet:
         """
         own, matrix = self.config, state.recurrent  # [H, K, V]
         shared = own.n_value_heads // own.n_key_heads
-        widths = (own.key_width, own.key_width, own.value_width)
-        queries, keys, values = mixed.split(widths, -1)
+        widths = [own.key_width, own.key_width, own.value_width]
+        queries, keys, values = torch.split(mixed, widths, -1)
         queries, keys = (
             _unit(heads.reshape(-1, own.n_key_heads, own.key_size)).repeat_interleave(shared, 1)
             for heads in (queries, keys)

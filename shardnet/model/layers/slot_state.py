@@ -35,9 +35,7 @@ class SlotState:
 
     def clone(self) -> SlotState:
         """Copy the state to memory of its own."""
-        return SlotState(
-            recent=self.recent.clone(), recurrent=self.recurrent.clone(), end=self.end
-        )
+        return SlotState(recent=self.recent.clone(), recurrent=self.recurrent.clone(), end=self.end)
 
     def reset(self) -> None:
         """Return to before the first position."""

@@ -32,6 +32,7 @@ from shardnet.stage.estimate.memory_estimate import (
     graph_bytes,
     kv_block_bytes,
     stage_weight_bytes,
+    state_bytes,
     waiting_bytes,
 )
 from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype, weight_form
@@ -374,13 +375,14 @@ def kv_room_blocks(
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
         activations += graph_bytes(config, dtype, form.quantization)
+    fixed = weights + activations + state_bytes(config, layers, dtype)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
-    blocks = max(0, memory_bytes - weights - activations) // block_bytes
-    needed = blocks_for(context)
-    if blocks < needed:
+    needed = blocks_for(context) * block_bytes
+    if fixed + needed > memory_bytes:
         raise CapacityError(
-            f"layers {layers} need {weights + activations + needed * block_bytes} bytes for a "
-            f"context of {context}, and this node may use {memory_bytes}",
+            f"layers {layers} need {fixed + needed} bytes for a context of {context}, and this "
+            f"node may use {memory_bytes}",
             remedy="lower --context, raise --memory or give it fewer layers",
         )
-    return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)
+    most = MAX_ROOM_POSITIONS // BLOCK_POSITIONS
+    return min((memory_bytes - fixed) // block_bytes, most) if block_bytes else most
