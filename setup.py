@@ -48,7 +48,9 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model.kernels._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack")],
+            sources=[
+                f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack", "recurrence")
+            ],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

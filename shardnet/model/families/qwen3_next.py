@@ -193,18 +193,18 @@ def load_hybrid(
 def _delta_net(
     config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str, project: Project
 ) -> Attention:
+    from shardnet.model.kernels.recurrence import RecurrenceParameters
     from shardnet.model.layers.gated_delta import GatedDeltaNet
 
-    return GatedDeltaNet(
-        config=own,
-        activation=config.activation,
-        project=project,
+    parameters = RecurrenceParameters(
         taps=weights.parameter(f"{prefix}.conv1d.weight").squeeze(1).T.contiguous(),
         decay_rate=weights.parameter(f"{prefix}.A_log").exp().neg(),
         decay_bias=weights.parameter(f"{prefix}.dt_bias"),
-        norm=weights.norm(f"{prefix}.norm", config.norm_eps),
-        out_proj=weights.linear(f"{prefix}.out_proj"),
+        norm_weight=weights.parameter(f"{prefix}.norm.weight"),
+        norm_eps=config.norm_eps,
     )
+    out_proj = weights.linear(f"{prefix}.out_proj")
+    return GatedDeltaNet.of(own, config.activation, project, parameters, out_proj)
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:

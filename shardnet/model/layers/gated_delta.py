@@ -4,12 +4,12 @@ Knows the recurrence and its sizes. Must not know parameter names beyond those o
 files, wire or scheduling.
 
 Each position decays a head's matrix, reads what it holds for the key, and writes the difference to
-the value. Positions are computed one after the other, each by the same operators on tensors of the
-same shape, so that a position's bits depend on nothing but the positions before it: chunks of a
-prompt may be cut anywhere (design decision 4).
+the value. Positions are computed one after the other, by the compiled library or each by the same
+operators of torch on tensors of the same shape, so that a position's bits depend on nothing but the
+positions before it: chunks of a prompt may be cut anywhere (design decision 4).
 
-Axes in shape comments: T rows of the micro-batch, C columns of the convolution, H value heads, K
-columns of a key, V of a value, E hidden size.
+Axes in shape comments: T rows of the micro-batch, B rows of the convolution before them, C its
+columns, H value heads, K columns of a key, V of a value, E hidden size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, DeltaNet
+from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.norms import activate
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.layers.slot_state import SlotState
 
 UNIT_EPS = 1e-6
 """Added to the squared length of a query or key before it is divided by the length."""
@@ -94,11 +95,33 @@ class GatedDeltaNet:
     config: DeltaNet
     activation: Activation
     project: Project
-    taps: Tensor  # [taps, C], float32: the oldest position first
-    decay_rate: Tensor  # [H], float32, negative
-    decay_bias: Tensor  # [H], float32
-    norm: Norm  # [V]
+    parameters: RecurrenceParameters
     out_proj: Linear
+    native: NativeRecurrence | None
+    """The recurrence by the library, None where torch computes it."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DeltaNet,
+        activation: Activation,
+        project: Project,
+        parameters: RecurrenceParameters,
+        out_proj: Linear,
+    ) -> GatedDeltaNet:
+        """Put it together, with the library's recurrence if it can compute this one here."""
+        kernels = native_kernels() if parameters.taps.device.type == "cpu" else None
+        native = None
+        if kernels is not None and activation is Activation.SILU:
+            native = NativeRecurrence(config, parameters, kernels)
+        return cls(
+            config=config,
+            activation=activation,
+            project=project,
+            parameters=parameters,
+            out_proj=out_proj,
+            native=native,
+        )
 
     @property
     def fusible(self) -> None:
@@ -107,35 +130,48 @@ class GatedDeltaNet:
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
         projected = self.project(hidden)
-        write = _by_row(torch.sigmoid, projected.write.float())
-        steps = _by_row(F.softplus, projected.decay.float() + self.decay_bias)
-        decay = _by_row(torch.exp, steps * self.decay_rate)  # [T, H]
+        write, decay = projected.write.float(), projected.decay.float()
+        compute = self.native or self._compute
         parts = []
         for span in step.spans:
-            state, rows = step.kv.state(span.slot, index), slice(span.start, span.end)
-            heads = self._convolve(projected.mixed[rows], state)
-            parts.append(self._recur(heads, decay[rows], write[rows], state))
+            state, own = step.kv.state(span.slot, index), slice(span.start, span.end)
+            rows = torch.cat((state.recent, projected.mixed[own]))  # [B + T, C]
+            gate = projected.gate[own]
+            parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
+            state.recent.copy_(rows[span.end - span.start :])
             state.end += span.end - span.start
-        outputs = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, H, V], float32
-        return self.out_proj(self._gate(outputs, projected.gate))
+        return self.out_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
 
-    def _convolve(self, mixed: Tensor, state: SlotState) -> Tensor:
-        """Convolve a span's rows [T, C] with those before: float32 [T, C]. Updates the state."""
-        n_rows, n_before = mixed.shape[0], len(state.recent)
-        rows = torch.cat((state.recent, mixed))
-        state.recent.copy_(rows[n_rows:])
+    def _compute(
+        self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
+    ) -> Tensor:
+        """Do in torch what NativeRecurrence does."""
+        own = self.parameters
+        opened = _by_row(torch.sigmoid, write)
+        steps = _by_row(F.softplus, decay + own.decay_bias)
+        kept = _by_row(torch.exp, steps * own.decay_rate)  # [T, H]
+        outputs = self._recur(self._convolve(rows), kept, opened, state)  # [T, H, V]
+        normed = F.rms_norm(outputs, outputs.shape[-1:], None, own.norm_eps)
+        weighted = normed.mul_(own.norm_weight).flatten(1)
+        gates = _by_row(lambda row: activate(self.activation, row), gate.float())
+        return weighted.mul_(gates).to(gate.dtype)
+
+    def _convolve(self, rows: Tensor) -> Tensor:
+        """Convolve rows [B + T, C]: float32 [T, C]."""
+        taps = self.parameters.taps
+        n_rows = len(rows) - len(taps) + 1
         wide = rows.float()
-        total = wide[:n_rows] * self.taps[0]
-        for tap in range(1, n_before + 1):
-            total += wide[tap : tap + n_rows] * self.taps[tap]
+        total = wide[:n_rows] * taps[0]
+        for tap in range(1, len(taps)):
+            total += wide[tap : tap + n_rows] * taps[tap]
         return _by_row(lambda row: activate(self.activation, row), total)
 
-    def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, state: SlotState) -> Tensor:
-        """Run a span's rows [T, C] through the recurrence, in order: [T, H, V].
+    def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, matrix: Tensor) -> Tensor:
+        """Run rows [T, C] through the recurrence, in order: [T, H, V].
 
-        `decay` and `write` are [T, H]. Updates the state.
+        `decay` and `write` are [T, H]. Updates the `matrix` [H, K, V] of each head.
         """
-        own, matrix = self.config, state.recurrent  # [H, K, V]
+        own = self.config
         shared = own.n_value_heads // own.n_key_heads
         widths = [own.key_width, own.key_width, own.value_width]
         queries, keys, values = torch.split(mixed, widths, -1)
@@ -153,13 +189,6 @@ class GatedDeltaNet:
             matrix.baddbmm_(keys[row, :, :, None], difference)
             torch.bmm(queries[row, :, None], matrix, out=outputs[row])
         return outputs.squeeze(2)
-
-    def _gate(self, outputs: Tensor, gate: Tensor) -> Tensor:
-        """Normalize each head of the outputs [T, H, V] and multiply by the gate: [T, H x V]."""
-        normed = F.rms_norm(outputs, outputs.shape[-1:], None, self.norm.eps)
-        weighted = normed.mul_(self.norm.weight.float()).flatten(1)
-        opened = _by_row(lambda row: activate(self.activation, row), gate.float())
-        return weighted.mul_(opened).to(gate.dtype)
 
 
 def _unit(heads: Tensor) -> Tensor:

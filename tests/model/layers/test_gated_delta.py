@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, DeltaNet
+from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
+from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.gated_delta import GatedDeltaNet, Projected
 from shardnet.model.layers.kv_cache import KvCache
-from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 CPU = torch.device("cpu")
-SIZES = DeltaNet(n_key_heads=2, n_value_heads=6, key_size=5, value_size=7, n_taps=4, layers=(0,))
+SIZES = DeltaNet(n_key_heads=2, n_value_heads=6, key_size=5, value_size=37, n_taps=4, layers=(0,))
 WIDTHS = [SIZES.mixed_width, SIZES.value_width, SIZES.n_value_heads, SIZES.n_value_heads]
 NO_ROTARY = Rotary(cos=torch.empty(0), sin=torch.empty(0))
 
@@ -41,18 +43,23 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def layer() -> GatedDeltaNet:
-    return GatedDeltaNet(
-        config=SIZES,
-        activation=Activation.SILU,
-        project=project,
-        taps=noise(SIZES.n_taps, SIZES.mixed_width, seed=1),
-        decay_rate=-noise(SIZES.n_value_heads, seed=2).abs(),
-        decay_bias=noise(SIZES.n_value_heads, seed=3),
-        norm=Norm(weight=1 + noise(SIZES.value_size, seed=4) / 10, bias=None, eps=1e-6),
-        out_proj=Same(),
-    )
+PARAMETERS = RecurrenceParameters(
+    taps=noise(SIZES.n_taps, SIZES.mixed_width, seed=1),
+    decay_rate=-noise(SIZES.n_value_heads, seed=2).abs(),
+    decay_bias=noise(SIZES.n_value_heads, seed=3),
+    norm_weight=1 + noise(SIZES.value_size, seed=4) / 10,
+    norm_eps=1e-6,
+)
+
+
+@pytest.fixture(params=["native", "torch"])
+def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
+    made = GatedDeltaNet.of(SIZES, Activation.SILU, project, PARAMETERS, Same())
+    if request.param == "torch":
+        return replace(made, native=None)
+    if made.native is None:
+        pytest.skip("the library was not built here")
+    return made
 
 
 def kv_cache() -> KvCache:
@@ -88,14 +95,14 @@ def in_chunks(layer: GatedDeltaNet, hidden: Tensor, sizes: Sequence[int]) -> Ten
     return torch.cat(parts)
 
 
-def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
+def plain(hidden: Tensor) -> Tensor:
     """The formulas as they are written, position by position and head by head, in float64."""
     outputs = []
     wide = project(hidden.double())
     padded = torch.cat((torch.zeros(3, SIZES.mixed_width), wide.mixed))
     state = torch.zeros(SIZES.n_value_heads, SIZES.key_size, SIZES.value_size, dtype=torch.float64)
     for row in range(len(hidden)):
-        summed = (padded[row : row + 4] * layer.taps).sum(0)
+        summed = (padded[row : row + 4] * PARAMETERS.taps).sum(0)
         mixed = summed * summed.sigmoid()
         of_keys = 2 * SIZES.key_width
         queries, keys = mixed[:of_keys].view(2, SIZES.n_key_heads, SIZES.key_size)
@@ -104,12 +111,12 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
             query, key = queries[head // 3], keys[head // 3]
             query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
             key = key / (key.square().sum() + 1e-6).sqrt()
-            steps = torch.log1p((wide.decay[row, head] + layer.decay_bias[head]).exp())
-            state[head] *= (layer.decay_rate[head] * steps).exp()
+            steps = torch.log1p((wide.decay[row, head] + PARAMETERS.decay_bias[head]).exp())
+            state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()
             difference = values[head] - key @ state[head]
             state[head] += wide.write[row, head].sigmoid() * torch.outer(key, difference)
             output = query @ state[head]
-            normed = output / (output.square().mean() + 1e-6).sqrt() * layer.norm.weight
+            normed = output / (output.square().mean() + 1e-6).sqrt() * PARAMETERS.norm_weight
             gate = wide.gate[row].view(SIZES.n_value_heads, -1)[head]
             outputs.append(normed * gate * gate.sigmoid())
     return torch.stack(outputs).view(len(hidden), -1).float()
@@ -117,7 +124,7 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
 
 def test_it_is_the_plain_formula(layer: GatedDeltaNet) -> None:
     hidden = noise(40, sum(WIDTHS))
-    expected = plain(layer, hidden)
+    expected = plain(hidden)
     torch.testing.assert_close(in_chunks(layer, hidden, [40]), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -137,3 +144,45 @@ def test_bits_depend_on_no_other_sequence(layer: GatedDeltaNet) -> None:
     together = torch.cat((first, both[:30]))
     assert torch.equal(together, in_chunks(layer, one, [50]))
     assert torch.equal(both[30:], in_chunks(layer, other, [40]))
+
+
+def test_bfloat16_is_rounded_at_the_ends_only(layer: GatedDeltaNet) -> None:
+    hidden = noise(40, sum(WIDTHS), seed=8).bfloat16()
+    kv = KvCache(1, 1, 8, torch.bfloat16, CPU, 16, states=(SIZES.state,))
+    outputs = run(layer, kv, (0, 0, hidden))
+    assert outputs.dtype is torch.bfloat16
+    torch.testing.assert_close(outputs.float(), plain(hidden.float()), rtol=1 / 128, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_instruction_sets_agree(isa: str) -> None:
+    """Up to how they add products: with vectors of any length, whole and in part."""
+    kernels = find_kernels({ISA_VARIABLE: isa})
+    if kernels is None:
+        pytest.skip("the library was not built here")
+    made = GatedDeltaNet.of(SIZES, Activation.SILU, project, PARAMETERS, Same())
+    other = replace(made, native=NativeRecurrence(SIZES, PARAMETERS, kernels))
+    hidden = noise(30, sum(WIDTHS), seed=9)
+    expected = in_chunks(made, hidden, [30])
+    torch.testing.assert_close(in_chunks(other, hidden, [30]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    kernels = find_kernels({})
+    if kernels is None:
+        pytest.skip("the library was not built here")
+    native = NativeRecurrence(SIZES, PARAMETERS, kernels)
+    state = torch.zeros(SIZES.state.recurrent)
+    rows, gate = noise(5, SIZES.mixed_width), noise(2, SIZES.value_width)
+    small = noise(2, SIZES.n_value_heads)
+    native(rows, gate, small, small, state)
+    for wrong in (
+        (rows[:, 1:], gate, small, small, state),
+        (rows, gate[1:], small, small, state),
+        (rows, gate, small[1:], small, state),
+        (rows, gate, small, small.double(), state),
+        (rows, gate, small, small, state[1:]),
+        (rows[:3], gate[:0], small[:0], small[:0], state),
+    ):
+        with pytest.raises(ValueError, match="library"):
+            native(*wrong)
