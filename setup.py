@@ -37,6 +37,7 @@ class PlatformWheel(bdist_wheel):
 
 
 FOLDER = "shardnet/model/kernels/csrc"
+SOURCES = ("linear", "sublayers", "pack", "recurrence")
 
 flags = (
     ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-Wno-psabi"] if sys.platform != "win32" else []

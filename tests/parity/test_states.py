@@ -60,14 +60,14 @@ def test_a_whole_prompt_is_kept_for_the_next(stages: TorchStages) -> None:
 
 def test_pauses_and_whole_prompts_change_no_token(stages: TorchStages) -> None:
     """Two sequences outgrow the room, and the younger one is replayed."""
-    asked = [request(random_prompt(n, 300, seed=n), 22) for n in (240, 238)]
-    alone = run(stages, *asked, at_once=False)
-    paused = run(stages, *asked, room_blocks=3)
+    asked = [request(random_prompt(n, 300, seed=n), 10) for n in (250, 248)]
+    alone = run(stages, *asked, at_once=False, chunk_rows=256)
+    paused = run(stages, *asked, room_blocks=3, chunk_rows=256)
     assert [tokens_of(events) for events in paused] == [tokens_of(events) for events in alone]
     moves = [event for event in paused[1] if isinstance(event, RequestMoved)]
     assert LiveState.PAUSED in [move.state for move in moves]
     whole = replace(asked[0], outputs=OutputParams(n_prompt_logprobs=0))
-    [again] = run(stages, whole)
+    [again] = run(stages, whole, chunk_rows=256)
     assert tokens_of(again) == tokens_of(alone[0])
 
 
