@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
-from support.rings.stage_chain import even_split, random_prompt
+from support.rings.stage_chain import Rows, StageChain, batch_of, even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.errors import CapacityError, UnsupportedModelError, UsageError
@@ -19,7 +20,8 @@ from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import Epoch, LiveState, OutputParams, SamplingParams, SequenceId
+from shardnet.stage.stage_model import Run
+from shardnet.types import Epoch, LayerRange, LiveState, OutputParams, SamplingParams, SequenceId
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,18 @@ def test_a_rewind_is_an_error(stages: TorchStages) -> None:
     stages.step(0, [1, 2, 3], 0, slot=3)
     with pytest.raises(CapacityError, match="holds the state after 3 positions"):
         stages.step(2, [4], 1, slot=3)
+
+
+def test_steps_that_wait_together_are_computed_in_order(folder: Path) -> None:
+    """As where layers are streamed: two steps of one sequence, one behind the other."""
+    ids = random_prompt(9, 300, seed=5)
+    pieces = [
+        batch_of([Rows(slot=0, position=start, ids=ids[start:end], n_sampled=1)])
+        for start, end in ((0, 6), (6, 9))
+    ]
+    [one], [other] = (StageChain.load(folder, [LayerRange(0, 4)]).stages for _ in range(2))
+    expected = [one.run(batch, None) for batch in pieces]
+    together = other.run_together([Run(batch=batch, hidden=None) for batch in pieces])
+    for rows, alone in zip(together, expected, strict=True):
+        assert isinstance(rows, torch.Tensor)
+        assert torch.equal(rows, alone)
