@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from shardnet.checkpoint.formats.gguf_header import (
     GgufHeader,
     GgufTensor,
+    MetadataValue,
     gguf_files,
     read_gguf_header,
 )
@@ -94,7 +95,7 @@ def open_gguf(path: Path) -> Contents:
         where=f"{paths[0]}, as config.json",
         files=files,
         whole=(),
-        arrange=lambda config: _arrange(config, arch, stored),
+        arrange=lambda config: _arrange(config, arch, _without_ahead(stored, metadata, config)),
     )
 
 
@@ -176,6 +177,20 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
     return _DTYPES.get(max(sizes, key=lambda kind: sizes[kind]), "bfloat16")
 
 
+def _without_ahead(
+    stored: Mapping[str, StoredTensor], metadata: Mapping[str, MetadataValue], config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """Leave out the layers behind the last one that predict further tokens ahead."""
+    n_ahead = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
+    ahead = range(config.n_layers, config.n_layers + (n_ahead if isinstance(n_ahead, int) else 0))
+    layer = re.compile(r"blk\.(\d{1,9})\.")
+    return {
+        name: info
+        for name, info in stored.items()
+        if (found := layer.match(name)) is None or int(found[1]) not in ahead
+    }
+
+
 def _arrange(
     config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor]
 ) -> dict[str, ModelTensor]:
@@ -198,15 +213,24 @@ def _arrange(
                     left.pop(stack, None)
             continue
         found = None
-        for spelled in (family.name_prefix + name, name):
+        known = _renamed(family, name)
+        for spelled in (family.name_prefix + known, known):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
-            if (1, *info.shape) == shape:
+            if [n for n in info.shape if n > 1] == [n for n in shape if n > 1]:
                 info = replace(info, shape=shape)  # the converter leaves axes of one out
             made[name] = _parameter(name, info, _changes(config, name, info))
     return made | {name: unchanged(name, info) for name, info in left.items()}
+
+
+def _renamed(family: Family, name: str) -> str:
+    """Return the name that the converter looks up for a parameter."""
+    for ending, other in family.gguf.renamed if family.gguf is not None else ():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + other
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +296,15 @@ def _joiner(sources: Sequence[StoredTensor]) -> Make:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
-    """Changes of the converter to a parameter. `n_heads`: rows are in interleaved rotary order."""
+    """Changes of the converter to a parameter. `n_heads`: rows are in interleaved rotary order.
+
+    `is_decay`: minus the exponential is stored.
+    """
 
     n_heads: int | None = None
     added: float = 0.0
     transposed: bool = False
+    is_decay: bool = False
 
 
 def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
@@ -286,6 +314,10 @@ def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
         return _Changes(n_heads=config.n_heads)
     if gguf.interleaved_rotary and ".k_proj." in name:
         return _Changes(n_heads=config.n_kv_heads)
+    if gguf.decay is not None and name.endswith(gguf.decay):
+        return _Changes(is_decay=True)
+    if gguf.plain_norm is not None and name.endswith(gguf.plain_norm):
+        return _Changes()
     if config.norm_offset and name.endswith("norm.weight"):
         return _Changes(added=config.norm_offset)
     is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
@@ -293,11 +325,11 @@ def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
-    is_plain = info.dtype in PLAIN
+    is_plain = info.dtype in PLAIN and not changes.added and not changes.is_decay
     return ModelTensor(
         name=name,
         shape=info.shape[::-1] if changes.transposed else info.shape,
-        dtype=info.dtype if is_plain and not changes.added else None,
+        dtype=info.dtype if is_plain else None,
         sources=(info,),
         make=_maker(info, changes),
     )
@@ -311,6 +343,8 @@ def _maker(info: StoredTensor, changes: _Changes) -> Make:
         values = rows if info.dtype in PLAIN else unpack(rows, info.dtype, info.shape, dtype)
         if changes.added:
             values = values.float() - changes.added
+        if changes.is_decay:
+            values = values.float().neg().log()
         return values.T if changes.transposed else values
 
     return make

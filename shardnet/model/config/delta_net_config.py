@@ -30,6 +30,7 @@ def read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
         key_size=fields.positive("linear_key_head_dim", 128),
         value_size=fields.positive("linear_value_head_dim", 128),
         n_taps=fields.positive("linear_conv_kernel_dim", 4, at_most=_MOST_TAPS),
+        takes_turns=fields.take("linear_heads_take_turns", bool, False),
         layers=layers,
     )
     if read.n_value_heads % read.n_key_heads:

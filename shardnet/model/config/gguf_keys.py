@@ -19,11 +19,18 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS: Final = (FREQS, LONG, SHORT)
 
 
-def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf_decoder(
+    fields: Fields,
+    tensors: Container[str],
+    factors: Factors,
+    *,
+    intermediate_size: int | None = None,
+) -> dict[str, Any]:
     """Read what all architectures but GPT-2's say in the same words, as config.json would.
 
-    `tensors` are the names in the file. Raises CheckpointError for a missing or malformed key,
-    UnsupportedModelError for a value that is not implemented.
+    `tensors` are the names in the file, `intermediate_size` is a default, None for none. Raises
+    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
+    implemented.
     """
     hidden = fields.positive("embedding_length")
     n_heads = fields.positive("attention.head_count")
@@ -38,7 +45,9 @@ def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors)
         "num_hidden_layers": fields.positive("block_count"),
         "max_position_embeddings": fields.positive("context_length"),
         "hidden_size": hidden,
-        "intermediate_size": fields.positive("feed_forward_length"),
+        "intermediate_size": fields.positive(
+            "feed_forward_length", *([] if intermediate_size is None else [intermediate_size])
+        ),
         "num_attention_heads": n_heads,
         "num_key_value_heads": fields.positive("attention.head_count_kv", n_heads),
         "head_dim": head_size,
@@ -63,6 +72,31 @@ def read_gguf_experts(fields: Fields) -> dict[str, Any]:
         "num_local_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "sliding_window": None,
+    }
+
+
+def read_gguf_delta_net(fields: Fields) -> dict[str, Any]:
+    """Read the sizes of gated DeltaNets, as config.json would say them.
+
+    Value heads take turns over the key heads, where transformers has those of one key head side by
+    side. Layers that predict further tokens ahead, which are left out, are the last ones counted.
+    """
+    n_layers, n_ahead = fields.positive("block_count"), fields.take("nextn_predict_layers", int, 0)
+    if not 0 <= n_ahead < n_layers:
+        raise fields.damaged(f"nextn_predict_layers is {n_ahead} of {n_layers} layers")
+    inner, n_heads = fields.positive("ssm.inner_size"), fields.positive("ssm.time_step_rank")
+    if inner % n_heads:
+        raise fields.damaged(f"ssm.inner_size {inner} is no multiple of {n_heads} value heads")
+    fields.ignore("rope.dimension_sections")  # of images: in text all follow the position
+    return {
+        "num_hidden_layers": n_layers - n_ahead,
+        "linear_conv_kernel_dim": fields.positive("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.positive("ssm.state_size"),
+        "linear_num_key_heads": fields.positive("ssm.group_count"),
+        "linear_num_value_heads": n_heads,
+        "linear_value_head_dim": inner // n_heads,
+        "linear_heads_take_turns": True,
+        "full_attention_interval": fields.positive("full_attention_interval", 4),
     }
 
 

@@ -140,9 +140,9 @@ class StateShape:
 class DeltaNet:
     """Gated DeltaNet (arXiv 2412.06464), which replaces attention in some layers.
 
-    Each of `n_key_heads` serves the same number of consecutive `n_value_heads`. Queries, keys and
-    values pass a convolution over `n_taps` positions. `layers` are the absolute numbers of the
-    layers that have it.
+    Each of `n_key_heads` serves the same number of `n_value_heads`: consecutive ones, or with
+    `takes_turns` every `n_key_heads`-th. Queries, keys and values pass a convolution over `n_taps`
+    positions. `layers` are the absolute numbers of the layers that have it.
     """
 
     n_key_heads: int
@@ -151,6 +151,7 @@ class DeltaNet:
     value_size: int
     n_taps: int
     layers: tuple[int, ...]
+    takes_turns: bool = False
 
     @property
     def key_width(self) -> int:

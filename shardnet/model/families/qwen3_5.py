@@ -5,11 +5,13 @@ The linears of a DeltaNet have their columns in another order, and stand apart i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
-from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, decoder_stage
 from shardnet.model.families.qwen3_next import AHEAD, hybrid_tensors, load_hybrid, read_hybrid
 from shardnet.model.families.tensor_shapes import Table
 
@@ -35,6 +37,24 @@ def read_text_config(fields: Fields, *, n_kv_heads: int, intermediate_size: int)
     fields.ignore("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     return read_hybrid(
         fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size, ignored=_AXES
+    )
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return read_gguf_decoder(fields, tensors, factors) | read_gguf_delta_net(fields)
+
+
+def gguf_format(
+    architecture: str, read: Callable[[Fields, Container[str], Factors], dict[str, Any]]
+) -> GgufFormat:
+    """Say how the converter writes these models, whose metadata `read` reads."""
+    return GgufFormat(
+        architecture=architecture,
+        read=read,
+        plain_norm=".linear_attn.norm.weight",
+        decay=".A_log",
+        renamed=((".dt_bias", ".dt_proj.bias"),),
     )
 
 
@@ -74,4 +94,6 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
     ignored_tensors=AHEAD,
+    gguf=gguf_format("qwen35", read_gguf),
+    pretokenizer="qwen35",
 )

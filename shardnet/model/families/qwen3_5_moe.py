@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    read_gguf_decoder,
+    read_gguf_delta_net,
+    read_gguf_experts,
+)
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Family, Stacking, decoder_stage
 from shardnet.model.families.qwen2_moe import EXPERTS
-from shardnet.model.families.qwen3_5 import layer_tensors, load_layer, read_text_config
+from shardnet.model.families.qwen3_5 import (
+    gguf_format,
+    layer_tensors,
+    load_layer,
+    read_text_config,
+)
 from shardnet.model.families.qwen3_next import AHEAD, with_experts
 
 
@@ -18,6 +32,21 @@ def read_config(fields: Fields) -> ModelConfig:
     return with_experts(fields, config, layers, n_experts=256, top_k=8, normalizes=True)
 
 
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata, which need not say how wide the MLP is that no layer has."""
+    inner = fields.positive("expert_feed_forward_length")
+    fields.require("expert_weights_norm", True)
+    return (
+        read_gguf_decoder(fields, tensors, factors, intermediate_size=inner)
+        | read_gguf_experts(fields)
+        | read_gguf_delta_net(fields)
+        | {
+            "moe_intermediate_size": inner,
+            "shared_expert_intermediate_size": fields.positive("expert_shared_feed_forward_length"),
+        }
+    )
+
+
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
@@ -27,4 +56,6 @@ FAMILY = Family(
     ignored_tensors=AHEAD,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
+    gguf=gguf_format("qwen35moe", read_gguf),
+    pretokenizer="qwen35",
 )

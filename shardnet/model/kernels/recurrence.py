@@ -50,6 +50,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("value_size", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
+        ("takes_turns", ctypes.c_int32),
     )
 
 
@@ -94,6 +95,7 @@ class NativeRecurrence:
             key_size=config.key_size,
             value_size=config.value_size,
             eps=own.norm_eps,
+            takes_turns=config.takes_turns,
         )
 
     def __call__(

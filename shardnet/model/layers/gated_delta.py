@@ -176,10 +176,11 @@ class GatedDeltaNet:
         widths = [own.key_width, own.key_width, own.value_width]
         queries, keys, values = torch.split(mixed, widths, -1)
         queries, keys = (
-            _unit(heads.reshape(-1, own.n_key_heads, own.key_size)).repeat_interleave(shared, 1)
-            for heads in (queries, keys)
-        )  # [T, H, K]
-        queries = queries * own.key_size**-0.5
+            _unit(heads.reshape(-1, own.n_key_heads, own.key_size)) for heads in (queries, keys)
+        )
+        spread = torch.arange(own.n_value_heads, device=mixed.device)
+        spread = spread % own.n_key_heads if own.takes_turns else spread // shared
+        queries, keys = queries[:, spread] * own.key_size**-0.5, keys[:, spread]  # [T, H, K]
         values = values.reshape(-1, own.n_value_heads, 1, own.value_size)
         outputs = torch.empty_like(values)  # [T, H, 1, V]
         for row in range(len(mixed)):

@@ -52,10 +52,12 @@ PARAMETERS = RecurrenceParameters(
 )
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "torch", "native-turns", "torch-turns"])
 def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
-    made = GatedDeltaNet.of(SIZES, Activation.SILU, project, PARAMETERS, Same())
-    if request.param == "torch":
+    """By either, with value heads side by side or taking turns."""
+    sizes = replace(SIZES, takes_turns="turns" in request.param)
+    made = GatedDeltaNet.of(sizes, Activation.SILU, project, PARAMETERS, Same())
+    if "torch" in request.param:
         return replace(made, native=None)
     if made.native is None:
         pytest.skip("the library was not built here")
@@ -95,7 +97,7 @@ def in_chunks(layer: GatedDeltaNet, hidden: Tensor, sizes: Sequence[int]) -> Ten
     return torch.cat(parts)
 
 
-def plain(hidden: Tensor) -> Tensor:
+def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
     """The formulas as they are written, position by position and head by head, in float64."""
     outputs = []
     wide = project(hidden.double())
@@ -108,7 +110,8 @@ def plain(hidden: Tensor) -> Tensor:
         queries, keys = mixed[:of_keys].view(2, SIZES.n_key_heads, SIZES.key_size)
         values = mixed[of_keys:].view(SIZES.n_value_heads, SIZES.value_size)
         for head in range(SIZES.n_value_heads):
-            query, key = queries[head // 3], keys[head // 3]
+            shared = head % 2 if layer.config.takes_turns else head // 3
+            query, key = queries[shared], keys[shared]
             query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
             key = key / (key.square().sum() + 1e-6).sqrt()
             steps = torch.log1p((wide.decay[row, head] + PARAMETERS.decay_bias[head]).exp())
@@ -124,7 +127,7 @@ def plain(hidden: Tensor) -> Tensor:
 
 def test_it_is_the_plain_formula(layer: GatedDeltaNet) -> None:
     hidden = noise(40, sum(WIDTHS))
-    expected = plain(hidden)
+    expected = plain(layer, hidden)
     torch.testing.assert_close(in_chunks(layer, hidden, [40]), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -151,7 +154,9 @@ def test_bfloat16_is_rounded_at_the_ends_only(layer: GatedDeltaNet) -> None:
     kv = KvCache(1, 1, 8, torch.bfloat16, CPU, 16, states=(SIZES.state,))
     outputs = run(layer, kv, (0, 0, hidden))
     assert outputs.dtype is torch.bfloat16
-    torch.testing.assert_close(outputs.float(), plain(hidden.float()), rtol=1 / 128, atol=1e-4)
+    torch.testing.assert_close(
+        outputs.float(), plain(layer, hidden.float()), rtol=1 / 128, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])

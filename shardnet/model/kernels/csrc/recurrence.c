@@ -35,8 +35,9 @@ struct recurrence {
     void *out;                      /* [n_rows, n_heads, value_size] */
     struct team team;
     int64_t n_rows, n_taps, n_key_heads, n_heads, key_size, value_size;
-    float eps;       /* of the output's norm */
-    int32_t is_bf16; /* rows, gate and out: else they are float32 */
+    float eps;           /* of the output's norm */
+    int32_t is_bf16;     /* rows, gate and out: else they are float32 */
+    int32_t takes_turns; /* every n_key_heads-th head shares a key, else consecutive ones do */
 };
 
 struct recurrence_steps {

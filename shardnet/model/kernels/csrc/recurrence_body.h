@@ -127,7 +127,8 @@ INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read
 
 INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head) {
     const int64_t size = call->value_size, key_size = call->key_size, keys = call->n_key_heads * key_size;
-    const int64_t of_key = head / (call->n_heads / call->n_key_heads) * key_size;
+    const int64_t n_shared = call->n_heads / call->n_key_heads;
+    const int64_t of_key = (call->takes_turns ? head % call->n_key_heads : head / n_shared) * key_size;
     float *state = call->state + head * key_size * size;
     for (int64_t row = 0; row < call->n_rows; row++) {
         float *mixed = call->mixed + row * columns_of(call), *values = mixed + 2 * keys + head * size;
