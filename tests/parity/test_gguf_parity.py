@@ -98,6 +98,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"norm_topk_prob": True, "num_hidden_layers": 3, "head_dim": 10},
         {},
     ),
+    "qwen3_next": ({}, {}),
     "qwen3_5_text": (
         {"full_attention_interval": 2, "linear_num_value_heads": 6, "tie_word_embeddings": True},
         {},

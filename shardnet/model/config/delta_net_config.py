@@ -31,6 +31,7 @@ def read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
         value_size=fields.positive("linear_value_head_dim", 128),
         n_taps=fields.positive("linear_conv_kernel_dim", 4, at_most=_MOST_TAPS),
         takes_turns=fields.take("linear_heads_take_turns", bool, False),
+        has_split_gate=fields.take("linear_gate_is_split", bool, False),
         layers=layers,
     )
     if read.n_value_heads % read.n_key_heads:

@@ -75,11 +75,12 @@ def read_gguf_experts(fields: Fields) -> dict[str, Any]:
     }
 
 
-def read_gguf_delta_net(fields: Fields) -> dict[str, Any]:
+def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[str, Any]:
     """Read the sizes of gated DeltaNets, as config.json would say them.
 
-    Value heads take turns over the key heads, where transformers has those of one key head side by
-    side. Layers that predict further tokens ahead, which are left out, are the last ones counted.
+    With `takes_turns` value heads take turns over the key heads, where transformers has those of
+    one key head side by side. The gate is a linear of its own. Layers that predict further tokens
+    ahead, the last ones counted, are left out.
     """
     n_layers, n_ahead = fields.positive("block_count"), fields.take("nextn_predict_layers", int, 0)
     if not 0 <= n_ahead < n_layers:
@@ -95,7 +96,8 @@ def read_gguf_delta_net(fields: Fields) -> dict[str, Any]:
         "linear_num_key_heads": fields.positive("ssm.group_count"),
         "linear_num_value_heads": n_heads,
         "linear_value_head_dim": inner // n_heads,
-        "linear_heads_take_turns": True,
+        "linear_heads_take_turns": takes_turns,
+        "linear_gate_is_split": True,
         "full_attention_interval": fields.positive("full_attention_interval", 4),
     }
 

@@ -142,7 +142,8 @@ class DeltaNet:
 
     Each of `n_key_heads` serves the same number of `n_value_heads`: consecutive ones, or with
     `takes_turns` every `n_key_heads`-th. Queries, keys and values pass a convolution over `n_taps`
-    positions. `layers` are the absolute numbers of the layers that have it.
+    positions. `layers` are the absolute numbers of the layers that have it. With
+    `has_split_gate` the gate is no part of the linear of queries, keys and values.
     """
 
     n_key_heads: int
@@ -152,6 +153,7 @@ class DeltaNet:
     n_taps: int
     layers: tuple[int, ...]
     takes_turns: bool = False
+    has_split_gate: bool = False
 
     @property
     def key_width(self) -> int:

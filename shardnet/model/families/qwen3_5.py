@@ -5,14 +5,20 @@ The linears of a DeltaNet have their columns in another order, and stand apart i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.qwen3_next import AHEAD, hybrid_tensors, load_hybrid, read_hybrid
+from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.qwen3_next import (
+    AHEAD,
+    gguf_format,
+    hybrid_tensors,
+    load_hybrid,
+    read_hybrid,
+)
 from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
@@ -42,19 +48,8 @@ def read_text_config(fields: Fields, *, n_kv_heads: int, intermediate_size: int)
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_decoder(fields, tensors, factors) | read_gguf_delta_net(fields)
-
-
-def gguf_format(
-    architecture: str, read: Callable[[Fields, Container[str], Factors], dict[str, Any]]
-) -> GgufFormat:
-    """Say how the converter writes these models, whose metadata `read` reads."""
-    return GgufFormat(
-        architecture=architecture,
-        read=read,
-        plain_norm=".linear_attn.norm.weight",
-        decay=".A_log",
-        renamed=((".dt_bias", ".dt_proj.bias"),),
+    return read_gguf_decoder(fields, tensors, factors) | read_gguf_delta_net(
+        fields, takes_turns=True
     )
 
 
@@ -78,12 +73,14 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
-    from shardnet.model.layers.gated_delta import PlainProjections
+    from shardnet.model.layers.gated_delta import Projections
 
-    return PlainProjections(
+    return Projections(
         config=own,
         qkvz_proj=weights.linear(f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"),
         ba_proj=weights.linear(f"{prefix}.in_proj_b", f"{prefix}.in_proj_a", precise=True),
+        groups_qkvz=False,
+        groups_ba=False,
     )
 
 

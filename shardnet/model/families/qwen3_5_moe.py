@@ -6,22 +6,17 @@ from collections.abc import Container
 from typing import Any
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import (
-    Factors,
-    read_gguf_decoder,
-    read_gguf_delta_net,
-    read_gguf_experts,
-)
+from shardnet.model.config.gguf_keys import Factors, read_gguf_delta_net
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Family, Stacking, decoder_stage
 from shardnet.model.families.qwen2_moe import EXPERTS
-from shardnet.model.families.qwen3_5 import (
+from shardnet.model.families.qwen3_5 import layer_tensors, load_layer, read_text_config
+from shardnet.model.families.qwen3_next import (
+    AHEAD,
     gguf_format,
-    layer_tensors,
-    load_layer,
-    read_text_config,
+    read_gguf_hybrid,
+    with_experts,
 )
-from shardnet.model.families.qwen3_next import AHEAD, with_experts
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -33,17 +28,9 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata, which need not say how wide the MLP is that no layer has."""
-    inner = fields.positive("expert_feed_forward_length")
-    fields.require("expert_weights_norm", True)
-    return (
-        read_gguf_decoder(fields, tensors, factors, intermediate_size=inner)
-        | read_gguf_experts(fields)
-        | read_gguf_delta_net(fields)
-        | {
-            "moe_intermediate_size": inner,
-            "shared_expert_intermediate_size": fields.positive("expert_shared_feed_forward_length"),
-        }
+    """Read the metadata."""
+    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
+        fields, takes_turns=True
     )
 
 

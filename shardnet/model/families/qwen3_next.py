@@ -6,18 +6,24 @@ same parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.delta_net_config import read_delta_net
 from shardnet.model.config.expert_config import read_expert_counts, read_sparse_layers
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    read_gguf_decoder,
+    read_gguf_delta_net,
+    read_gguf_experts,
+)
 from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.qwen2_moe import EXPERTS, load_shared_mlp, shared_mlp
 from shardnet.model.families.tensor_shapes import (
     Table,
@@ -102,8 +108,18 @@ def with_experts(
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name the parameters: queries, keys, values and gate of the DeltaNet are one linear."""
+    """Name the parameters: queries, keys, values and gate of the DeltaNet are one linear.
+
+    In GGUF they are two, without groups.
+    """
     own = config.delta_net
+    if own is not None and own.has_split_gate:
+        shapes = {
+            "in_proj_qkv": (own.mixed_width, config.hidden_size),
+            "in_proj_z": (own.value_width, config.hidden_size),
+            "in_proj_ba": (2 * own.n_value_heads, config.hidden_size),
+        }
+        return hybrid_tensors(config, layer, shapes)
     shapes = (
         {}
         if own is None
@@ -208,12 +224,43 @@ def _delta_net(
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
-    from shardnet.model.layers.gated_delta import GroupedProjections
+    from shardnet.model.layers.gated_delta import Projections
 
-    return GroupedProjections(
+    names = ("in_proj_qkv", "in_proj_z") if own.has_split_gate else ("in_proj_qkvz",)
+    return Projections(
         config=own,
-        qkvz_proj=weights.linear(f"{prefix}.in_proj_qkvz"),
+        qkvz_proj=weights.linear(*(f"{prefix}.{name}" for name in names)),
         ba_proj=weights.linear(f"{prefix}.in_proj_ba", precise=True),
+        groups_qkvz=not own.has_split_gate,
+        groups_ba=True,
+    )
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(fields)
+
+
+def read_gguf_hybrid(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read what models with experts say, which need not be the width of an MLP no layer has."""
+    inner = fields.positive("expert_feed_forward_length")
+    fields.require("expert_weights_norm", True)
+    shared = fields.positive("expert_shared_feed_forward_length")
+    config = read_gguf_decoder(fields, tensors, factors, intermediate_size=inner)
+    sizes = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
+    return config | read_gguf_experts(fields) | sizes
+
+
+def gguf_format(
+    architecture: str, read: Callable[[Fields, Container[str], Factors], dict[str, Any]]
+) -> GgufFormat:
+    """Say how the converter writes these models, whose metadata `read` reads."""
+    return GgufFormat(
+        architecture=architecture,
+        read=read,
+        plain_norm=".linear_attn.norm.weight",
+        decay=".A_log",
+        renamed=((".dt_bias", ".dt_proj.bias"),),
     )
 
 
@@ -226,5 +273,6 @@ FAMILY = Family(
     ignored_tensors=AHEAD,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
+    gguf=gguf_format("qwen3next", read_gguf),
     pretokenizer="qwen2",
 )

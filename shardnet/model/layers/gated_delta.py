@@ -48,44 +48,38 @@ Project = Callable[[Tensor], Projected]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedProjections:
-    """Two linears whose columns are grouped by key head (Qwen3-Next)."""
+class Projections:
+    """Two linears: queries, keys, values and gate; write and decay.
+
+    With `groups_qkvz` the columns of the first are grouped by key head, with `groups_ba` those of
+    the second (Qwen3-Next); else each kind stands for all heads in turn (Qwen 3.5).
+    """
 
     config: DeltaNet
     qkvz_proj: Linear
     ba_proj: Linear
+    groups_qkvz: bool
+    groups_ba: bool
 
     def __call__(self, hidden: Tensor) -> Projected:
         """Project hidden states [T, E]."""
-        own, n_rows = self.config, hidden.shape[0]
-        shared = own.n_value_heads // own.n_key_heads
-        values = shared * own.value_size
-        groups = self.qkvz_proj(hidden).view(n_rows, own.n_key_heads, -1)
-        parts = torch.split(groups, [own.key_size, own.key_size, values, values], -1)
-        *mixed, gate = (part.reshape(n_rows, -1) for part in parts)
-        write, decay = (
-            part.reshape(n_rows, -1)
-            for part in self.ba_proj(hidden).view(n_rows, own.n_key_heads, -1).chunk(2, -1)
-        )
-        return Projected(mixed=torch.cat(mixed, -1), gate=gate, write=write, decay=decay)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainProjections:
-    """Two linears: queries, keys, values and gate in turn; write and decay (Qwen 3.5)."""
-
-    config: DeltaNet
-    qkvz_proj: Linear
-    ba_proj: Linear
-
-    def __call__(self, hidden: Tensor) -> Projected:
-        """Project hidden states [T, E]."""
-        columns = self.qkvz_proj(hidden)
-        write, decay = self.ba_proj(hidden).chunk(2, -1)
-        width = self.config.mixed_width
+        own, columns, small = self.config, self.qkvz_proj(hidden), self.ba_proj(hidden)
+        if self.groups_qkvz:
+            values = own.value_width // own.n_key_heads
+            columns = self._by_kind(columns, [own.key_size, own.key_size, values, values])
+        if self.groups_ba:
+            small = self._by_kind(small, [own.n_value_heads // own.n_key_heads] * 2)
+        write, decay = small.chunk(2, -1)
+        width = own.mixed_width
         return Projected(
             mixed=columns[:, :width], gate=columns[:, width:], write=write, decay=decay
         )
+
+    def _by_kind(self, columns: Tensor, widths: list[int]) -> Tensor:
+        """Put columns that are grouped by key head kind by kind; `widths` are those of a group."""
+        n_rows = columns.shape[0]
+        parts = torch.split(columns.view(n_rows, self.config.n_key_heads, -1), widths, -1)
+        return torch.cat([part.flatten(1) for part in parts], -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.families.registry import parse_config
 from shardnet.model.families.stage_tensors import layer_tensors, left_over
@@ -158,3 +160,26 @@ def test_a_value_that_is_not_implemented_is_named(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         parse(raw, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"ssm.inner_size": 4097}, "ssm.inner_size 4097 is no multiple of 32 value heads"),
+        ({"nextn_predict_layers": 48}, "nextn_predict_layers is 48 of 48 layers"),
+        ({"nextn_predict_layers": -1}, "nextn_predict_layers is -1"),
+        ({"ssm.state_size": 0}, "ssm.state_size is 0"),
+    ],
+)
+def test_malformed_metadata_is_named(change: dict[str, Any], named: str) -> None:
+    metadata = {
+        "block_count": 48,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 16,
+        "ssm.time_step_rank": 32,
+        "ssm.inner_size": 4096,
+    }
+    assert read_gguf_delta_net(Fields(metadata, "x.gguf"))["linear_value_head_dim"] == 128
+    with pytest.raises(CheckpointError, match=named):
+        read_gguf_delta_net(Fields(metadata | change, "x.gguf"))
