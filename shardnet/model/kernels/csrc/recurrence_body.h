@@ -58,7 +58,8 @@ INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row
     memset(mixed, 0, (size_t)width * sizeof *mixed);
     for (int64_t tap = 0; tap < call->n_taps; tap++) {
         const float *taps = call->taps + tap * width;
-        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * value_at(call->rows, (row + tap) * width + i, is_bf16);
+        const int64_t first = (row + tap) * width;
+        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * value_at(call->rows, first + i, is_bf16);
     }
     NAME(activate)(mixed, width);
 }
