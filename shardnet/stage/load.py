@@ -154,6 +154,7 @@ def _kv_cache(
         [config.window(layer) for layer in layers],
         config.value_size,
         kv_dtype,
+        [config.state(layer) for layer in layers],
     )
 
 

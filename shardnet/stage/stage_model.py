@@ -172,13 +172,15 @@ class StageModel:
     def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
         """Split `runs` where one must not start before another has finished.
 
-        With sliding windows, a slot that grows drops positions that earlier rows still attend to.
+        With sliding windows, a slot that grows drops positions that earlier rows still attend to. A
+        state is that after one row, whatever follows.
         """
+        is_ordered = any(self._windows) or self._config.has_state
         together: list[Run] = []
         slots: set[SlotId] = set()
         for run in runs:
             own = {group.slot for group in run.batch.groups}
-            if any(self._windows) and own & slots:
+            if is_ordered and own & slots:
                 yield together
                 together, slots = [], set()
             together.append(run)

@@ -26,6 +26,7 @@ from shardnet.stage.estimate.memory_estimate import (
     head_weight_bytes,
     kv_block_bytes,
     layer_weight_bytes,
+    layers_weight_bytes,
     read_bytes_per_step,
     stage_weight_bytes,
 )
@@ -57,7 +58,7 @@ def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) 
     assert sum(stage_weight_bytes(config, part, form) for part in parts) == whole
     assert whole == (
         embedding_weight_bytes(config, form)
-        + 4 * layer_weight_bytes(config, form)
+        + sum(layers_weight_bytes(config, form))
         + head_weight_bytes(config, form)
     )
     read = sum(read_bytes_per_step(config, part, form) for part in parts)

@@ -26,7 +26,7 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
 
 _LIBRARY: Final = "_quantized.so"
-_VERSION: Final = 9
+_VERSION: Final = 10
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
