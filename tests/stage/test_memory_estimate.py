@@ -14,12 +14,12 @@ from support.rings.stage_chain import CPU
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     embedding_weight_bytes,

@@ -11,8 +11,8 @@ from support.models.checkpoints import make_decoder
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.runtime.stage.loading import kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,

@@ -124,7 +124,7 @@ class KvBlockManager:
         """Return the fewest positions to which the slot can be rewound, other than 0.
 
         A layer with a sliding window keeps at least the window and the last `REWIND_ROWS` rows
-        (model/layers/kv_cache.py); earlier positions may be gone. A state is that after the last.
+        (model/cache/kv_cache.py); earlier positions may be gone. A state is that after the last.
         """
         if self.state_slots is not None:
             return slot.n_written

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.gated_delta import GatedDeltaNet, Projected
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.rotary import Rotary
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 

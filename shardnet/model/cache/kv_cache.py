@@ -10,7 +10,7 @@ are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_
 A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
 fixed size: such a slot cannot be rewound but to its beginning.
 
-Rows are stored in the compute dtype, or quantised one by one (layers/kv_quantization.py): rows are
+Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
 """
 
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
+from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
-from shardnet.model.layers.kv_quantization import dequantize_rows, quantize_rows
-from shardnet.model.layers.slot_state import SlotState
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
 SlotAddresses = npt.NDArray[np.int64]

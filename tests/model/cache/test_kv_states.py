@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import StateShape
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.types import BLOCK_POSITIONS, SlotId
 
 SHAPE = StateShape(recent=(3, 5), recurrent=(2, 4, 6))
