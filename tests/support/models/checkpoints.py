@@ -61,7 +61,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
     "qwen3_next": DELTA_NET | SHARED_EXPERTS,
     "qwen3_5_text": DELTA_NET,
+    "qwen3_5": DELTA_NET,
     "qwen3_5_moe_text": DELTA_NET | SHARED_EXPERTS,
+    "qwen3_5_moe": DELTA_NET | SHARED_EXPERTS,
 }
 """What keeps the families with experts or linear attention small."""
 _SIGLIP = {
@@ -82,6 +84,8 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
     "qwen3_vl": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    "qwen3_5": _QWEN_EYES | {"out_hidden_size": 48},
+    "qwen3_5_moe": _QWEN_EYES | {"out_hidden_size": 48},
 }
 """The `vision_config` of multimodal checkpoints, as small as it goes."""
 VOCAB_SIZE = 320

@@ -132,7 +132,9 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "linear_num_value_heads": 2},
+    "qwen3_5": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
-SELDOM = ["qwen2_vl"]
+SELDOM = ["qwen2_vl", "qwen3_5"]
 """Cases that another one nearly is."""
