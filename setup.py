@@ -37,6 +37,7 @@ class PlatformWheel(bdist_wheel):
 
 
 FOLDER = "shardnet/model/kernels/csrc"
+SOURCES = ("linear", "sublayers", "pack", "panels", "recurrence")
 
 flags = ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-Wno-psabi"]
 """Sums are written in the order in which registers hold them: reassociated they would not fit."""
@@ -49,7 +50,7 @@ setup(
     ext_modules=[
         Extension(
             "shardnet.model.kernels._quantized",
-            sources=[f"{FOLDER}/{name}.c" for name in ("linear", "sublayers", "pack", "panels")],
+            sources=[f"{FOLDER}/{name}.c" for name in SOURCES],
             depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
             extra_compile_args=flags,
             libraries=[] if sys.platform == "win32" else ["m"],

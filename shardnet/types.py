@@ -42,6 +42,13 @@ Its layers keep their window and so many rows (design decision 6).
 """
 
 
+STATE_SLOTS = 8
+"""Slots, warm ones included, of a model whose layers keep a state: each takes room for all of it.
+
+How long its sequence is makes no difference, so that room for states is not booked in blocks.
+"""
+
+
 _Names = TypeVar("_Names", bound=enum.Enum)
 
 

@@ -43,7 +43,7 @@ ROOMS: dict[str, list[str]] = {
     "guard": [""],
     "wire": ["framing", "messages", "payloads", "connection"],
     "transport": [""],
-    "model": ["config", "kernels", "layers", "fused", "families", "sampling"],
+    "model": ["config", "kernels", "cache", "layers", "fused", "families", "sampling"],
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", ""],
     "stage": ["estimate", "streaming", ""],

@@ -13,6 +13,7 @@ from bench_steps import make_step
 from cuda_device import Gpu
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.load_stage import load_family_stage
@@ -20,7 +21,6 @@ from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, make_quantized, probe
 from shardnet.model.kernels.quantized_linear import quantized
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow

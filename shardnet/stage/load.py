@@ -16,6 +16,7 @@ import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
@@ -23,7 +24,6 @@ from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
@@ -154,6 +154,7 @@ def _kv_cache(
         [config.window(layer) for layer in layers],
         config.value_size,
         kv_dtype,
+        [config.state(layer) for layer in layers],
     )
 
 

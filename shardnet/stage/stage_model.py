@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ShardnetError, UsageError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import LayerRange, MicroBatch, RoutingShape, SlotId
@@ -172,13 +172,15 @@ class StageModel:
     def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
         """Split `runs` where one must not start before another has finished.
 
-        With sliding windows, a slot that grows drops positions that earlier rows still attend to.
+        With sliding windows, a slot that grows drops positions that earlier rows still attend to. A
+        state is that after one row, whatever follows.
         """
+        is_ordered = any(self._windows) or self._config.has_state
         together: list[Run] = []
         slots: set[SlotId] = set()
         for run in runs:
             own = {group.slot for group in run.batch.groups}
-            if any(self._windows) and own & slots:
+            if is_ordered and own & slots:
                 yield together
                 together, slots = [], set()
             together.append(run)

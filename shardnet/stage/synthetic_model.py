@@ -16,13 +16,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -33,6 +33,7 @@ from shardnet.stage.estimate.memory_estimate import (
     kv_block_bytes,
     layer_weight_bytes,
     stage_weight_bytes,
+    state_bytes,
 )
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -127,6 +128,7 @@ def synthetic_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = K
         stage_weight_bytes(sample, whole, form)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
+        + state_bytes(sample, whole, dtype)
         + packing
     )
 
@@ -159,8 +161,9 @@ class SyntheticModel:
             CONTEXT // BLOCK_POSITIONS,
             value_size=sample.value_size,
             kv_dtype=kv_dtype,
+            states=[sample.state(layer) for layer in layers],
         )
-        self._kv.ensure(_SLOT, CONTEXT)
+        self._kv.ensure(_SLOT, CONTEXT, CONTEXT)
         for layer in layers:
             for cached in self._kv.layer(_SLOT, layer):
                 cached.zero_()
@@ -180,6 +183,7 @@ class SyntheticModel:
         position = POSITION if n_rows == 1 else 0
         self._n_steps += 1
         batch = _batch(position, n_rows, self._vocab_size, self._n_steps)
+        self._kv.assume_end(_SLOT, position)
         began = self._now()
         step = plan_step(batch, self._kv, CONTEXT, self._dtype, self._windows)
         planned = self._now()

@@ -16,6 +16,8 @@ from support.rings.stage_chain import CPU, Rows, StageChain, random_prompt
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.kv_quantization import quantize_rows
 from shardnet.model.config.model_config import Activation
 from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
@@ -27,8 +29,6 @@ from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import AttentionKind, ForwardStep, plan_step
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
-from shardnet.model.layers.kv_cache import KvCache
-from shardnet.model.layers.kv_quantization import quantize_rows
 from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary

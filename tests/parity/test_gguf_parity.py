@@ -106,6 +106,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"norm_topk_prob": True, "num_hidden_layers": 3, "head_dim": 10},
         {},
     ),
+    "qwen3_next": ({}, {}),
+    "qwen3_5_text": (
+        {"full_attention_interval": 2, "linear_num_value_heads": 6, "tie_word_embeddings": True},
+        {},
+    ),
+    "qwen3_5_moe_text": (
+        {},
+        {
+            "feed_forward_length": None,
+            "block_count": 5,
+            "nextn_predict_layers": 1,  # the last layer, which is left out
+            "extra": {"blk.4.nextn.eh_proj.weight": np.zeros((4, 8), np.float32)},
+        },
+    ),
     "gpt_oss": ({"num_hidden_layers": 3, "sliding_window": 20}, {}),
     "phi3": (
         {

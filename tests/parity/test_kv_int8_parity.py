@@ -55,8 +55,8 @@ def load(folder: Path, n_stages: int = 1, choice: KernelChoice | None = None) ->
 class GivenCache(DynamicCache):
     """Answers with the keys and values of a stage's cache, and holds them against what comes."""
 
-    def __init__(self, chain: StageChain, config: ModelConfig) -> None:
-        super().__init__()
+    def __init__(self, chain: StageChain, config: ModelConfig, theirs: Any) -> None:
+        super().__init__(config=theirs if config.has_state else None)
         self.kv = chain.stages[0].kv
         self.config = config
 
@@ -124,7 +124,7 @@ def test_logits_are_those_of_transformers_with_these_keys_and_values(
     (logits,) = chain.generate([prompt], 5)
     ids = prompt + logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
     config = Checkpoint.open(folder).config
-    expected = given_logits(reference, GivenCache(chain, config), ids)
+    expected = given_logits(reference, GivenCache(chain, config, reference.config), ids)
     torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
     plain = reference_logits(reference, ids)
     error = float((logits - plain).norm() / plain.norm())

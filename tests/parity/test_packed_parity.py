@@ -57,6 +57,12 @@ CASES: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
         {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
         {"exps.weight": "MXFP4", "attn_q": "Q8_0"},
     ),
+    "qwen3_next": (  # what steers the recurrence is stored packed, and computed as values
+        {"hidden_size": 64, "linear_value_head_dim": 16, "num_hidden_layers": 2}
+        | {"moe_intermediate_size": 32, "full_attention_interval": 2},
+        {"attn_qkv": "Q4_0", "attn_gate": "Q8_0", "ssm_out": "Q5_0", "ssm_ba": "Q8_0"}
+        | {"attn_q.": "Q8_0", "gate_exps": "Q4_0", "down_exps": "Q5_1", "shexp": "Q8_0"},
+    ),
     "gemma2": (
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "hidden_size": 96}
         | {"num_hidden_layers": 2},

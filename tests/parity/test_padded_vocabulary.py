@@ -43,6 +43,7 @@ class Stages:
     context: int = 512
     window: int | None = None
     routing: RoutingShape | None = None
+    state_slots: int | None = None
     exact_rows: int = 1
 
 

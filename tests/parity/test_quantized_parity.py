@@ -33,10 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20},
     "qwen2_moe": {"num_hidden_layers": 2, "seed": 3},
     "gpt_oss": {"num_hidden_layers": 2},
+    "qwen3_5_text": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "deepseek_v2": {"num_hidden_layers": 2},
     "gpt2": {},
 }
-KEPT = ("shared_expert_gate", "kv_b_proj")
+KEPT = ("shared_expert_gate", "kv_b_proj", "in_proj_a", "in_proj_b")
 """Products whose weights stay as they are."""
 
 

@@ -25,12 +25,15 @@ def save_stacked(source: Path, family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", cases(["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"], ["deepseek_v3"])
+    "family",
+    cases(
+        ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "qwen3_5_moe_text"], ["deepseek_v3"]
+    ),
 )
 def test_stacked_experts_run_as_those_of_their_own(family: str, tmp_path: Path) -> None:
-    source = make_decoder(tmp_path / "source", family, with_tokenizer=False, num_hidden_layers=3)
+    source = make_decoder(tmp_path / "source", family, with_tokenizer=False, num_hidden_layers=4)
     folder = save_stacked(source, family, tmp_path / "stacked")
-    chain = StageChain.load(folder, even_split(3, 2))
+    chain = StageChain.load(folder, even_split(4, 2))
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, load_reference(source), prompts, 8)
     one, other = Checkpoint.open(folder), Checkpoint.open(source)

@@ -14,18 +14,19 @@ from support.rings.stage_chain import CPU
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     embedding_weight_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_weight_bytes,
+    layers_weight_bytes,
     read_bytes_per_step,
     stage_weight_bytes,
 )
@@ -57,7 +58,7 @@ def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) 
     assert sum(stage_weight_bytes(config, part, form) for part in parts) == whole
     assert whole == (
         embedding_weight_bytes(config, form)
-        + 4 * layer_weight_bytes(config, form)
+        + sum(layers_weight_bytes(config, form))
         + head_weight_bytes(config, form)
     )
     read = sum(read_bytes_per_step(config, part, form) for part in parts)

@@ -185,6 +185,7 @@ class Clients:
             message.draft_tokens,
             vocab_size=spec.vocab_size,
             context=spec.context,
+            has_state=spec.has_state,
         )
         request = GenerationRequest(
             prompt=tuple(prompt),

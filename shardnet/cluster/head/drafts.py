@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
 from shardnet.runtime.stage.loading import Stamp, find_folder, stamp
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
@@ -46,18 +46,20 @@ class Drafts:
         self._key: tuple[object, ...] = ()
 
     async def speculation(
-        self, how: str, most: int, *, vocab_size: int, context: int
+        self, how: str, most: int, *, vocab_size: int, context: int, has_state: bool
     ) -> Speculation | None:
         """Make the speculation that `how` asks for: off, ngram or the path of a draft model.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
-        Raises UsageError if `most` is above 31, and what loading a draft model raises.
+        `has_state` says whether layers of the model keep a state. Raises UsageError if `most` is
+        above 31 and where slots cannot be rewound, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
         most = most or MAX_DRAFT_TOKENS
         if how == OFF:
             return None
+        check_drafts(has_state=has_state)
         if how == NGRAM:
             return Speculation(make_draft_source=lambda wake: NgramDrafts(), most=most)
         model = await self._load(how, vocab_size, context)

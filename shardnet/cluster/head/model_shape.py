@@ -25,6 +25,7 @@ from shardnet.stage.estimate.memory_estimate import (
     layer_scratch_bytes,
     layer_stream_bytes,
     layers_weight_bytes,
+    state_bytes,
     tied_weight_bytes,
     waiting_bytes,
 )
@@ -91,6 +92,7 @@ def model_shape(
         kv_block_bytes=weights.kv_block_bytes,
         activation_bytes=weights.activation_bytes,
         activation_position_bytes=weights.activation_position_bytes,
+        state_bytes=weights.state_bytes,
         layer_read_bytes=layer_read_bytes(config, form),
         tied_bytes=weights.tied_bytes,
         streaming=Streaming(
@@ -116,6 +118,7 @@ def _quantized_sizes(
 ) -> QuantizedSizes:
     """Compute the sizes that quantisation can change. `flags` ask for what `form` has."""
     one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
+    each_layer = [LayerRange(layer, layer + 1) for layer in range(config.n_layers)]
 
     def activation_bytes(positions: int) -> int:
         rows = PREFILL_CHUNK_ROWS
@@ -131,7 +134,8 @@ def _quantized_sizes(
         spared_bytes=_spared(layers),
         head_bytes=head_weight_bytes(config, form),
         tied_bytes=tied_weight_bytes(form),
-        kv_block_bytes=kv_block_bytes(config, one_layer, dtype, kv_dtype),
+        kv_block_bytes=max(kv_block_bytes(config, n, dtype, kv_dtype) for n in each_layer),
+        state_bytes=max(state_bytes(config, n, dtype) for n in each_layer),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )

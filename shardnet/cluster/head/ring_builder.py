@@ -162,5 +162,6 @@ def ring_spec(plan: Plan) -> RingSpec:
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
         window=plan.facts.config.smallest_window,
+        has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
     )

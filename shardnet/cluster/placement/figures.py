@@ -45,6 +45,7 @@ class QuantizedSizes:
     kv_block_bytes: int
     activation_bytes: int
     activation_position_bytes: int
+    state_bytes: int = 0
     spared_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
 
@@ -73,7 +74,8 @@ class ModelShape:
     `layer_read_bytes` is what one row reads of a layer, None if that is all of it; it is less if
     there are experts. `layer_bytes` is the size of the largest layer, and `spared_bytes` how much
     less each one takes, () if all are equal. A stage with both embedding and LM head takes
-    `tied_bytes` less than the two.
+    `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer that keeps
+    states, which then has no KV blocks; 0 where no layer does.
     `streaming` is None if weights have to be converted on loading, so cannot be streamed.
     """
 
@@ -91,6 +93,7 @@ class ModelShape:
     spared_bytes: tuple[int, ...] = ()
     streaming: Streaming | None = None
     tied_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def n_blocks(self) -> int:
@@ -99,8 +102,8 @@ class ModelShape:
 
     @property
     def kv_layer_bytes(self) -> int:
-        """One layer's KV cache for one sequence of the whole context."""
-        return self.n_blocks * self.kv_block_bytes
+        """One layer's KV cache for one sequence of the whole context, or its states if larger."""
+        return max(self.n_blocks * self.kv_block_bytes, self.state_bytes)
 
     @property
     def whole(self) -> LayerRange:
@@ -124,6 +127,7 @@ class ModelShape:
             activation_position_bytes=sizes.activation_position_bytes,
             spared_bytes=sizes.spared_bytes,
             tied_bytes=sizes.tied_bytes,
+            state_bytes=sizes.state_bytes,
             quantized_sizes=(),
         )
 

@@ -20,7 +20,7 @@ from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.transport.loop import finish
-from shardnet.types import DType, Epoch, LayerRange, RoutingShape, WireDType
+from shardnet.types import STATE_SLOTS, DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
@@ -67,6 +67,8 @@ class RingSpec:
     vocab_size: int
     window: int | None
     """The smallest sliding window of the model's layers."""
+    has_state: bool
+    """Whether layers keep a state, which cannot be rewound."""
     routing: RoutingShape | None
     """How many experts route each token, None for a dense model."""
 
@@ -247,6 +249,7 @@ class Ring:
             context=self.spec.context,
             max_slots=MAX_SLOTS,
             window=self.spec.window,
+            state_slots=STATE_SLOTS if self.spec.has_state else None,
             limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
         )
         return Engine(

@@ -26,6 +26,7 @@ def read_decoder(
     max_positions: int = 2048,
     norm_eps: float = 1e-6,
     head_size: int | None = None,
+    intermediate_size: int | None = None,
     activation_key: str = "hidden_act",
     activation: str = "silu",
     is_tied: bool = False,
@@ -34,10 +35,10 @@ def read_decoder(
     """Read a config with Llama's keys, without biases, windows or experts.
 
     The arguments are what transformers takes where a key is missing. `n_kv_heads` None stands for
-    as many as heads, `head_size` None for the hidden size divided by the heads. `rope` reads the
-    rotary positions, given `fields`, the number of positions and the head size. Raises
-    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
-    implemented.
+    as many as heads, `head_size` None for the hidden size divided by the heads,
+    `intermediate_size` None for no default. `rope` reads the rotary positions, given `fields`, the
+    number of positions and the head size. Raises CheckpointError for a missing or malformed key,
+    UnsupportedModelError for a value that is not implemented.
     """
     hidden_size = fields.positive("hidden_size")
     n_heads = fields.positive("num_attention_heads")
@@ -56,7 +57,9 @@ def read_decoder(
         n_heads=n_heads,
         n_kv_heads=kv_heads,
         head_size=size,
-        intermediate_size=fields.positive("intermediate_size"),
+        intermediate_size=fields.positive(
+            "intermediate_size", *([] if intermediate_size is None else [intermediate_size])
+        ),
         vocab_size=fields.positive("vocab_size"),
         max_positions=reach(rotary, positions),
         norm_eps=fields.positive_number("rms_norm_eps", norm_eps),

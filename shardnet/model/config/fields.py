@@ -163,7 +163,7 @@ predict_special_tokens return_dict return_dict_in_generate summary_activation
 summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_cache"""
 
 _FURTHER_AHEAD = """
-mtp_num_hidden_layers num_mtp_layers num_nextn_predict_layers"""
+mtp_num_hidden_layers mtp_use_dedicated_embeddings num_mtp_layers num_nextn_predict_layers"""
 
 _SAME_MATHS = """
 chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""

@@ -19,13 +19,20 @@ LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS: Final = (FREQS, LONG, SHORT)
 
 
-def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf_decoder(
+    fields: Fields,
+    tensors: Container[str],
+    factors: Factors,
+    *,
+    intermediate_size: int | None = None,
+) -> dict[str, Any]:
     """Read what all architectures but GPT-2's say in the same words, as config.json would.
 
-    `tensors` are the names in the file. Raises CheckpointError for a missing or malformed key,
-    UnsupportedModelError for a value that is not implemented.
+    `tensors` are the names in the file, `intermediate_size` is a default, None for none. Raises
+    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
+    implemented.
     """
-    config = read_gguf_sizes(fields, factors)
+    config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size)
     n_heads = config["num_attention_heads"]
     even = config["hidden_size"] // n_heads
     head_size = fields.positive("attention.key_length", even)
@@ -44,13 +51,17 @@ def read_gguf_decoder(fields: Fields, tensors: Container[str], factors: Factors)
     )
 
 
-def read_gguf_sizes(fields: Fields, factors: Factors) -> dict[str, Any]:
+def read_gguf_sizes(
+    fields: Fields, factors: Factors, *, intermediate_size: int | None = None
+) -> dict[str, Any]:
     """Read what does not depend on how heads are laid out. Raises as `read_gguf_decoder`."""
     return {
         "num_hidden_layers": fields.positive("block_count"),
         "max_position_embeddings": fields.positive("context_length"),
         "hidden_size": fields.positive("embedding_length"),
-        "intermediate_size": fields.positive("feed_forward_length"),
+        "intermediate_size": fields.positive(
+            "feed_forward_length", *([] if intermediate_size is None else [intermediate_size])
+        ),
         "num_attention_heads": fields.positive("attention.head_count"),
         "rms_norm_eps": fields.positive_number("attention.layer_norm_rms_epsilon"),
         "rope_theta": fields.positive_number("rope.freq_base", 10000.0),
@@ -73,6 +84,28 @@ def read_gguf_experts(fields: Fields) -> dict[str, Any]:
         "num_local_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "sliding_window": None,
+    }
+
+
+def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[str, Any]:
+    """Read the sizes of gated DeltaNets, as config.json would say them.
+
+    With `takes_turns` value heads take turns over the key heads, where transformers has those of
+    one key head side by side. The gate is a linear of its own.
+    """
+    inner, n_heads = fields.positive("ssm.inner_size"), fields.positive("ssm.time_step_rank")
+    if inner % n_heads:
+        raise fields.damaged(f"ssm.inner_size {inner} is no multiple of {n_heads} value heads")
+    fields.ignore("rope.dimension_sections")  # of images: in text all follow the position
+    return {
+        "linear_conv_kernel_dim": fields.positive("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.positive("ssm.state_size"),
+        "linear_num_key_heads": fields.positive("ssm.group_count"),
+        "linear_num_value_heads": n_heads,
+        "linear_value_head_dim": inner // n_heads,
+        "linear_heads_take_turns": takes_turns,
+        "linear_gate_is_split": True,
+        "full_attention_interval": fields.positive("full_attention_interval", 4),
     }
 
 

@@ -17,5 +17,8 @@ MAX_EXPERTS = 32767
 MAX_LAYER_EXPERTS = 1 << 16
 """Most experts that a config may claim in all layers together; Kimi-K2 has 23 040."""
 
+MAX_STATE_COLUMNS = 1 << 22
+"""Most numbers in the state of one layer that a config may claim; Qwen3.5-397B has 1 048 576."""
+
 GRAPH_BUCKETS = (1, 2, 4, 8, 16, 32)
 """Row counts for which decode steps are captured on CUDA (fused/decode_graphs.py)."""

@@ -7,6 +7,7 @@ families' readers read, nor tensors: it imports no torch.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 
 from shardnet.types import DType, LayerRange, RoutingShape
@@ -136,6 +137,65 @@ class MixedPositions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What a layer keeps of a slot that is no key or value: the state after its last position.
+
+    `recent` [positions, columns] are the last inputs of a convolution, in the compute dtype;
+    `recurrent` [heads, columns of a key, columns of a value] is a matrix for each head, in float32.
+    """
+
+    recent: tuple[int, int]
+    recurrent: tuple[int, int, int]
+
+    def size_bytes(self, dtype: DType) -> int:
+        """Return the bytes of one slot's state in a layer that computes in `dtype`."""
+        return math.prod(self.recent) * dtype.size_bytes + 4 * math.prod(self.recurrent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated DeltaNet (arXiv 2412.06464), which replaces attention in some layers.
+
+    Each of `n_key_heads` serves the same number of `n_value_heads`: consecutive ones, or with
+    `takes_turns` every `n_key_heads`-th. Queries, keys and values pass a convolution over `n_taps`
+    positions. `layers` are the absolute numbers of the layers that have it. With
+    `has_split_gate` the gate is no part of the linear of queries, keys and values.
+    """
+
+    n_key_heads: int
+    n_value_heads: int
+    key_size: int
+    value_size: int
+    n_taps: int
+    layers: tuple[int, ...]
+    takes_turns: bool = False
+    has_split_gate: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """Columns of all keys of a position, and of all queries."""
+        return self.n_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Columns of all values of a position, and of all outputs."""
+        return self.n_value_heads * self.value_size
+
+    @property
+    def mixed_width(self) -> int:
+        """Columns of the convolution: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state(self) -> StateShape:
+        """What a layer keeps of a slot."""
+        return StateShape(
+            recent=(self.n_taps - 1, self.mixed_width),
+            recurrent=(self.n_value_heads, self.key_size, self.value_size),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The maths of one model.
 
@@ -152,6 +212,8 @@ class ModelConfig:
     end with the first one.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
+    With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width.
+    Attention is in all layers but those of `delta_net`.
     """
 
     family: str
@@ -182,8 +244,10 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
     has_sinks: bool = False
+    has_gates: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
     mixed: MixedPositions | None = None
     chunk: int | None = None
     wrapper: str = ""
@@ -228,6 +292,16 @@ class ModelConfig:
         """Columns of a cached value, 0 where it is a part of the key."""
         return 0 if self.latent else self.head_size
 
+    @property
+    def has_state(self) -> bool:
+        """Whether layers keep a state that cannot be rewound."""
+        return self.delta_net is not None
+
+    def state(self, layer: int) -> StateShape | None:
+        """What the absolute `layer` keeps instead of keys and values, None where it has these."""
+        own = self.delta_net
+        return own.state if own is not None and layer in own.layers else None
+
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
@@ -256,12 +330,22 @@ class ModelConfig:
     def thinned(self, n_layers: int) -> ModelConfig:
         """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
-        experts, mixed = self.experts, self.mixed
+        experts, mixed, delta_net = self.experts, self.mixed, self.delta_net
         if experts is not None:
             sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
             experts = replace(experts, layers=sparse)
         if mixed is not None:
             nope = tuple(n for n, layer in enumerate(kept) if layer in mixed.nope_layers)
             mixed = replace(mixed, nope_layers=nope)
+        if delta_net is not None:
+            linear = tuple(n for n, layer in enumerate(kept) if layer in delta_net.layers)
+            delta_net = replace(delta_net, layers=linear)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
-        return replace(self, n_layers=n_layers, windows=windows, experts=experts, mixed=mixed)
+        return replace(
+            self,
+            n_layers=n_layers,
+            windows=windows,
+            experts=experts,
+            mixed=mixed,
+            delta_net=delta_net,
+        )

@@ -29,18 +29,21 @@ def read_rope(
     may_be_partial: bool = False,
     original: int | None = None,
     theta: float = 10000.0,
+    share: float = 1.0,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    `aliases` are a family's other names of kinds. `original`, the positions trained with, and the
-    base `theta` are defaults. `partial_rotary_factor` is refused unless `may_be_partial`. Raises
-    CheckpointError for a malformed value, UnsupportedModelError for one that is not implemented.
+    `aliases` are a family's other names of kinds. `original`, the positions trained with, the base
+    `theta` and the rotated `share` are defaults. `partial_rotary_factor` is refused unless
+    `may_be_partial`. The object's keys `ignored` change nothing for text. Raises CheckpointError
+    for a malformed value, UnsupportedModelError for one that is not implemented.
     """
     inner = rope_object(fields)
+    inner.ignore(*ignored)
     theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", theta))
-    share = 1.0
     if may_be_partial:
-        outer_share = fields.positive_number("partial_rotary_factor", 1.0)
+        outer_share = fields.positive_number("partial_rotary_factor", share)
         share = inner.positive_number("partial_rotary_factor", outer_share)
     else:
         fields.require("partial_rotary_factor", 1.0)

@@ -76,5 +76,6 @@ FAMILY = Family(
         architecture="deepseek2",
         claims=deepseek_v2.has_sigmoid,
         read=deepseek_v2.read_gguf,
+        renamed=(("correction_bias", "correction.bias"),),
     ),
 )

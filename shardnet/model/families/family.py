@@ -112,8 +112,9 @@ class GgufFormat:
     `read` says what config.json would, given these keys, the names of the file's tensors and the
     factors of rotary frequencies. `interleaved_rotary`: the rows of queries and keys that rotate
     together stand side by side. `transposed` begins the names of matrices that are stored
-    transposed, "" for none. That norms are stored with the model's `norm_offset` added holds for
-    all families.
+    transposed, "" for none. Norms are stored with the model's `norm_offset` added in all families,
+    except those whose names end in `plain_norm`. Names end in `decay` where minus the exponential
+    is stored. `renamed` has endings of names that the converter replaces before it looks names up.
     """
 
     architecture: str
@@ -122,6 +123,9 @@ class GgufFormat:
     read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
     interleaved_rotary: bool = False
     transposed: str = ""
+    plain_norm: str | None = None
+    decay: str | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

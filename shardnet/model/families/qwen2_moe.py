@@ -25,6 +25,7 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import SparseMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 EXPERTS = ExpertNames()
@@ -72,27 +73,45 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
     experts = config.layer_experts(layer)
     if experts is None:
         return qwen2.layer_tensors(config, layer)
-    mlp = f"model.layers.{layer}.mlp"
     return (
         attention(config, layer, output_bias=False)
-        | sparse_mlp(config, layer, EXPERTS)
+        | shared_mlp(config, layer, experts)
+        | pre_norms(config, layer)
+    )
+
+
+def shared_mlp(config: ModelConfig, layer: int, experts: Experts) -> Table:
+    """Name the router, its experts, the shared one and its gate."""
+    mlp = f"model.layers.{layer}.mlp"
+    return (
+        sparse_mlp(config, layer, EXPERTS)
         | gated(config, f"{mlp}.shared_expert", experts.shared_intermediate_size)
         | {f"{mlp}.shared_expert_gate.weight": (1, config.hidden_size)}
-        | pre_norms(config, layer)
     )
 
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.expert_mlps import SharedExpert
-    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+    from shardnet.model.layers.modules import SelfAttention
 
     experts = config.layer_experts(layer)
     if experts is None:
         return llama.load_layer(config, weights, layer)
+    self_attn = SelfAttention.load(config, weights, layer)
+    sparse = load_shared_mlp(config, weights, layer, experts)
+    return llama.pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+def load_shared_mlp(
+    config: ModelConfig, weights: WeightSource, layer: int, experts: Experts
+) -> SparseMlp:
+    """Take the parameters of `shared_mlp`."""
+    from shardnet.model.layers.expert_mlps import SharedExpert
+    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
+
     mlp = f"model.layers.{layer}.mlp"
-    sparse = SparseMlp(
+    return SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
         shared=SharedExpert(
@@ -100,8 +119,6 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             gate=weights.linear(f"{mlp}.shared_expert_gate", precise=True),
         ),
     )
-    self_attn = SelfAttention.load(config, weights, layer)
-    return llama.pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

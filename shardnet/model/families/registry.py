@@ -29,7 +29,10 @@ from shardnet.model.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from shardnet.model.families.family import Family
 from shardnet.model.families.wrappers import WRAPPERS
@@ -50,6 +53,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mixtral,
         qwen2_moe,
         qwen3_moe,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
         gpt_oss,
         deepseek_v2,
         deepseek_v3,

@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 
-_KEPT = ("gate.weight", ".router.weight", ".kv_b_proj.weight")
+_KEPT = (
+    *("gate.weight", ".router.weight", ".kv_b_proj.weight"),
+    *(".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight"),
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -84,8 +87,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def is_quantizable(name: str, shape: Shape) -> bool:
     """Whether a parameter of a layer or a head is quantised where weights are.
 
-    The weights of linears are; norms, biases, routers and matrices that are multiplied per head
-    (DeepSeek's `kv_b_proj`) are not.
+    The weights of linears are; norms, biases, routers, matrices that are multiplied per head
+    (DeepSeek's `kv_b_proj`) and what steers a recurrence (`in_proj_a`, `in_proj_b`) are not.
     """
     return len(shape) == 2 and name.endswith(".weight") and not name.endswith(_KEPT)
 

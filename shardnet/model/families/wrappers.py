@@ -146,6 +146,20 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             defaults={"norm_topk_prob": True},
             has_position_axes=True,
         ),
+        Wrapper(
+            model_type="qwen3_5",
+            architecture="Qwen3_5ForConditionalGeneration",
+            family="qwen3_5_text",
+            text_types=("qwen3_5_text",),
+            has_position_axes=True,
+        ),
+        Wrapper(
+            model_type="qwen3_5_moe",
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            family="qwen3_5_moe_text",
+            text_types=("qwen3_5_moe_text",),
+            has_position_axes=True,
+        ),
     )
 }
 """By `model_type`."""

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.fused.structs import (
     AFTER,
     ATTEND,
@@ -32,7 +33,6 @@ from shardnet.model.kernels.library import SCRATCH, NativeKernels
 from shardnet.model.kernels.linear import NativeLinear
 from shardnet.model.layers.attention import ForwardStep, attend_chunk, attention
 from shardnet.model.layers.decoder_layer import Residual
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary

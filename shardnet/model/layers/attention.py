@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_cache import KvCache, SlotAddresses
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
-from shardnet.model.layers.kv_cache import KvCache, SlotAddresses
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 

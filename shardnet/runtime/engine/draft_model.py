@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CheckpointError, ShardnetError
+from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.stage.executor import Executor
@@ -152,7 +152,8 @@ def load_draft_model(
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
     Runs on a loading thread. `vocab_size` is the ring's. Raises
-    CheckpointError for a model of another vocabulary, CapacityError when it does not fit.
+    CheckpointError for a model of another vocabulary, UnsupportedModelError for one that cannot be
+    rewound, CapacityError when it does not fit.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
@@ -161,6 +162,12 @@ def load_draft_model(
             f"--speculate {path}: the draft model has {config.vocab_size} token ids, the model of "
             f"the ring {vocab_size}",
             remedy="name a smaller model of the same family",
+        )
+    if config.has_state:
+        raise UnsupportedModelError(
+            f"--speculate {path}: its layers keep a state that cannot be rewound when drafts are "
+            "rejected, so it cannot draft",
+            remedy="name a draft model with attention in every layer",
         )
     layers = LayerRange(0, config.n_layers)
     kind = torch.device(device)

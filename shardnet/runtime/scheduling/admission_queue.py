@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shardnet.errors import BusyError, CapacityError, UsageError
+from shardnet.runtime.scheduling.drafting import check_drafts
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
 from shardnet.runtime.scheduling.sequences import (
     Instruction,
@@ -55,6 +56,7 @@ class AdmissionQueue:
     max_slots: int
     max_waiting: int
     window: int | None
+    state_slots: int | None
     chunk_rows: int
     book: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
@@ -71,14 +73,17 @@ class AdmissionQueue:
             room_blocks=self.room_blocks,
             most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.context), share),
             window=self.window,
+            state_slots=self.state_slots,
         )
+        if self.state_slots is not None:
+            self.max_slots = min(self.max_slots, self.state_slots)
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
 
-        Raises UsageError for an empty prompt or a negative `max_tokens`, CapacityError if the
-        prompt fills the context or prompt and output could never fit the KV room, BusyError if
-        `max_waiting` requests wait.
+        Raises UsageError for an empty prompt, a negative `max_tokens`, or drafts where layers keep
+        a state, CapacityError if the prompt fills the context or prompt and output could never fit
+        the KV room, BusyError if `max_waiting` requests wait.
         """
         n_prompt = len(request.prompt)
         if n_prompt == 0:
@@ -87,6 +92,8 @@ class AdmissionQueue:
             )
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
+        if request.drafter is not None:
+            check_drafts(has_state=self.state_slots is not None)
         if n_prompt + min(request.max_tokens, 1) > self.context:
             raise CapacityError(
                 f"the prompt has {n_prompt} tokens and the context holds {self.context}",
@@ -143,9 +150,9 @@ class AdmissionQueue:
 
     def _prefix_is_coming(self, sequence: LiveSequence, least_rows: int) -> bool:
         """Say whether a running prompt will soon hold `least_rows` more of this prefix than any
-        slot.
+        slot. Where layers keep a state none counts: it will have gone beyond the prefix.
         """
-        if sequence.request.whole_prompt:
+        if sequence.request.whole_prompt or self.state_slots is not None:
             return False
         held = self.book.prefix(sequence.tokens)
         n_held = held.n_kept if held is not None else 0

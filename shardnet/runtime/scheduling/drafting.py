@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shardnet.errors import UsageError
 from shardnet.runtime.scheduling.step_cost import StepCost
 
 MAX_DRAFT_TOKENS = 31
@@ -17,6 +18,16 @@ MAX_DRAFT_TOKENS = 31
 
 _PROBE_EVERY = 16
 """A drafter that does not pay proposes one token again at every so many opportunities."""
+
+
+def check_drafts(*, has_state: bool) -> None:
+    """Raise UsageError where layers keep a state: rejected drafts could not be rewound."""
+    if has_state:
+        raise UsageError(
+            "--speculate: layers of this model keep a state that cannot be rewound when drafts are "
+            "rejected",
+            remedy="leave --speculate off",
+        )
 
 
 class DraftSource(Protocol):

@@ -70,12 +70,15 @@ class KvBlockManager:
 
     `window` is the smallest sliding window of the model's layers, None where none has one: such
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
-    Warm slots hold at most `most_warm_blocks` together, None for all of the room.
+    `state_slots` is the most slots, warm ones included, of a model whose layers keep a state, None
+    where none does: such a slot can be continued from its end only. Warm slots hold at most
+    `most_warm_blocks` together, None for all of the room.
     """
 
     room_blocks: int
     most_warm_blocks: int | None = None
     window: int | None = None
+    state_slots: int | None = None
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
     _slots: dict[SlotId, Slot] = field(default_factory=dict)
@@ -121,8 +124,10 @@ class KvBlockManager:
         """Return the fewest positions to which the slot can be rewound, other than 0.
 
         A layer with a sliding window keeps at least the window and the last `REWIND_ROWS` rows
-        (model/layers/kv_cache.py); earlier positions may be gone.
+        (model/cache/kv_cache.py); earlier positions may be gone. A state is that after the last.
         """
+        if self.state_slots is not None:
+            return slot.n_written
         if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
             return 0
         return slot.n_written - REWIND_ROWS
@@ -143,7 +148,7 @@ class KvBlockManager:
             return self._continue(prefix, n_blocks)
         if n_blocks > room_beside:
             return self.start_empty(n_blocks)
-        given_up = self._make_room(n_blocks, spare=source)
+        given_up = self._make_room(n_blocks, n_slots=1, spare=source)
         source.n_shared += 1
         self._touch(source)
         slot = self._new(n_blocks)
@@ -153,7 +158,7 @@ class KvBlockManager:
 
     def start_empty(self, n_blocks: int) -> Start:
         """Assign an empty slot with `n_blocks` blocks, which must be available."""
-        given_up = self._make_room(n_blocks)
+        given_up = self._make_room(n_blocks, n_slots=1)
         return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
 
     def grow(self, slot: Slot, n_positions: int) -> tuple[Slot, ...] | None:
@@ -205,17 +210,23 @@ class KvBlockManager:
         self._book(slot, n_blocks)
         return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)
 
-    def _make_room(self, n_blocks: int, *, spare: Slot | None = None) -> tuple[Slot, ...]:
-        """Drop warm slots until `n_blocks` blocks are free; return those dropped."""
+    def _make_room(
+        self, n_blocks: int, *, n_slots: int = 0, spare: Slot | None = None
+    ) -> tuple[Slot, ...]:
+        """Drop warm slots until `n_blocks` and `n_slots` more are free; return those dropped."""
         given_up = []
         for slot in self.warm():
-            if self.room_blocks - self._booked >= n_blocks:
+            if self._has_room(n_blocks, n_slots):
                 break
             if slot is not spare:
                 self.drop(slot)
                 given_up.append(slot)
-        assert self.room_blocks - self._booked >= n_blocks
+        assert self._has_room(n_blocks, n_slots)
         return tuple(given_up)
+
+    def _has_room(self, n_blocks: int, n_slots: int) -> bool:
+        is_full = self.state_slots is not None and len(self._slots) + n_slots > self.state_slots
+        return self.room_blocks - self._booked >= n_blocks and not is_full
 
     def _new(self, n_blocks: int) -> Slot:
         slot = Slot(slot=self._free_ids.pop() if self._free_ids else SlotId(len(self._slots)))

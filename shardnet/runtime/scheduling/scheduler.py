@@ -78,7 +78,8 @@ class Scheduler:
 
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
-    window of the model's layers, None where none has one.
+    window of the model's layers, None where none has one. `state_slots` is the most slots, warm
+    ones included, where layers keep a state, which cannot be rewound; None where none does.
     """
 
     epoch: Epoch
@@ -88,6 +89,7 @@ class Scheduler:
     max_slots: int
     max_waiting: int = 1024
     window: int | None = None
+    state_slots: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
@@ -104,6 +106,7 @@ class Scheduler:
             max_slots=self.max_slots,
             max_waiting=self.max_waiting,
             window=self.window,
+            state_slots=self.state_slots,
             chunk_rows=self.limits.chunk_rows,
         )
         self.mixed_rows = self.limits.mixed_rows
@@ -352,7 +355,8 @@ class Scheduler:
             yield TokenSampled(sequence_id=sequence.sequence_id, token_id=token_id, row=row + index)
             reason = self._finish_reason(sequence)
             if reason is not None:
-                self._hold(sequence, group.position + index + 1)
+                n_before = group.position + group.n_rows - group.n_sampled
+                self._hold(sequence, n_before + index + 1)
                 yield self._finish(sequence, reason)
                 return
         self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)

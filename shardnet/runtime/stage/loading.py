@@ -35,6 +35,7 @@ from shardnet.stage.estimate.memory_estimate import (
     graph_bytes,
     kv_block_bytes,
     stage_weight_bytes,
+    state_bytes,
     waiting_bytes,
 )
 from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
@@ -392,13 +393,14 @@ def kv_room_blocks(
         activations += graph_bytes(
             config, dtype, form.quantization, is_packed=form.packed is not None
         )
+    fixed = weights + activations + state_bytes(config, layers, dtype)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
-    blocks = max(0, memory_bytes - weights - activations) // block_bytes
-    needed = blocks_for(context)
-    if blocks < needed:
+    needed = blocks_for(context) * block_bytes
+    if fixed + needed > memory_bytes:
         raise CapacityError(
-            f"layers {layers} need {weights + activations + needed * block_bytes} bytes for a "
-            f"context of {context}, and this node may use {memory_bytes}",
+            f"layers {layers} need {fixed + needed} bytes for a context of {context}, and this "
+            f"node may use {memory_bytes}",
             remedy="lower --context, raise --memory or give it fewer layers",
         )
-    return min(blocks, MAX_ROOM_POSITIONS // BLOCK_POSITIONS)
+    most = MAX_ROOM_POSITIONS // BLOCK_POSITIONS
+    return min((memory_bytes - fixed) // block_bytes, most) if block_bytes else most

@@ -23,7 +23,7 @@ from shardnet.model.families.stage_tensors import (
     layer_tensors,
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
-from shardnet.types import BLOCK_POSITIONS, DType, KvDType, LayerRange
+from shardnet.types import BLOCK_POSITIONS, STATE_SLOTS, DType, KvDType, LayerRange
 
 KEEPS_BFLOAT16 = "native float32"
 """KernelChoice.name, as nodes report it, of a kernel in float32 whose weights stay bfloat16."""
@@ -173,8 +173,18 @@ def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
 def kv_block_bytes(
     config: ModelConfig, layers: LayerRange, dtype: DType, kv_dtype: KvDType = KvDType.AUTO
 ) -> int:
-    """Return the bytes of one KV block (256 positions) over the stage's layers."""
-    return len(layers) * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
+    """Return the bytes of one KV block (256 positions) over the stage's layers.
+
+    Layers that keep a state take none.
+    """
+    n_caching = sum(config.state(layer) is None for layer in layers)
+    return n_caching * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
+
+
+def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+    """Return the bytes of the states of all slots over the stage's layers."""
+    shapes = (config.state(layer) for layer in layers)
+    return STATE_SLOTS * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
 
 
 def activation_peak_bytes(
@@ -189,12 +199,15 @@ def activation_peak_bytes(
 
     `context` bounds the positions of one sequence. Counts the largest of attention (projections,
     the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
-    Quantised keys and values of one layer of a sequence are dequantised while attending.
+    Quantised keys and values of one layer of a sequence are dequantised while attending. A layer
+    with a recurrence has float32 columns instead.
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
     queries = rows * config.n_heads * config.key_size * dtype.size_bytes
     keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
+    if config.has_gates:
+        attention += 3 * queries
     if kv_dtype is not KvDType.AUTO:
         attention += context * _kv_position_bytes(config, dtype, KvDType.AUTO)
     mlp = max(
@@ -204,7 +217,8 @@ def activation_peak_bytes(
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
     growth = 2 * context * _kv_position_bytes(config, dtype, kv_dtype)
-    return 4 * hidden + max(attention, mlp, head) + growth
+    recurrence = _recurrence_bytes(config, rows, dtype)
+    return 4 * hidden + max(attention, mlp, head, recurrence) + growth
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
@@ -248,6 +262,17 @@ def graph_bytes(
         + n_graphs * _GRAPH_BYTES
         + _GRAPH_POOL_BYTES
     )
+
+
+def _recurrence_bytes(config: ModelConfig, rows: int, dtype: DType) -> int:
+    """Return the bytes of projections, convolution and outputs, and of one state's update."""
+    own = config.delta_net
+    if own is None:
+        return 0
+    projected = 3 * (own.mixed_width + own.value_width) * dtype.size_bytes
+    convolved = 3 * own.mixed_width * 4
+    heads = 4 * own.n_value_heads * (own.key_size + own.value_size) * 4
+    return rows * (projected + convolved + heads) + own.state.size_bytes(dtype)
 
 
 def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:

@@ -63,6 +63,20 @@ LLAMA3 = Pretokenizer(patterns=CL100K.patterns, whole_words=True, adds_bos=True)
 QWEN2 = Pretokenizer(
     patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}", _SIGNS, _SPACES)),), composes=True
 )
+QWEN35 = Pretokenizer(
+    patterns=(
+        "|".join(
+            (
+                _SHORT_ENDINGS,
+                r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+                r"\p{N}",
+                r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+                _SPACES,
+            )
+        ),
+    ),
+    composes=True,
+)
 TEKKEN = Pretokenizer(
     patterns=("|".join((_CAPITALS_FIRST, _CAPITALS_LAST, r"\p{N}", _PATHS, _SPACES)),),
     whole_words=True,
@@ -113,6 +127,7 @@ GGUF_NAMES = {
     "dbrx": CL100K,
     "smaug-bpe": CL100K,
     "qwen2": QWEN2,
+    "qwen35": QWEN35,
     "deepseek-r1-qwen": QWEN2,
     "tekken": TEKKEN,
     "gpt-4o": O200K,

@@ -34,6 +34,7 @@ SPEC = RingSpec(
     context=256,
     threads=1,
     vocab_size=8,
+    has_state=False,
     window=None,
     routing=None,
 )

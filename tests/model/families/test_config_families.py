@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import (
     Activation,
+    DeltaNet,
     Experts,
     Latent,
     MixedPositions,
@@ -316,6 +317,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
+        linear = [kind == "linear_attention" for kind in kinds]
+        assert [ours.state(layer) is not None for layer in range(ours.n_layers)] == linear
+    if ours.delta_net is not None:
+        check_delta_net(ours, theirs)
     if ours.experts is not None:
         names = ("n_routed_experts", "num_local_experts", "num_experts")
         n_experts = next(getattr(theirs, name) for name in names if hasattr(theirs, name))
@@ -331,6 +336,21 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
+
+
+def check_delta_net(ours: ModelConfig, theirs: Any) -> None:
+    """Hold what only families with linear attention have against transformers' defaults."""
+    assert ours.delta_net is not None
+    assert ours.rope is not None
+    assert ours.rope.share == theirs.rope_parameters["partial_rotary_factor"]
+    assert ours.delta_net == DeltaNet(
+        n_key_heads=theirs.linear_num_key_heads,
+        n_value_heads=theirs.linear_num_value_heads,
+        key_size=theirs.linear_key_head_dim,
+        value_size=theirs.linear_value_head_dim,
+        n_taps=theirs.linear_conv_kernel_dim,
+        layers=(0, 1, 2, 4, 5, 6),
+    )
 
 
 def check_latent(ours: ModelConfig, theirs: Any) -> None:

@@ -136,7 +136,7 @@ def test_names_of_tensors(stored: str, inner: str | None) -> None:
     assert canonical_name(parse(GEMMA3_4B), stored) == inner
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_both_ways_of_saving_have_the_same_parameters(family: str, tmp_path: Path) -> None:
     """As on the Hub and as transformers 5 names them; nothing else is a parameter."""
     hub = make_decoder(tmp_path / "hub", family, num_hidden_layers=2, head_dim=8)

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config import panel_form, quantization
 from shardnet.model.fused import structs
 from shardnet.model.kernels import library, packing
+from shardnet.model.kernels.recurrence import RecurrenceStruct
 from shardnet.model.layers.attention import plan_step
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 SOURCES = Path(__file__).parents[3] / "shardnet" / "model" / "kernels" / "csrc"
@@ -43,6 +44,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "attention_call": structs.AttentionStruct,
     "mlp_call": structs.MlpStruct,
     "layer": structs.LayerStruct,
+    "recurrence": RecurrenceStruct,
 }
 Fields = list[tuple[str, Any]]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.rings.stage_chain import Rows, batch_of
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.layers.attention import AttentionKind, attention, plan_step
-from shardnet.model.layers.kv_cache import KvCache
 from shardnet.types import KvDType, MicroBatch, SlotId
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What the head knows of layers that forget: no prefix below a slot's floor is reused."""
+"""What the head knows of layers that forget or keep a state: which prefixes can be reused."""
 
 from __future__ import annotations
 
@@ -50,3 +50,22 @@ def test_a_copy_has_forgotten_what_its_source_had() -> None:
     start = book.start([*range(950), -1], 4)
     assert (start.source, start.n_kept) == (source.slot, 950)
     assert book.floor(start.slot) == book.floor(source) == 1200 - REWIND_ROWS
+
+
+def test_a_slot_with_a_state_is_continued_from_its_end_only() -> None:
+    book = KvBlockManager(room_blocks=64, state_slots=4)
+    warm_slot(book, 300, 300)
+    assert [kept(book, n_common) for n_common in (20, 299, 300, 310)] == [0, 0, 300, 300]
+    assert kept(book, 310, chunk_rows=256) == 0
+    warm_slot(book, 512, 512)
+    assert kept(book, 600, chunk_rows=256) == 512
+
+
+def test_slots_with_states_are_few_whatever_they_hold() -> None:
+    """A warm slot is given up for each new one; a running one is copied at its end."""
+    book = KvBlockManager(room_blocks=64, state_slots=2)
+    first = warm_slot(book, 100, 100)
+    running = book.start_empty(1).slot
+    running.tokens, running.n_held, running.n_written = [*range(50)], 50, 50
+    start = book.start([*range(60)], 1)
+    assert (start.source, start.n_kept, start.given_up) == (running.slot, 50, (first,))

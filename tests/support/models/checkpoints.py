@@ -34,6 +34,19 @@ LATENT = {
     "first_k_dense_replace": 0,
     "num_key_value_heads": 6,
 }
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+}
+SHARED_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+}
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4},
     "llama4_text": {"num_local_experts": 4},
@@ -43,16 +56,16 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
-    "qwen2_moe": {
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen2_moe": SHARED_EXPERTS,
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
     "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "qwen3_next": DELTA_NET | SHARED_EXPERTS,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | SHARED_EXPERTS,
+    "qwen3_5_moe": DELTA_NET | SHARED_EXPERTS,
 }
-"""What keeps the families with experts small."""
+"""What keeps the families with experts or linear attention small."""
 _SIGLIP = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -71,6 +84,8 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
     "qwen3_vl": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    "qwen3_5": _QWEN_EYES | {"out_hidden_size": 48},
+    "qwen3_5_moe": _QWEN_EYES | {"out_hidden_size": 48},
 }
 """The `vision_config` of multimodal checkpoints, as small as it goes."""
 VOCAB_SIZE = 320
@@ -211,11 +226,13 @@ def _save(
     with_tokenizer: bool,
 ) -> Path:
     generator, stored = torch.Generator().manual_seed(seed), model.state_dict()
+    is_hybrid = hasattr(model.config, "linear_num_key_heads")  # norms store what exceeds 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.ndim == 1 and name.endswith("weight")
-            parameter.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
+            centre = 0 if is_hybrid and ".linear_attn." not in name else 1
+            parameter.copy_(centre + 0.1 * noise if is_norm else 0.15 * noise)
         for name, buffer in model.named_buffers():
             if name in stored:
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))

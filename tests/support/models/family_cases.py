@@ -125,7 +125,16 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"num_hidden_layers": 2, "rope_parameters": AXES, "tie_word_embeddings": True},
     "qwen3_vl": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
     "qwen3_vl_moe": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
+    "qwen3_next": {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    "qwen3_5_text": {
+        "full_attention_interval": 3,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {"num_hidden_layers": 4, "linear_num_value_heads": 2},
+    "qwen3_5": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
-SELDOM = ["qwen2_vl"]
+SELDOM = ["qwen2_vl", "qwen3_5"]
 """Cases that another one nearly is."""

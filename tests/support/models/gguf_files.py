@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
     "phi3": "phi3",
@@ -118,9 +121,11 @@ def converted(source: Path) -> dict[str, Array]:
     number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
-    for name, values in _stacked(load_file(source / "model.safetensors")).items():
+    tensors = _stacked(load_file(source / "model.safetensors"))
+    for name, values in _with_split_gates(config, tensors).items():
         spoken = name.replace("correction_bias", "correction.bias")
-        stored = names.get_name(spoken, try_suffixes=(".weight", ".bias"))
+        renamed = spoken.replace(".dt_bias", ".dt_proj.bias")
+        stored = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         stored += ".weight" if name.endswith("sinks") else ""
         made[stored] = _converted(family, config, name, values)
@@ -161,16 +166,62 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
     return made
 
 
+def _with_split_gates(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
+    """Qwen3-Next's linears of a DeltaNet, grouped by key head, as one of each kind and the gate."""
+    made: dict[str, Array] = {}
+    for name, values in tensors.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            made[name] = values
+            continue
+        n_heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        groups = values.reshape(n_heads, -1, values.shape[-1])
+        of_values = (groups.shape[1] - 2 * size) // 2
+        parts = np.split(groups, [size, 2 * size, 2 * size + of_values], axis=1)
+        *mixed, gate = (part.reshape(-1, values.shape[-1]) for part in parts)
+        made[name.replace("qkvz", "qkv")] = np.concatenate(mixed)
+        made[name.replace("qkvz", "z")] = gate
+    return made
+
+
 def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
     if family in INTERLEAVED and ".q_proj." in name:
         return interleaved(values, config["num_attention_heads"])
     if family in INTERLEAVED and ".k_proj." in name:
         return interleaved(values, config["num_key_value_heads"])
+    if "linear_num_key_heads" in config:
+        return _converted_hybrid(config, name, values)
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return values + 1
     if family == "gpt2" and ".h." in name and values.ndim == 2:
         return values.T
     return values
+
+
+def _converted_hybrid(config: dict[str, Any], name: str, values: Array) -> Array:
+    """Decays, norms, the convolution; in Qwen 3.5 value heads take turns over the key heads."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return values + 1
+    if ".linear_attn." not in name or name.endswith("norm.weight"):
+        return values
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = -np.exp(values) if name.endswith("A_log") else values
+    if config["model_type"] == "qwen3_next":
+        return values.squeeze()
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        values = values.squeeze()
+        return np.concatenate((values[:keys], _taking_turns(config, values[keys:])))
+    if name.endswith("out_proj.weight"):
+        return _taking_turns(config, values.T).T
+    return _taking_turns(config, values)
+
+
+def _taking_turns(config: dict[str, Any], values: Array) -> Array:
+    """Put the first value heads of all key heads first, then the second ones, and so on."""
+    n_keys, n_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    heads = values.reshape(n_values, -1, *values.shape[1:])
+    n_shared = n_values // n_keys
+    order = [head for first in range(n_shared) for head in range(first, n_values, n_shared)]
+    return heads[order].reshape(values.shape)
 
 
 def interleaved(values: Array, n_heads: int) -> Array:
@@ -237,7 +288,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             "expert_used_count": config["num_experts_per_tok"],
         }
     match config["model_type"]:
-        case "qwen2_moe":
+        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe_text":
             made |= {
                 "expert_feed_forward_length": config["moe_intermediate_size"],
                 "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
@@ -275,6 +326,17 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             made |= _latents(config, rope)
         case "gemma3_text" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
+    if "linear_num_key_heads" in config:
+        n_values, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        made |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": n_values,
+            "ssm.inner_size": n_values * size,
+            "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
     return made
 
 

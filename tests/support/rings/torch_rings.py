@@ -24,6 +24,7 @@ from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.stage.compute import Samples
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.types import (
+    STATE_SLOTS,
     Epoch,
     KvDType,
     LayerRange,
@@ -54,6 +55,7 @@ class TorchStages:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
+        self.state_slots = STATE_SLOTS if config.has_state else None
         stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
         self.exact_rows = min(stage.exact_rows for stage in stages)
         self.vocab_size = stages[-1].vocab_size
@@ -122,6 +124,7 @@ def run(
             room_blocks=room_blocks,
             context=stages.context,
             window=stages.window,
+            state_slots=stages.state_slots,
             max_slots=8,
             limits=StepLimits(
                 chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows

@@ -111,10 +111,17 @@ WORDS_OF = {
     "gpt-2": ["a", "1234", "'s", " b", "  ", " c"],
     "llama-bpe": ["a", "123", "4", "'s", " b", "  ", " c"],
     "qwen2": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
+    "qwen35": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
     "refact": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
     "deepseek-llm": ["a", "1234", "'", "s", " b", "  ", " c"],
     "deepseek-v3": ["a", "123", "4", "'s", " b", "  ", " c"],
 }
+
+
+def test_marks_belong_to_letters_in_qwen_3_5() -> None:
+    """A vowel sign between letters: a word ends before it in Qwen2's split."""
+    cuts = [GGUF_NAMES[pre].pre_tokenizer().pre_tokenize_str("नमस्ते") for pre in ("qwen35", "qwen2")]
+    assert [len(words) for words in cuts] == [1, 3]
 
 
 @pytest.mark.parametrize("pre", WORDS_OF)

@@ -54,7 +54,7 @@ struct residual {
 };
 
 /* Keys and values [KV heads, capacity, row_bytes] of a slot in one layer, from position `first` on: unchanged, or
- * quantised to int8 as in layers/kv_quantization.py: a head's columns, then a bfloat16 scale for each group of them. */
+ * quantised to int8 as in cache/kv_quantization.py: a head's columns, then a bfloat16 scale for each group of them. */
 struct slot_layer {
     void *keys, *values;
     int64_t first, capacity;

@@ -170,7 +170,7 @@ INLINE TARGET void NAME(rotate_head)(void *head, const void *cos, const void *si
     }
 }
 
-/* Quantises a key or value as in layers/kv_quantization.py, to the same bits. */
+/* Quantises a key or value as in cache/kv_quantization.py, to the same bits. */
 INLINE TARGET void NAME(quantize_head)(const struct attention_call *call, const void *head, int8_t *to,
                                        const int is_bf16) {
     const lanes none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to even */

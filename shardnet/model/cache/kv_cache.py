@@ -7,13 +7,17 @@ A layer with a sliding window keeps only the positions that later rows can atten
 and before it the rows of the largest frame, which may have to be written again. Earlier positions
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
-Rows are stored in the compute dtype, or quantised one by one (layers/kv_quantization.py): rows are
+A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
+fixed size: such a slot cannot be rewound but to its beginning.
+
+Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +26,10 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
+from shardnet.model.cache.slot_state import SlotState
+from shardnet.model.config.model_config import StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
-from shardnet.model.layers.kv_quantization import dequantize_rows, quantize_rows
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
 SlotAddresses = npt.NDArray[np.int64]
@@ -36,7 +42,8 @@ class _Slot:
 
     `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
     the layer has a window. The slot ends after `blocks` blocks in all layers. `addresses` is the
-    same for the compiled library: addresses of keys and values, first position, capacity.
+    same for the compiled library: addresses of keys and values, first position, capacity. Layers
+    with `states` have no keys and values.
     """
 
     blocks: int = 0
@@ -44,6 +51,7 @@ class _Slot:
     values: list[Tensor]
     firsts: list[int]
     addresses: SlotAddresses
+    states: dict[int, SlotState]
 
 
 class KvCache:
@@ -54,7 +62,8 @@ class KvCache:
     no window, and an empty sequence is none for any layer. Keys have `head_size` columns, values
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
     `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
-    together, in blocks of 256 positions.
+    together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
+    where a layer keeps keys and values; an empty sequence is None for all.
     """
 
     def __init__(
@@ -68,8 +77,11 @@ class KvCache:
         windows: Sequence[int | None] = (),
         value_size: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
+        states: Sequence[StateShape | None] = (),
     ) -> None:
         assert len(windows) in (0, n_layers)
+        assert len(states) in (0, n_layers)
+        self._states = {n: shape for n, shape in enumerate(states) if shape is not None}
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
@@ -114,28 +126,40 @@ class KvCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values: an upper bound with windows."""
+        """Bytes of one block over all layers, keys and values: an upper bound with windows.
+
+        Without the states, which each slot has once.
+        """
         elements = self._n_kv_heads * (self._key_width + self._value_width)
         position = elements * self._stored_dtype.itemsize
-        return self._n_layers * position * BLOCK_POSITIONS
+        return (self._n_layers - len(self._states)) * position * BLOCK_POSITIONS
 
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
         """Grow the slot to positions `[0, n_positions)`; the last `n_rows` are to be written.
 
-        Keeps every position that those rows and later ones can attend to. Raises CapacityError,
-        without any change, if blocks or the machine's memory run out, and if the rows would attend
-        to positions that a window has dropped.
+        Keeps every position that those rows and later ones can attend to. Where they are the slot's
+        first ones, states are reset. Raises CapacityError, without any change, if blocks or the
+        machine's memory run out, if the rows would attend to positions that a window has dropped,
+        and if a state is not that before the first of the rows.
         """
-        self._check_rewind(slot, n_positions - n_rows)
+        begin = n_positions - n_rows
+        self._check_rewind(slot, begin)
+        if begin:
+            self._check_states(slot, begin)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
-        if wanted <= held:
-            return
-        self._check_room(slot, wanted - held, n_positions)
-        self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
+        if wanted > held:
+            self._check_room(slot, wanted - held, n_positions)
+            self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
+        if not begin:
+            for state in self._slots[slot].states.values():
+                state.reset()
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
-        """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored."""
+        """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
+
+        States stay as they are: no row can follow where they are not those of `n_positions`.
+        """
         if slot not in self._slots:
             return
         wanted = blocks_for(n_positions)
@@ -155,8 +179,8 @@ class KvCache:
 
         A slot copied to itself keeps them.
 
-        Raises CapacityError, without any change, if `source` does not hold them, or if blocks or
-        the machine's memory run out.
+        Raises CapacityError, without any change, if `source` does not hold them, if a state of it
+        is that of another position, or if blocks or the machine's memory run out.
         """
         if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
             raise CapacityError(
@@ -164,6 +188,7 @@ class KvCache:
                 remedy="send the request again",
             )
         self._check_rewind(source, n_positions)
+        self._check_states(source, n_positions)
         if source == target:
             self.trim(target, n_positions)
             return
@@ -171,11 +196,14 @@ class KvCache:
         wanted = blocks_for(n_positions)
         self._check_room(target, wanted, n_positions)
         held = self._slots[source]
+        with self._enough_memory(target, "the states of another slot"):
+            states = {layer: state.clone() for layer, state in held.states.items()}
         self._slots[target] = _Slot(
             keys=list(held.keys),
             values=list(held.values),
             firsts=list(held.firsts),
             addresses=held.addresses.copy(),
+            states=states,
         )
         try:
             self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
@@ -196,6 +224,15 @@ class KvCache:
         """
         held = self._slots[slot]
         return held.keys[layer], held.values[layer]
+
+    def state(self, slot: SlotId, layer: int) -> SlotState:
+        """Return the slot's state in a layer that keeps one, writable."""
+        return self._slots[slot].states[layer]
+
+    def assume_end(self, slot: SlotId, n_positions: int) -> None:
+        """Pass the slot's states off as those after `n_positions`: for benchmarks."""
+        for state in self._slots[slot].states.values():
+            state.end = n_positions
 
     def quantize(self, rows: Tensor) -> Tensor:
         """Convert rows [..., D] in `dtype` to their stored form [..., W], each row by itself."""
@@ -238,6 +275,25 @@ class KvCache:
                     remedy="send the request again",
                 )
 
+    def _check_states(self, slot: SlotId, position: int) -> None:
+        """Raise CapacityError unless each state of the slot is that before `position`."""
+        held = self._slots.get(slot)
+        if not self._states or (held is None and position == 0):
+            return
+        ends = {0} if held is None else {state.end for state in held.states.values()}
+        if ends != {position}:
+            raise CapacityError(
+                f"slot {slot} holds the state after {max(ends)} positions, which cannot be "
+                f"rewound, but rows from {position} on were to follow",
+                remedy="send the request again",
+            )
+
+    def _enough_memory(self, slot: SlotId, what: str) -> AbstractContextManager[None]:
+        return capacity_error_for(
+            f"slot {slot}: {self._device} has no memory for {what}",
+            remedy="start the node with less --memory",
+        )
+
     def _resize(self, slot: SlotId, blocks: int, seen_from: int) -> None:
         """Move the slot to tensors that end after `blocks` blocks, layer by layer.
 
@@ -245,19 +301,12 @@ class KvCache:
         layers stay moved: that wastes memory but loses no data.
         """
         held = self._slots.get(slot)
-        if held is None:
-            held = _Slot(
-                keys=[self._empty(0, self._key_width)] * self._n_layers,
-                values=[self._empty(0, self._value_width)] * self._n_layers,
-                firsts=[0] * self._n_layers,
-                addresses=np.zeros((self._n_layers, 4), np.int64),
-            )
-        with capacity_error_for(
-            f"slot {slot}: {self._device} has no memory for {blocks} KV blocks of "
-            f"{self.block_bytes} bytes",
-            remedy="start the node with less --memory",
-        ):
+        with self._enough_memory(slot, f"{blocks} KV blocks of {self.block_bytes} bytes"):
+            if held is None:
+                held = self._new_slot()
             for layer, window in enumerate(self._windows):
+                if layer in self._states:
+                    continue
                 old = held.firsts[layer]
                 first = old
                 if window is not None:
@@ -270,6 +319,18 @@ class KvCache:
         self._blocks_used += blocks - held.blocks
         held.blocks = blocks
         self._slots[slot] = held
+
+    def _new_slot(self) -> _Slot:
+        return _Slot(
+            keys=[self._empty(0, self._key_width)] * self._n_layers,
+            values=[self._empty(0, self._value_width)] * self._n_layers,
+            firsts=[0] * self._n_layers,
+            addresses=np.zeros((self._n_layers, 4), np.int64),
+            states={
+                layer: SlotState.empty(shape, self._dtype, self._device)
+                for layer, shape in self._states.items()
+            },
+        )
 
     def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
         """Copy the positions from `first` on to a new tensor that begins there."""

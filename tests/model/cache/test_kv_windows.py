@@ -12,7 +12,7 @@ from support.oracles.plain_kv import plain_rounded
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.layers.kv_cache import KvCache
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.oracles.plain_kv import plain_groups, plain_restored, plain_rounded, plain_scale
 
-from shardnet.model.layers.kv_quantization import dequantize_rows, quantize_rows
+from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
 from shardnet.types import DType, KvDType
 
 MOST = 2.0**120

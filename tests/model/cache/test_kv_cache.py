@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.errors import CapacityError
-from shardnet.model.layers.kv_cache import KvCache
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.types import BLOCK_POSITIONS, KvDType, SlotId
 
 N_LAYERS, N_KV_HEADS, HEAD_SIZE = 2, 2, 4

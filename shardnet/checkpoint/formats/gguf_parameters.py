@@ -1,0 +1,269 @@
+"""Which stored tensor of a GGUF is which parameter, and what its values mean.
+
+Knows how llama.cpp's converter has changed values (convert_hf_to_gguf.py in
+github.com/ggml-org/llama.cpp): rotary order, norms, transposed matrices, all experts of a layer in
+one tensor. Which of these apply, the family says. Names come from the `gguf` package. Must not know
+files or kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.tensors.model_tensor import (
+    Make,
+    ModelTensor,
+    as_stored,
+    rotary_halves,
+    unchanged,
+)
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family import Family
+from shardnet.model.families.registry import family_of
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+def arrange(
+    config: ModelConfig, arch: str, stored: Mapping[str, StoredTensor], n_blocks: int
+) -> dict[str, ModelTensor]:
+    """Map every stored tensor to its parameter; an unknown one has its own name.
+
+    Of the `n_blocks` layers in the file those beyond the config's are left out.
+    """
+    from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
+    names = get_tensor_name_map(number, config.n_layers)
+    family = family_of(config)
+    left = dict(stored)
+    made: dict[str, ModelTensor] = {}
+    for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
+        expert = _find_expert(family, name)
+        if expert is not None:
+            found_expert = _expert_tensor(config, name, expert, stored)
+            if found_expert is not None:
+                made[name] = found_expert
+                for stack in (*expert.stacks, *expert.own):
+                    left.pop(stack, None)
+            continue
+        if name.endswith(".kv_b_proj.weight") and (halves := _latent_halves(config, name, stored)):
+            made[name] = halves
+            for source in halves.sources:
+                left.pop(source.name)
+            continue
+        found = None
+        known = _renamed(family, name)
+        for spelled in (family.name_prefix + known, known):
+            found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
+        if info is not None:
+            left.pop(info.name, None)
+            if [n for n in info.shape if n > 1] == [n for n in shape if n > 1]:
+                info = replace(info, shape=shape)  # the converter leaves axes of one out
+            made[name] = _parameter(name, info, _changes(config, name, info))
+    return made | {
+        name: unchanged(name, info)
+        for name, info in left.items()
+        if not _is_ahead(name, config.n_layers, n_blocks)
+    }
+
+
+def _is_ahead(name: str, n_layers: int, n_blocks: int) -> bool:
+    """Whether a tensor is of a layer that predicts tokens further ahead: behind the `n_layers`."""
+    block = _BLOCK.match(name)
+    return block is not None and n_layers <= int(block[1]) < n_blocks
+
+
+def _latent_halves(
+    config: ModelConfig, name: str, stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Make kv_b_proj of its keys [H, L, N] and values [H, V, L], as newer files have it.
+
+    H heads, L rank of the latents, N and V columns of a head's keys and values. None where the file
+    has it whole.
+    """
+    layer, latent = name.split(".")[2], config.latent
+    halves = [stored.get(f"blk.{layer}.attn_{part}_b.weight") for part in "kv"]
+    keys, values = halves
+    if keys is None or values is None or latent is None:
+        return None
+    n_heads, rank = config.n_heads, latent.rank
+    if keys.shape != (n_heads, rank, latent.nope_size) or values.shape != (
+        n_heads,
+        latent.value_size,
+        rank,
+    ):
+        return None
+
+    def make(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        made = [
+            part.to(dtype) if info.dtype in PLAIN else unpack(part, info.dtype, info.shape, dtype)
+            for part, info in zip(parts, (keys, values), strict=True)
+        ]
+        return torch.cat((made[0].transpose(1, 2), made[1]), 1).view(-1, rank)
+
+    n_rows = n_heads * (latent.nope_size + latent.value_size)
+    return ModelTensor(
+        name=name, shape=(n_rows, rank), dtype=None, sources=(keys, values), make=make
+    )
+
+
+def _renamed(family: Family, name: str) -> str:
+    """Return the name that the converter looks up for a parameter."""
+    for ending, other in family.gguf.renamed if family.gguf is not None else ():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + other
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expert:
+    """An expert's parameter: its number, and the stacked tensors with its rows.
+
+    `own` are the tensors of this expert alone that files of 2023 have in the place of each stack.
+    """
+
+    number: int
+    stacks: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+def _find_expert(family: Family, name: str) -> _Expert | None:
+    """Return which rows of which tensors make an expert's parameter, None for other parameters."""
+    match, names = _EXPERT.fullmatch(name), family.experts
+    if match is None or names is None:
+        return None
+    layer, number, linear, kind = match.groups()
+    parts = {"gate": names.gate, "up": names.up, "down": names.down}
+    found = [part for part in parts if parts[part] == linear]
+    if not found:
+        return None
+    return _Expert(
+        number=int(number),
+        stacks=tuple(f"blk.{layer}.ffn_{part}_exps.{kind}" for part in found),
+        own=tuple(f"blk.{layer}.ffn_{part}.{number}.{kind}" for part in found),
+    )
+
+
+def _expert_tensor(
+    config: ModelConfig, name: str, expert: _Expert, stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Make an expert's parameter from its rows of the stacks; None if one does not fit."""
+    assert config.experts is not None
+    sources = []
+    for stack, own in zip(expert.stacks, expert.own, strict=True):
+        info = stored.get(stack)
+        if own in stored:
+            sources.append(stored[own])
+        elif info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
+            return None
+        else:
+            one = info.rows(expert.number, expert.number + 1)
+            sources.append(replace(one, shape=info.shape[1:]))
+    n_rows = sum(source.shape[0] for source in sources)
+    kinds = {source.dtype for source in sources}
+    return ModelTensor(
+        name=name,
+        shape=(n_rows, *sources[0].shape[1:]),
+        dtype=kinds.pop() if len(kinds) == 1 and kinds <= {*PLAIN} else None,
+        sources=tuple(sources),
+        make=_joiner(sources),
+        packed=packing_of(sources),
+    )
+
+
+def _joiner(sources: Sequence[StoredTensor]) -> Make:
+    """Concatenate the rows of one or two tensors."""
+    if len(sources) == 1 and sources[0].dtype in PLAIN:
+        return as_stored
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        made = [
+            values if source.dtype in PLAIN else unpack(values, source.dtype, source.shape, dtype)
+            for source, values in zip(sources, stored, strict=True)
+        ]
+        if len(made) == 1:
+            return made[0]
+        if len({values.dtype for values in made}) > 1:
+            made = [values.to(dtype) for values in made]
+        return torch.cat(made)
+
+    return make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """Changes of the converter to a parameter. `n_heads`: rows are in interleaved rotary order.
+
+    `is_decay`: minus the exponential is stored.
+    """
+
+    n_heads: int | None = None
+    added: float = 0.0
+    transposed: bool = False
+    is_decay: bool = False
+
+
+def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
+    gguf = family_of(config).gguf
+    assert gguf is not None
+    if gguf.interleaved_rotary and ".q_proj." in name:
+        return _Changes(n_heads=config.n_heads)
+    if gguf.interleaved_rotary and ".k_proj." in name:
+        return _Changes(n_heads=config.n_kv_heads)
+    if gguf.decay is not None and name.endswith(gguf.decay):
+        return _Changes(is_decay=True)
+    if gguf.plain_norm is not None and name.endswith(gguf.plain_norm):
+        return _Changes()
+    if config.norm_offset and name.endswith("norm.weight"):
+        return _Changes(added=config.norm_offset)
+    is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
+    return _Changes(transposed=is_transposed and len(info.shape) == 2)
+
+
+def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
+    is_plain = info.dtype in PLAIN and not changes.added and not changes.is_decay
+    return ModelTensor(
+        name=name,
+        shape=info.shape[::-1] if changes.transposed else info.shape,
+        dtype=info.dtype if is_plain else None,
+        sources=(info,),
+        make=_maker(info, changes),
+        packed=None if changes.transposed else packing_of([info], changes.n_heads),
+    )
+
+
+def _maker(info: StoredTensor, changes: _Changes) -> Make:
+    if info.dtype in PLAIN and changes == _Changes():
+        return as_stored
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        (rows,) = stored
+        if changes.n_heads is not None:
+            rows = rotary_halves(rows, changes.n_heads)  # rows are packed each for itself
+        values = rows if info.dtype in PLAIN else unpack(rows, info.dtype, info.shape, dtype)
+        if changes.added:
+            values = values.float() - changes.added
+        if changes.is_decay:
+            values = values.float().neg().log()
+        return values.T if changes.transposed else values
+
+    return make

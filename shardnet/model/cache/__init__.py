@@ -1,0 +1,1 @@
+"""What a stage keeps of sequences: keys and values, quantised or not, and states."""

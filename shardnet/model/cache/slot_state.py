@@ -1,0 +1,45 @@
+"""What a layer with a recurrence keeps of a slot: its state after the last position.
+
+Knows shapes and memory. Must not know what is computed with them, nor scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import StateShape
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotState:
+    """The state of one layer after the first `end` positions of a slot. Written in place.
+
+    `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
+    head. Both are zeros before the first position. There is no way back to an earlier position.
+    """
+
+    recent: Tensor  # [positions, columns], compute dtype
+    recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
+    end: int = 0
+
+    @classmethod
+    def empty(cls, shape: StateShape, dtype: torch.dtype, device: torch.device) -> SlotState:
+        """Make the state before the first position."""
+        return cls(
+            recent=torch.zeros(shape.recent, dtype=dtype, device=device),
+            recurrent=torch.zeros(shape.recurrent, dtype=torch.float32, device=device),
+        )
+
+    def clone(self) -> SlotState:
+        """Copy the state to memory of its own."""
+        return SlotState(recent=self.recent.clone(), recurrent=self.recurrent.clone(), end=self.end)
+
+    def reset(self) -> None:
+        """Return to before the first position."""
+        if self.end:
+            self.recent.zero_()
+            self.recurrent.zero_()
+            self.end = 0

@@ -1,0 +1,107 @@
+/* The recurrence of a gated DeltaNet (arXiv 2412.06464) between its linear layers, for the rows of one sequence.
+ *
+ * kernels/recurrence.py makes the struct. Rows are computed one after the other, each in the same order of operations:
+ * a row's bits depend on the rows before it, and neither on how many are computed in a call nor on the threads, which
+ * have heads of their own. Sums add each column by itself or in 16 parts, whatever the instruction set.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "linear.h"
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#else
+#pragma GCC optimize("fp-contract=fast")
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
+#endif
+
+#define PARTS 16       /* of a sum over a head */
+#define UNIT_EPS 1e-6f /* added to the squared length of a query or key */
+#define ROWS_AT_ONCE 8 /* pieces are large enough to be worth waking a thread for */
+#define WORK_AT_ONCE 65536
+
+struct recurrence {
+    const void *rows;           /* [n_taps - 1 + n_rows, columns]: queries, keys, values, those before them first */
+    const void *gate;           /* [n_rows, n_heads, value_size], of the output */
+    const float *write, *decay; /* [n_rows, n_heads], before sigmoid and softplus */
+    const float *taps;          /* [n_taps, columns] of the convolution */
+    const float *rate, *bias;   /* [n_heads], of the decay */
+    const float *weight;        /* [value_size], of the output's norm */
+    float *state;               /* [n_heads, key_size, value_size], updated */
+    float *mixed;               /* scratch [n_rows, columns] */
+    void *out;                  /* [n_rows, n_heads, value_size] */
+    struct team team;
+    int64_t n_rows, n_taps, n_key_heads, n_heads, key_size, value_size;
+    float eps;           /* of the output's norm */
+    int32_t is_bf16;     /* rows, gate and out: else they are float32 */
+    int32_t takes_turns; /* every n_key_heads-th head shares a key, else consecutive ones do */
+};
+
+struct recurrence_steps {
+    work_function convolve, recur;
+};
+
+INLINE int64_t columns_of(const struct recurrence *call) {
+    return 2 * call->n_key_heads * call->key_size + call->n_heads * call->value_size;
+}
+
+INLINE float value_at(const void *values, int64_t index, const int is_bf16) {
+    return is_bf16 ? from_bf16(((const uint16_t *)values)[index]) : ((const float *)values)[index];
+}
+
+/* The sum of squares of `n` values, in a fixed order. */
+INLINE float squares(const float *values, int64_t n) {
+    float sums[PARTS] = {0};
+    int64_t i = 0;
+    for (; i + PARTS <= n; i += PARTS)
+        for (int part = 0; part < PARTS; part++) sums[part] += values[i + part] * values[i + part];
+    for (int part = 0; i + part < n; part++) sums[part] += values[i + part] * values[i + part];
+    for (int step = PARTS / 2; step; step /= 2)
+        for (int part = 0; part < step; part++) sums[part] += sums[part + step];
+    return sums[0];
+}
+
+#define TARGET
+#define LANES 4
+#define NAME(x) x##_portable
+#include "recurrence_body.h"
+
+#if defined(__x86_64__)
+#undef TARGET
+#undef LANES
+#undef NAME
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define NAME(x) x##_avx2
+#include "recurrence_body.h"
+
+#undef TARGET
+#undef LANES
+#undef NAME
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define NAME(x) x##_avx512
+#include "recurrence_body.h"
+#endif
+
+static const struct recurrence_steps *steps_for(const struct team *team) {
+#if defined(__x86_64__)
+    if (team->isa == AVX512) return &recurrence_avx512;
+    if (team->isa == AVX2) return &recurrence_avx2;
+#else
+    (void)team;
+#endif
+    return &recurrence_portable;
+}
+
+/* --- called from Python, which has checked everything in the struct. */
+
+void shardnet_recurrence(const struct recurrence *call) {
+    const struct recurrence_steps *steps = steps_for(&call->team);
+    shardnet_parallel_for(&call->team, steps->convolve, call, call->n_rows, ROWS_AT_ONCE);
+    const int64_t piece = WORK_AT_ONCE / (call->n_rows * call->key_size * call->value_size);
+    shardnet_parallel_for(&call->team, steps->recur, call, call->n_heads, piece > 0 ? piece : 1);
+}

@@ -1,0 +1,165 @@
+/* Included by recurrence.c once for each instruction set, given by TARGET and NAME; its vectors have LANES lanes. */
+
+typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+#define lanes NAME(lanes)
+#define ints NAME(ints)
+#define BLOCK (4 * LANES)
+
+INLINE TARGET lanes NAME(load)(const float *from, int n) {
+    lanes wide = {0};
+    if (n == LANES)
+        memcpy(&wide, from, sizeof wide);
+    else
+        memcpy(&wide, from, (size_t)n * 4);
+    return wide;
+}
+
+INLINE TARGET void NAME(save)(float *to, lanes wide, int n) {
+    if (n == LANES)
+        memcpy(to, &wide, sizeof wide);
+    else
+        memcpy(to, &wide, (size_t)n * 4);
+}
+
+/* x times its sigmoid. e^-x is correct to two units in the last place, by a polynomial on half of ln 2 to both sides
+ * (Chebyshev points), and -x is clamped to [-87.3, 88]. */
+INLINE TARGET lanes NAME(silu)(lanes x) {
+    const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
+    lanes y = -x;
+    const ints is_low = y < low, is_high = y > high;
+    y = (lanes)((is_low & (ints)low) | (is_high & (ints)high) | (~(is_low | is_high) & (ints)y));
+    const lanes shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
+    const lanes whole = shifted - 12582912.0f;
+    const lanes rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f; /* ln 2 in two parts */
+    lanes power = (lanes){0} + 0.00019899334f;
+    power = power * rest + 0.0013933688f;
+    power = power * rest + 0.008333298f;
+    power = power * rest + 0.041666463f;
+    power = power * rest + 0.16666667f;
+    power = power * rest + 0.5f;
+    power = power * (rest * rest) + rest + 1.0f;
+    const ints scale = ((ints)shifted - 0x4b400000 + 127) << 23;
+    return x / (1.0f + power * (lanes)scale);
+}
+
+/* Applies it to `n` values in place. */
+INLINE TARGET void NAME(activate)(float *values, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int width = n - i < LANES ? (int)(n - i) : LANES;
+        NAME(save)(values + i, NAME(silu)(NAME(load)(values + i, width)), width);
+    }
+}
+
+/* Convolves the columns of row `row` with those of the rows before, and applies the activation. */
+INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row, float *restrict mixed,
+                                      const int is_bf16) {
+    const int64_t width = columns_of(call);
+    memset(mixed, 0, (size_t)width * sizeof *mixed);
+    for (int64_t tap = 0; tap < call->n_taps; tap++) {
+        const float *taps = call->taps + tap * width;
+        const int64_t first = (row + tap) * width;
+        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * value_at(call->rows, first + i, is_bf16);
+    }
+    NAME(activate)(mixed, width);
+}
+
+/* Divides the vectors of all heads by their lengths. */
+INLINE TARGET void NAME(unit)(float *heads, int64_t n_heads, int64_t size, float scale) {
+    for (int64_t head = 0; head < n_heads; head++) {
+        float *values = heads + head * size;
+        const float factor = scale / sqrtf(squares(values, size) + UNIT_EPS);
+        for (int64_t i = 0; i < size; i++) values[i] *= factor;
+    }
+}
+
+static TARGET void NAME(convolve)(const void *argument, int64_t begin, int64_t end) {
+    const struct recurrence *call = argument;
+    const float scale = 1.0f / sqrtf((float)call->key_size);
+    for (int64_t row = begin; row < end; row++) {
+        float *mixed = call->mixed + row * columns_of(call);
+        if (call->is_bf16)
+            NAME(convolve_row)(call, row, mixed, 1);
+        else
+            NAME(convolve_row)(call, row, mixed, 0);
+        NAME(unit)(mixed, call->n_key_heads, call->key_size, scale);
+        NAME(unit)(mixed + call->n_key_heads * call->key_size, call->n_key_heads, call->key_size, 1.0f);
+    }
+}
+
+/* Decays some columns of a head's state, reads what it holds for the key, writes the difference to the values, and
+ * puts what it holds for the query in their place. */
+INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, const float *key, const float *query,
+                                float *values, float decay, float write, const int n_vectors, int n) {
+    lanes held[4] = {0}, read[4] = {0}, difference[4];
+    for (int64_t i = 0; i < key_size; i++)
+        for (int at = 0; at < n_vectors; at++)
+            held[at] += NAME(load)(state + i * stride + at * LANES, n) * key[i];
+    for (int at = 0; at < n_vectors; at++)
+        difference[at] = (NAME(load)(values + at * LANES, n) - held[at] * decay) * write;
+    for (int64_t i = 0; i < key_size; i++)
+        for (int at = 0; at < n_vectors; at++) {
+            float *place = state + i * stride + at * LANES;
+            const lanes updated = NAME(load)(place, n) * decay + difference[at] * key[i];
+            NAME(save)(place, updated, n);
+            read[at] += updated * query[i];
+        }
+    for (int at = 0; at < n_vectors; at++) NAME(save)(values + at * LANES, read[at], n);
+}
+
+/* Normalizes a head's outputs and multiplies them by their gate. */
+INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read, int64_t first, const int is_bf16) {
+    const int64_t size = call->value_size;
+    const float factor = 1.0f / sqrtf(squares(read, size) / (float)size + call->eps);
+    for (int64_t begin = 0; begin < size; begin += PARTS) {
+        const int64_t n = size - begin < PARTS ? size - begin : PARTS;
+        float gate[PARTS] = {0};
+        for (int64_t i = 0; i < n; i++) gate[i] = value_at(call->gate, first + begin + i, is_bf16);
+        NAME(activate)(gate, PARTS);
+        for (int64_t i = 0; i < n; i++) {
+            const float output = read[begin + i] * factor * call->weight[begin + i] * gate[i];
+            if (is_bf16)
+                ((uint16_t *)call->out)[first + begin + i] = to_bf16(output);
+            else
+                ((float *)call->out)[first + begin + i] = output;
+        }
+    }
+}
+
+INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head) {
+    const int64_t size = call->value_size, key_size = call->key_size, keys = call->n_key_heads * key_size;
+    const int64_t n_shared = call->n_heads / call->n_key_heads;
+    const int64_t of_key = (call->takes_turns ? head % call->n_key_heads : head / n_shared) * key_size;
+    float *state = call->state + head * key_size * size;
+    for (int64_t row = 0; row < call->n_rows; row++) {
+        float *mixed = call->mixed + row * columns_of(call), *values = mixed + 2 * keys + head * size;
+        const float *query = mixed + of_key, *key = query + keys;
+        const int64_t place = row * call->n_heads + head;
+        const double x = (double)call->decay[place] + call->bias[head];
+        const double steps = x > 40 ? x : log1p(exp(x));
+        const float decay = (float)exp(call->rate[head] * steps);
+        const float write = (float)(1 / (1 + exp(-(double)call->write[place])));
+        int64_t i = 0;
+        for (; i + BLOCK <= size; i += BLOCK)
+            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 4, LANES);
+        for (; i + LANES <= size; i += LANES)
+            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 1, LANES);
+        if (i < size)
+            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 1, (int)(size - i));
+        if (call->is_bf16)
+            NAME(finish)(call, values, place * size, 1);
+        else
+            NAME(finish)(call, values, place * size, 0);
+    }
+}
+
+static TARGET void NAME(recur)(const void *argument, int64_t begin, int64_t end) {
+    const struct recurrence *call = argument;
+    for (int64_t head = begin; head < end; head++) NAME(recur_head)(call, head);
+}
+
+static const struct recurrence_steps NAME(recurrence) = {.convolve = NAME(convolve), .recur = NAME(recur)};
+
+#undef lanes
+#undef ints
+#undef BLOCK

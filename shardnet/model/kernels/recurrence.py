@@ -1,0 +1,131 @@
+"""The recurrence of a gated DeltaNet by the compiled library.
+
+Knows the struct of csrc/recurrence.c and checks every address in it. Must not know slots, parameter
+names or linear layers.
+
+Axes in shape comments: T rows of one sequence, B rows of the convolution before them, C its columns
+(queries, keys, values), H value heads, K columns of a key, V of a value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.config.model_config import DeltaNet
+from shardnet.model.kernels.library import (
+    SCRATCH,
+    NativeKernels,
+    Team,
+    check_memory,
+    check_rows,
+    is_bf16,
+)
+
+
+class RecurrenceStruct(ctypes.Structure):
+    """`struct recurrence` of csrc/recurrence.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("taps", ctypes.c_void_p),
+        ("rate", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("mixed", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("team", Team),
+        ("n_rows", ctypes.c_int64),
+        ("n_taps", ctypes.c_int64),
+        ("n_key_heads", ctypes.c_int64),
+        ("n_heads", ctypes.c_int64),
+        ("key_size", ctypes.c_int64),
+        ("value_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+        ("takes_turns", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrenceParameters:
+    """What the recurrence of a layer was trained with, all in float32."""
+
+    taps: Tensor  # [taps, C]: the oldest position first
+    decay_rate: Tensor  # [H], negative
+    decay_bias: Tensor  # [H]
+    norm_weight: Tensor  # [V]
+    norm_eps: float
+
+
+class NativeRecurrence:
+    """The recurrence of one layer. Not thread-safe: it holds the arguments of its calls."""
+
+    def __init__(
+        self, config: DeltaNet, parameters: RecurrenceParameters, kernels: NativeKernels
+    ) -> None:
+        """Point to the parameters, all on the CPU. Raises ValueError for those of other shapes."""
+        own = parameters
+        for what, tensor, n_values in (
+            ("taps", own.taps, config.n_taps * config.mixed_width),
+            ("decay rates", own.decay_rate, config.n_value_heads),
+            ("decay biases", own.decay_bias, config.n_value_heads),
+            ("a norm", own.norm_weight, config.value_size),
+        ):
+            check_memory(what, tensor, 4 * n_values, torch.float32)
+        self._config = config
+        self._kept = parameters
+        self._call = kernels.function("shardnet_recurrence", ctypes.POINTER(RecurrenceStruct))
+        self._arguments = RecurrenceStruct(
+            taps=own.taps.data_ptr(),
+            rate=own.decay_rate.data_ptr(),
+            bias=own.decay_bias.data_ptr(),
+            weight=own.norm_weight.data_ptr(),
+            team=kernels.team,
+            n_taps=config.n_taps,
+            n_key_heads=config.n_key_heads,
+            n_heads=config.n_value_heads,
+            key_size=config.key_size,
+            value_size=config.value_size,
+            eps=own.norm_eps,
+            takes_turns=config.takes_turns,
+        )
+
+    def __call__(
+        self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
+    ) -> Tensor:
+        """Run rows [B + T, C], of which the last T are new: outputs [T, H x V] in their dtype.
+
+        `gate` is [T, H x V] in the dtype of the rows, `write` and `decay` are float32 [T, H], and
+        `state`, which is updated, float32 [H, K, V]. Raises ValueError for other memory.
+        """
+        own, arguments = self._config, self._arguments
+        rows, gate = rows.contiguous(), gate.contiguous()
+        write, decay = write.contiguous(), decay.contiguous()
+        n_rows = check_rows(rows, own.mixed_width) - own.n_taps + 1
+        if n_rows < 1:
+            raise ValueError(f"{len(rows)} rows: the compiled library needs one more than before")
+        check_memory("gates", gate, n_rows * own.value_width * rows.itemsize, rows.dtype)
+        for what, tensor in (("writes", write), ("decays", decay)):
+            check_memory(what, tensor, 4 * n_rows * own.n_value_heads, torch.float32)
+        check_memory("a state", state, 4 * own.key_size * own.value_width, torch.float32)
+        out = rows.new_empty(n_rows, own.value_width)
+        arguments.rows = rows.data_ptr()
+        arguments.gate = gate.data_ptr()
+        arguments.write = write.data_ptr()
+        arguments.decay = decay.data_ptr()
+        arguments.state = state.data_ptr()
+        arguments.mixed = SCRATCH.at_least(4 * n_rows * own.mixed_width).data_ptr()
+        arguments.out = out.data_ptr()
+        arguments.n_rows = n_rows
+        arguments.is_bf16 = is_bf16(rows)
+        arguments.team.n_threads = torch.get_num_threads()
+        self._call(arguments)
+        return out

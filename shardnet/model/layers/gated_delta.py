@@ -1,0 +1,201 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention whose memory is one matrix for each head.
+
+Knows the recurrence and its sizes. Must not know parameter names beyond those of transformers, nor
+files, wire or scheduling.
+
+Each position decays a head's matrix, reads what it holds for the key, and writes the difference to
+the value. Positions are computed one after the other, by the compiled library or each by the same
+operators of torch on tensors of the same shape, so that a position's bits depend on nothing but the
+positions before it: chunks of a prompt may be cut anywhere (design decision 4).
+
+Axes in shape comments: T rows of the micro-batch, B rows of the convolution before them, C its
+columns, H value heads, K columns of a key, V of a value, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.config.model_config import Activation, DeltaNet
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
+from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.norms import activate
+from shardnet.model.layers.rotary import Rotary
+
+UNIT_EPS = 1e-6
+"""Added to the squared length of a query or key before it is divided by the length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """A micro-batch before the convolution. All columns belong to heads in their order."""
+
+    mixed: Tensor  # [T, C]: queries, keys, values
+    gate: Tensor  # [T, H x V], of the output
+    write: Tensor  # [T, H], how much of the difference is written, before the sigmoid
+    decay: Tensor  # [T, H], before bias and softplus
+
+
+Project = Callable[[Tensor], Projected]
+"""Projects hidden states [T, E]: families differ in the order of the columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projections:
+    """Two linears: queries, keys, values and gate; write and decay.
+
+    With `groups_qkvz` the columns of the first are grouped by key head, with `groups_ba` those of
+    the second (Qwen3-Next); else each kind stands for all heads in turn (Qwen 3.5).
+    """
+
+    config: DeltaNet
+    qkvz_proj: Linear
+    ba_proj: Linear
+    groups_qkvz: bool
+    groups_ba: bool
+
+    def __call__(self, hidden: Tensor) -> Projected:
+        """Project hidden states [T, E]."""
+        own, columns, small = self.config, self.qkvz_proj(hidden), self.ba_proj(hidden)
+        if self.groups_qkvz:
+            values = own.value_width // own.n_key_heads
+            columns = self._by_kind(columns, [own.key_size, own.key_size, values, values])
+        if self.groups_ba:
+            small = self._by_kind(small, [own.n_value_heads // own.n_key_heads] * 2)
+        write, decay = small.chunk(2, -1)
+        width = own.mixed_width
+        return Projected(
+            mixed=columns[:, :width], gate=columns[:, width:], write=write, decay=decay
+        )
+
+    def _by_kind(self, columns: Tensor, widths: list[int]) -> Tensor:
+        """Put columns that are grouped by key head kind by kind; `widths` are those of a group."""
+        n_rows = columns.shape[0]
+        parts = torch.split(columns.view(n_rows, self.config.n_key_heads, -1), widths, -1)
+        return torch.cat([part.flatten(1) for part in parts], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """The sub-layer that takes the place of attention. Its memory is a slot's SlotState."""
+
+    config: DeltaNet
+    activation: Activation
+    project: Project
+    parameters: RecurrenceParameters
+    out_proj: Linear
+    native: NativeRecurrence | None
+    """The recurrence by the library, None where torch computes it."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DeltaNet,
+        activation: Activation,
+        project: Project,
+        parameters: RecurrenceParameters,
+        out_proj: Linear,
+    ) -> GatedDeltaNet:
+        """Put it together, with the library's recurrence if it can compute this one here."""
+        kernels = native_kernels() if parameters.taps.device.type == "cpu" else None
+        native = None
+        if kernels is not None and activation is Activation.SILU:
+            native = NativeRecurrence(config, parameters, kernels)
+        return cls(
+            config=config,
+            activation=activation,
+            project=project,
+            parameters=parameters,
+            out_proj=out_proj,
+            native=native,
+        )
+
+    @property
+    def fusible(self) -> None:
+        """None: it has no keys and values."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
+        projected = self.project(hidden)
+        write, decay = projected.write.float(), projected.decay.float()
+        compute = self.native or self._compute
+        parts = []
+        for span in step.spans:
+            state, own = step.kv.state(span.slot, index), slice(span.start, span.end)
+            rows = torch.cat((state.recent, projected.mixed[own]))  # [B + T, C]
+            gate = projected.gate[own]
+            parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
+            state.recent.copy_(rows[span.end - span.start :])
+            state.end += span.end - span.start
+        return self.out_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def _compute(
+        self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
+    ) -> Tensor:
+        """Do in torch what NativeRecurrence does."""
+        own = self.parameters
+        opened = _by_row(torch.sigmoid, write)
+        steps = _by_row(F.softplus, decay + own.decay_bias)
+        kept = _by_row(torch.exp, steps * own.decay_rate)  # [T, H]
+        outputs = self._recur(self._convolve(rows), kept, opened, state)  # [T, H, V]
+        normed = F.rms_norm(outputs, outputs.shape[-1:], None, own.norm_eps)
+        weighted = normed.mul_(own.norm_weight).flatten(1)
+        gates = _by_row(lambda row: activate(self.activation, row), gate.float())
+        return weighted.mul_(gates).to(gate.dtype)
+
+    def _convolve(self, rows: Tensor) -> Tensor:
+        """Convolve rows [B + T, C]: float32 [T, C]."""
+        taps = self.parameters.taps
+        n_rows = len(rows) - len(taps) + 1
+        wide = rows.float()
+        total = wide[:n_rows] * taps[0]
+        for tap in range(1, len(taps)):
+            total += wide[tap : tap + n_rows] * taps[tap]
+        return _by_row(lambda row: activate(self.activation, row), total)
+
+    def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, matrix: Tensor) -> Tensor:
+        """Run rows [T, C] through the recurrence, in order: [T, H, V].
+
+        `decay` and `write` are [T, H]. Updates the `matrix` [H, K, V] of each head.
+        """
+        own = self.config
+        shared = own.n_value_heads // own.n_key_heads
+        widths = [own.key_width, own.key_width, own.value_width]
+        queries, keys, values = torch.split(mixed, widths, -1)
+        queries, keys = (
+            _unit(heads.reshape(-1, own.n_key_heads, own.key_size)) for heads in (queries, keys)
+        )
+        spread = torch.arange(own.n_value_heads, device=mixed.device)
+        spread = spread % own.n_key_heads if own.takes_turns else spread // shared
+        queries, keys = queries[:, spread] * own.key_size**-0.5, keys[:, spread]  # [T, H, K]
+        values = values.reshape(-1, own.n_value_heads, 1, own.value_size)
+        outputs = torch.empty_like(values)  # [T, H, 1, V]
+        for row in range(len(mixed)):
+            matrix.mul_(decay[row, :, None, None])
+            held = torch.bmm(keys[row, :, None], matrix)  # [H, 1, V]
+            difference = (values[row] - held).mul_(write[row, :, None, None])
+            matrix.baddbmm_(keys[row, :, :, None], difference)
+            torch.bmm(queries[row, :, None], matrix, out=outputs[row])
+        return outputs.squeeze(2)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    """Divide each vector of [T, heads, K] by its length."""
+    size = heads.shape[-1]
+    return F.rms_norm(heads, (size,), None, UNIT_EPS / size).mul_(size**-0.5)
+
+
+def _by_row(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Apply an elementwise function to each row by itself: [T, N] in and out.
+
+    torch computes the last elements of contiguous memory by another formula than the rest, so that
+    over all rows at once an element's bits would depend on the other rows.
+    """
+    return torch.stack([function(row) for row in rows.unbind(0)])

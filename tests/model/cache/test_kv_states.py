@@ -1,0 +1,78 @@
+"""The KV cache of layers that keep a state: it follows the slot, and is never rewound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.config.model_config import StateShape
+from shardnet.types import BLOCK_POSITIONS, SlotId
+
+SHAPE = StateShape(recent=(3, 5), recurrent=(2, 4, 6))
+SLOT, OTHER = SlotId(0), SlotId(1)
+
+
+@pytest.fixture
+def cache() -> KvCache:
+    """A layer with a state, and one with keys and values of 8 columns in 2 heads."""
+    return KvCache(2, 2, 8, torch.float32, torch.device("cpu"), 8, states=(SHAPE, None))
+
+
+def write(cache: KvCache, slot: SlotId, position: int, n_rows: int) -> None:
+    """Do what a layer does with rows: the state becomes that after them."""
+    cache.ensure(slot, position + n_rows, n_rows)
+    state = cache.state(slot, 0)
+    state.recurrent += n_rows
+    state.recent += n_rows
+    state.end += n_rows
+
+
+def test_rows_follow_each_other(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 200)
+    write(cache, SLOT, 200, 100)  # into the next block
+    assert cache.state(SLOT, 0).recurrent.eq(300).all()
+    for position in (299, 301, 1):
+        with pytest.raises(CapacityError, match="holds the state after 300 positions"):
+            cache.ensure(SLOT, position + 5, 5)
+    with pytest.raises(CapacityError, match="holds the state after 0 positions"):
+        cache.ensure(OTHER, 12, 2)
+    assert cache.blocks_used == 2
+
+
+def test_a_slot_that_begins_again_has_no_state(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 20)
+    write(cache, SLOT, 0, 3)
+    assert cache.state(SLOT, 0).recurrent.eq(3).all()
+    assert cache.state(SLOT, 0).recent.eq(3).all()
+    cache.trim(SLOT, 0)
+    write(cache, SLOT, 0, 4)
+    assert cache.state(SLOT, 0).recent.eq(4).all()
+
+
+def test_a_trimmed_slot_continues_from_its_state_only(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 300)
+    cache.trim(SLOT, 300)
+    write(cache, SLOT, 300, 1)
+    cache.trim(SLOT, 200)
+    with pytest.raises(CapacityError, match="after 301 positions"):
+        cache.ensure(SLOT, 201)
+
+
+def test_a_copy_has_a_state_of_its_own(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 30)
+    with pytest.raises(CapacityError, match="after 30 positions"):
+        cache.copy(SLOT, OTHER, 20)
+    assert cache.blocks_used == 1
+    cache.copy(SLOT, OTHER, 30)
+    write(cache, OTHER, 30, 1)
+    assert (cache.state(SLOT, 0).end, cache.state(OTHER, 0).end) == (30, 31)
+    assert cache.state(SLOT, 0).recurrent.eq(30).all()
+
+
+def test_only_other_layers_have_blocks(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 1)
+    assert cache.block_bytes == 2 * (8 + 8) * 4 * BLOCK_POSITIONS
+    assert [rows.shape[1] for rows in cache.layer(SLOT, 0)] == [0, 0]
+    assert [rows.shape[1] for rows in cache.layer(SLOT, 1)] == [BLOCK_POSITIONS] * 2

@@ -1,0 +1,193 @@
+"""The recurrence of a gated DeltaNet against its plain formula, and its bits in any chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.config.model_config import Activation, DeltaNet
+from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
+from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
+from shardnet.model.layers.attention import plan_step
+from shardnet.model.layers.gated_delta import GatedDeltaNet, Projected
+from shardnet.model.layers.rotary import Rotary
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+
+CPU = torch.device("cpu")
+SIZES = DeltaNet(n_key_heads=2, n_value_heads=6, key_size=5, value_size=37, n_taps=4, layers=(0,))
+WIDTHS = [SIZES.mixed_width, SIZES.value_width, SIZES.n_value_heads, SIZES.n_value_heads]
+NO_ROTARY = Rotary(cos=torch.empty(0), sin=torch.empty(0))
+
+
+def project(hidden: Tensor) -> Projected:
+    mixed, gate, write, decay = torch.split(hidden, WIDTHS, -1)
+    return Projected(mixed=mixed, gate=gate, write=write, decay=decay)
+
+
+class Same:
+    """A linear that changes nothing."""
+
+    shape = (SIZES.value_width, SIZES.value_width)
+    weights_stay = True
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+PARAMETERS = RecurrenceParameters(
+    taps=noise(SIZES.n_taps, SIZES.mixed_width, seed=1),
+    decay_rate=-noise(SIZES.n_value_heads, seed=2).abs(),
+    decay_bias=noise(SIZES.n_value_heads, seed=3),
+    norm_weight=1 + noise(SIZES.value_size, seed=4) / 10,
+    norm_eps=1e-6,
+)
+
+
+@pytest.fixture(params=["native", "torch", "native-turns", "torch-turns"])
+def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
+    """By either, with value heads side by side or taking turns."""
+    sizes = replace(SIZES, takes_turns="turns" in request.param)
+    made = GatedDeltaNet.of(sizes, Activation.SILU, project, PARAMETERS, Same())
+    if "torch" in request.param:
+        return replace(made, native=None)
+    if made.native is None:
+        pytest.skip("the library was not built here")
+    return made
+
+
+def kv_cache() -> KvCache:
+    return KvCache(1, 1, 8, torch.float32, CPU, 16, states=(SIZES.state,))
+
+
+def run(layer: GatedDeltaNet, kv: KvCache, *groups: tuple[int, int, Tensor]) -> Tensor:
+    """Run (slot, position, rows) in one step."""
+    batch = MicroBatch(
+        epoch=Epoch(1),
+        step=StepId(1),
+        groups=tuple(
+            RowGroup(
+                sequence_id=SequenceId(slot),
+                slot=SlotId(slot),
+                position=position,
+                n_rows=len(rows),
+                n_sampled=0,
+            )
+            for slot, position, rows in groups
+        ),
+        token_ids=[0] * sum(len(rows) for _, _, rows in groups),
+    )
+    step = plan_step(batch, kv, 1024, torch.float32)
+    return layer(torch.cat([rows for _, _, rows in groups]), 0, NO_ROTARY, step)
+
+
+def in_chunks(layer: GatedDeltaNet, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
+    kv, parts, position = kv_cache(), [], 0
+    for rows in hidden.split(list(sizes)):  # type: ignore[no-untyped-call]
+        parts.append(run(layer, kv, (0, position, rows)))
+        position += len(rows)
+    return torch.cat(parts)
+
+
+def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
+    """The formulas as they are written, position by position and head by head, in float64."""
+    outputs = []
+    wide = project(hidden.double())
+    padded = torch.cat((torch.zeros(3, SIZES.mixed_width), wide.mixed))
+    state = torch.zeros(SIZES.n_value_heads, SIZES.key_size, SIZES.value_size, dtype=torch.float64)
+    for row in range(len(hidden)):
+        summed = (padded[row : row + 4] * PARAMETERS.taps).sum(0)
+        mixed = summed * summed.sigmoid()
+        of_keys = 2 * SIZES.key_width
+        queries, keys = mixed[:of_keys].view(2, SIZES.n_key_heads, SIZES.key_size)
+        values = mixed[of_keys:].view(SIZES.n_value_heads, SIZES.value_size)
+        for head in range(SIZES.n_value_heads):
+            shared = head % 2 if layer.config.takes_turns else head // 3
+            query, key = queries[shared], keys[shared]
+            query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
+            key = key / (key.square().sum() + 1e-6).sqrt()
+            steps = torch.log1p((wide.decay[row, head] + PARAMETERS.decay_bias[head]).exp())
+            state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()
+            difference = values[head] - key @ state[head]
+            state[head] += wide.write[row, head].sigmoid() * torch.outer(key, difference)
+            output = query @ state[head]
+            normed = output / (output.square().mean() + 1e-6).sqrt() * PARAMETERS.norm_weight
+            gate = wide.gate[row].view(SIZES.n_value_heads, -1)[head]
+            outputs.append(normed * gate * gate.sigmoid())
+    return torch.stack(outputs).view(len(hidden), -1).float()
+
+
+def test_it_is_the_plain_formula(layer: GatedDeltaNet) -> None:
+    hidden = noise(40, sum(WIDTHS))
+    expected = plain(layer, hidden)
+    torch.testing.assert_close(in_chunks(layer, hidden, [40]), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_bits_depend_on_no_chunk(layer: GatedDeltaNet) -> None:
+    hidden = noise(70, sum(WIDTHS), seed=5)
+    whole = in_chunks(layer, hidden, [70])
+    for sizes in ([1, 33, 36], [64, 6], [1] * 70):
+        assert torch.equal(in_chunks(layer, hidden, sizes), whole), sizes
+
+
+def test_bits_depend_on_no_other_sequence(layer: GatedDeltaNet) -> None:
+    """Also where two sequences are at different positions of theirs."""
+    one, other = noise(50, sum(WIDTHS), seed=6), noise(40, sum(WIDTHS), seed=7)
+    kv = kv_cache()
+    first = run(layer, kv, (0, 0, one[:20]))
+    both = run(layer, kv, (0, 20, one[20:]), (1, 0, other))
+    together = torch.cat((first, both[:30]))
+    assert torch.equal(together, in_chunks(layer, one, [50]))
+    assert torch.equal(both[30:], in_chunks(layer, other, [40]))
+
+
+def test_bfloat16_is_rounded_at_the_ends_only(layer: GatedDeltaNet) -> None:
+    hidden = noise(40, sum(WIDTHS), seed=8).bfloat16()
+    kv = KvCache(1, 1, 8, torch.bfloat16, CPU, 16, states=(SIZES.state,))
+    outputs = run(layer, kv, (0, 0, hidden))
+    assert outputs.dtype is torch.bfloat16
+    torch.testing.assert_close(
+        outputs.float(), plain(layer, hidden.float()), rtol=1 / 128, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_instruction_sets_agree(isa: str) -> None:
+    """Up to how they add products: with vectors of any length, whole and in part."""
+    kernels = find_kernels({ISA_VARIABLE: isa})
+    if kernels is None:
+        pytest.skip("the library was not built here")
+    made = GatedDeltaNet.of(SIZES, Activation.SILU, project, PARAMETERS, Same())
+    other = replace(made, native=NativeRecurrence(SIZES, PARAMETERS, kernels))
+    hidden = noise(30, sum(WIDTHS), seed=9)
+    expected = in_chunks(made, hidden, [30])
+    torch.testing.assert_close(in_chunks(other, hidden, [30]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    kernels = find_kernels({})
+    if kernels is None:
+        pytest.skip("the library was not built here")
+    native = NativeRecurrence(SIZES, PARAMETERS, kernels)
+    state = torch.zeros(SIZES.state.recurrent)
+    rows, gate = noise(5, SIZES.mixed_width), noise(2, SIZES.value_width)
+    small = noise(2, SIZES.n_value_heads)
+    native(rows, gate, small, small, state)
+    for wrong in (
+        (rows[:, 1:], gate, small, small, state),
+        (rows, gate[1:], small, small, state),
+        (rows, gate, small[1:], small, state),
+        (rows, gate, small, small.double(), state),
+        (rows, gate, small, small, state[1:]),
+        (rows[:3], gate[:0], small[:0], small[:0], state),
+    ):
+        with pytest.raises(ValueError, match="library"):
+            native(*wrong)
