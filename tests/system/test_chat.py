@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.system.nodes import Machine, NodeProcess
 from support.system.parrot import LONG, Parrots
+from support.soak import cases
 
 from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError
@@ -34,7 +35,7 @@ def node(machine: Machine) -> NodeProcess:
     return node
 
 
-@pytest.mark.parametrize("stages", ["--local=2", ""])
+@pytest.mark.parametrize("stages", cases([""], ["--local=2"]))
 def test_a_prompt_is_written_in_the_models_template(
     machine: Machine, talker: Path, stages: str
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
+from support.soak import cases
 
 CUT = '{ "$@" 2>&1; echo "left with $?" >&3; } 3>&2 | head -n 1'
 """A shell's line: run a command, read one line of all it writes, and leave."""
@@ -31,7 +32,7 @@ def no_nohup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_nohup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", cases([signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]))
 def test_a_node_that_nobody_listens_to_serves_and_leaves(
     tmp_path: Path, parrots: Parrots, number: signal.Signals
 ) -> None:

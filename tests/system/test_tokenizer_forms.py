@@ -16,6 +16,7 @@ from support.models.gguf_files import write_gguf
 from support.models.loaded_tokenizers import gguf_tokenizer_of, load_here
 from support.system.nodes import Crew
 from support.system.parrot import Parrots
+from support.soak import cases
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -43,7 +44,7 @@ FORMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", cases(["sentencepiece", "gpt2"], ["unigram", "tiktoken", "tekken"]))
 def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: str) -> None:
     folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
     FORMS[form](folder)
@@ -68,7 +69,7 @@ GGUFS = {
 }
 
 
-@pytest.mark.parametrize("form", GGUFS)
+@pytest.mark.parametrize("form", cases(["ranks"], ["pieces"]))
 def test_a_gguf_brings_its_tokenizer_and_its_template(
     trio: Crew, tmp_path: Path, form: str
 ) -> None:
