@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
+from support.soak import cases
 
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import DType, LayerRange
@@ -28,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=[*MAKERS, *WITH_EXPERTS])
+@pytest.fixture(scope="module", params=cases([*MAKERS, "gpt_oss", "deepseek_v3"], ["qwen2_moe"]))
 def any_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = (MAKERS | WITH_EXPERTS)[request.param]
     return make(tmp_path_factory.mktemp(request.param))

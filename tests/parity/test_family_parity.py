@@ -105,6 +105,14 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
     assert error <= 1.5**2 * (rounded - exact).square().mean()
 
 
+IN_FLOAT16 = ["llama", "gpt2", "qwen3", "deepseek_v2", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    cases(IN_FLOAT16, [family for family in FAMILIES if family not in IN_FLOAT16]),
+    indirect=True,
+)
 def test_a_float16_checkpoint_is_computed_in_float32(
     make: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def test_up_to_six_nodes_no_ring_is_better(
 @pytest.mark.parametrize("objective", cases([Objective.LATENCY], [Objective.THROUGHPUT]))
 def test_in_a_home_lab_of_six_no_ring_is_better(objective: Objective) -> None:
     n_stages = set()
-    for seed in range(10 if is_soak() else 7):
+    for seed in range(10 if is_soak() else 5):
         cluster = random_cluster(seed, n_nodes=6, n_layers=7)
         best_s = naive_best_s(*cluster, objective)
         ring = find_ring(measured_problem(*cluster, objective))
@@ -125,7 +125,7 @@ def test_up_to_eight_nodes_nothing_is_dropped(objective: Objective) -> None:
 def test_a_beam_is_within_five_percent_of_exact_on_many_clusters(objective: Objective) -> None:
     """At 8 nodes up to 1120 paths are weighed; the beam keeps a quarter of them."""
     n_fitting = 0
-    n_clusters = 200 if is_soak() else 60
+    n_clusters = 200 if is_soak() else 32
     for seed in range(n_clusters):
         cluster = random_cluster(seed, n_nodes=7 + seed % 2, n_layers=(16, 22, 32, 80)[seed % 4])
         exact_s = find_s(*cluster, objective)
@@ -146,7 +146,7 @@ def test_above_that_no_single_node_and_no_pair_is_better(objective: Objective) -
 
 
 @both
-@pytest.mark.parametrize("seed", cases([2, 37], [6, 8]))
+@pytest.mark.parametrize("seed", cases([37], [2, 6, 8]))
 def test_sixteen_nodes_and_128_layers_are_placed_with_little_work(
     objective: Objective, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
