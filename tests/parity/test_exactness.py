@@ -42,9 +42,9 @@ def choice(request: pytest.FixtureRequest) -> KernelChoice:
 
 
 def splits() -> list[list[LayerRange]]:
-    """Every cut in two, in three equal parts, and layer by layer."""
+    """Layer by layer, which cuts everywhere, and in three equal parts; then every cut in two."""
     cuts = [[LayerRange(0, k), LayerRange(k, N_LAYERS)] for k in range(1, N_LAYERS)]
-    return [*cuts, even_split(N_LAYERS, 3), even_split(N_LAYERS, N_LAYERS)]
+    return cases([even_split(N_LAYERS, N_LAYERS), even_split(N_LAYERS, 3)], cuts)
 
 
 def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES, ODD
 from support.rings.stage_chain import CPU, Rows, StageChain, random_prompt
-from support.soak import cases, is_soak
+from support.soak import cases, examples
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -311,7 +311,7 @@ def test_what_is_no_number_stays_so_in_its_row_alone(name: str, bad: float) -> N
         assert out[[0, 1, 2, 4]].isfinite().all()
 
 
-@settings(max_examples=40 if is_soak() else 8, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 32), min_size=1, max_size=5),
     window=st.sampled_from([None, 1, 5, 300]),

@@ -149,7 +149,7 @@ def choice(request: pytest.FixtureRequest) -> KernelChoice:
 def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:
     prompts = [random_prompt(length, 300, seed=length) for length in (7, 301)]
     whole = load(folder, 1, choice).generate(prompts, 4)
-    for n_stages in (2, 4):
+    for n_stages in cases([4], [2]):
         for expected, logits in zip(
             whole, load(folder, n_stages, choice).generate(prompts, 4), strict=True
         ):

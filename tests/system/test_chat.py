@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, NodeProcess
 from support.system.parrot import LONG, Parrots
-from support.soak import cases
 
 from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError

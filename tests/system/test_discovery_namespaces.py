@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import NodeProcess
 from support.system.sites import Site, address, gone, here, meet, open_site
-from support.soak import cases
 
 
 @pytest.fixture(params=cases(["loopback"], ["namespaces"]))

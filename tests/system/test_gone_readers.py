@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
-from support.soak import cases
 
 CUT = '{ "$@" 2>&1; echo "left with $?" >&3; } 3>&2 | head -n 1'
 """A shell's line: run a command, read one line of all it writes, and leave."""

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 from support.servers.proxy import Proxy
+from support.soak import cases
 from support.system.nodes import Crew, Machine
 from support.system.parrot import LONG, Parrots
-from support.soak import cases
 
 
 @pytest.mark.parametrize("rank", cases([0, 1], [2]), ids=["head", "middle", "tail"].__getitem__)

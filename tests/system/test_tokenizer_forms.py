@@ -14,9 +14,9 @@ from support.models import trained_tokenizers as trained
 from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.loaded_tokenizers import gguf_tokenizer_of, load_here
+from support.soak import cases
 from support.system.nodes import Crew
 from support.system.parrot import Parrots
-from support.soak import cases
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -44,7 +44,9 @@ FORMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("form", cases(["sentencepiece", "gpt2"], ["unigram", "tiktoken", "tekken"]))
+@pytest.mark.parametrize(
+    "form", cases(["sentencepiece", "gpt2"], ["unigram", "tiktoken", "tekken"])
+)
 def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: str) -> None:
     folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
     FORMS[form](folder)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
-from support.soak import cases, is_soak
+from support.soak import cases, examples, is_soak
 
 from shardnet.cluster.placement import rules as ring_rules
 from shardnet.cluster.placement.estimate import measured_problem
@@ -84,7 +84,7 @@ def find_s(
 
 
 @both
-@settings(max_examples=80)
+@settings(max_examples=examples(30))
 @given(cluster=clusters())
 def test_up_to_six_nodes_no_ring_is_better(
     cluster: tuple[ModelShape, list[CandidateNode], Links], objective: Objective
