@@ -28,6 +28,9 @@ for _profile, _max_examples in (("shardnet", 30), ("soak", 400)):
     )
 hypothesis.settings.load_profile("shardnet")  # scripts/soak takes the other one
 
+# While tests are collected, nearly all that is made stays: to look for the rest takes 2 s.
+gc.disable()
+
 FD_FOLDER = Path("/proc/self/fd")
 GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
@@ -43,6 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Have no collection look again through what was imported, which stays: that takes 0.2 s."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
+from support.soak import cases
 
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import DType, LayerRange
@@ -28,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=[*MAKERS, *WITH_EXPERTS])
+@pytest.fixture(scope="module", params=cases([*MAKERS, "gpt_oss", "deepseek_v3"], ["qwen2_moe"]))
 def any_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = (MAKERS | WITH_EXPERTS)[request.param]
     return make(tmp_path_factory.mktemp(request.param))
@@ -41,9 +42,9 @@ def choice(request: pytest.FixtureRequest) -> KernelChoice:
 
 
 def splits() -> list[list[LayerRange]]:
-    """Every cut in two, in three equal parts, and layer by layer."""
+    """Layer by layer, which cuts everywhere, and in three equal parts; then every cut in two."""
     cuts = [[LayerRange(0, k), LayerRange(k, N_LAYERS)] for k in range(1, N_LAYERS)]
-    return [*cuts, even_split(N_LAYERS, 3), even_split(N_LAYERS, N_LAYERS)]
+    return cases([even_split(N_LAYERS, N_LAYERS), even_split(N_LAYERS, 3)], cuts)
 
 
 def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:

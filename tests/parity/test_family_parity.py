@@ -55,7 +55,7 @@ def test_every_split_gives_the_same_bits(folder: Path) -> None:
     untested = replace(probed(CPU, DType.FLOAT32, None), exact_rows=1)  # rows' company: elsewhere
     whole = StageChain.load(folder, [LayerRange(0, n_layers)], untested).generate(prompts, 2)
     cuts = [[LayerRange(0, k), LayerRange(k, n_layers)] for k in range(1, n_layers)]
-    for ranges in [*cuts, even_split(n_layers, n_layers)]:
+    for ranges in cases([even_split(n_layers, n_layers)], cuts):
         parts = StageChain.load(folder, ranges, untested).generate(prompts, 2)
         for expected, logits in zip(whole, parts, strict=True):
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
@@ -105,6 +105,14 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
     assert error <= 1.5**2 * (rounded - exact).square().mean()
 
 
+IN_FLOAT16 = ["llama", "gpt2", "qwen3", "deepseek_v2", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    cases(IN_FLOAT16, [family for family in FAMILIES if family not in IN_FLOAT16]),
+    indirect=True,
+)
 def test_a_float16_checkpoint_is_computed_in_float32(
     make: Callable[..., Path], tmp_path: Path
 ) -> None:

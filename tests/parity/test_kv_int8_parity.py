@@ -149,7 +149,7 @@ def choice(request: pytest.FixtureRequest) -> KernelChoice:
 def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> None:
     prompts = [random_prompt(length, 300, seed=length) for length in (7, 301)]
     whole = load(folder, 1, choice).generate(prompts, 4)
-    for n_stages in (2, 4):
+    for n_stages in cases([4], [2]):
         for expected, logits in zip(
             whole, load(folder, n_stages, choice).generate(prompts, 4), strict=True
         ):
@@ -159,9 +159,12 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
 def test_a_row_keeps_its_bits_in_any_batch(folder: Path, choice: KernelChoice) -> None:
     n_sequences = min(choice.exact_rows, 5)
     prompts = [random_prompt(3 + 9 * i, 300, seed=i) for i in range(n_sequences)]
-    together = load(folder, 1, choice).generate(prompts, 5)
+    chain = load(folder, 1, choice)
+    together = chain.generate(prompts, 5)
+    for slot in range(n_sequences):
+        chain.stages[0].kv.free(SlotId(slot))
     for prompt, expected in zip(prompts, together, strict=True):
-        (alone,) = load(folder, 1, choice).generate([prompt], 5)
+        (alone,) = chain.generate([prompt], 5)
         assert torch.equal(alone, expected)
 
 

@@ -77,7 +77,7 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-@pytest.fixture(scope="module", params=cases([1, 4], [2]))
+@pytest.fixture(scope="module", params=cases([4], [1, 2]))
 def stages(request: pytest.FixtureRequest, folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(4, request.param))
 

@@ -71,7 +71,7 @@ def reference(folder: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("n_stages", cases([1, 3], [2, "all"]))
+@pytest.mark.parametrize("n_stages", cases([3], [1, 2, "all"]))
 def test_greedy_tokens_and_logits_are_those_of_transformers(
     folder: Path, reference: Any, n_stages: int | str
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from support.models.checkpoints import make_decoder
 from support.rings.stage_chain import CPU, even_split, probed, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.soak import cases
 from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=cases(["mistral", "gemma3_text"], ["gemma2"]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     sizes = {"max_position_embeddings": CONTEXT, "sliding_window": WINDOW}

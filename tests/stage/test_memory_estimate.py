@@ -154,7 +154,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("quant", "asked"), cases([("none", "auto"), ("int4", "auto")], [("none", "float32")])
+    ("quant", "asked"), cases([("none", "auto")], [("int4", "auto"), ("none", "float32")])
 )
 def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path) -> None:
     """At most 1.15 times the bytes of the range after loading, and one layer more on the way.

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, NodeProcess
 from support.system.parrot import LONG, Parrots
 
@@ -34,7 +35,7 @@ def node(machine: Machine) -> NodeProcess:
     return node
 
 
-@pytest.mark.parametrize("stages", ["--local=2", ""])
+@pytest.mark.parametrize("stages", cases([""], ["--local=2"]))
 def test_a_prompt_is_written_in_the_models_template(
     machine: Machine, talker: Path, stages: str
 ) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import NodeProcess
 from support.system.sites import Site, address, gone, here, meet, open_site
 
 
-@pytest.fixture(params=["namespaces", "loopback"])
+@pytest.fixture(params=cases(["loopback"], ["namespaces"]))
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     """Three machines."""
     with open_site(request.param, 3, tmp_path) as site:

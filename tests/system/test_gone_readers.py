@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
 
@@ -31,7 +32,7 @@ def no_nohup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_nohup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", cases([signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]))
 def test_a_node_that_nobody_listens_to_serves_and_leaves(
     tmp_path: Path, parrots: Parrots, number: signal.Signals
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 
 import psutil
 import pytest
+from support.soak import cases
 from support.system.nodes import Command, Machine
 from support.system.parrot import LONG, Parrots
 
@@ -61,7 +62,7 @@ def test_more_nodes_than_stages_are_refused_before_any_starts(
     assert "starting" not in result.stderr
 
 
-@pytest.mark.parametrize("moment", ["starting 2 nodes", "ring: "])
+@pytest.mark.parametrize("moment", cases(["starting 2 nodes"], ["ring: "]))
 def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, moment: str) -> None:
     """While the node processes start, and while they load, or just behind that."""
     starting = moment.startswith("starting")

@@ -191,7 +191,7 @@ def slow_down(host: Host) -> None:
 SITES = {"namespaces": in_namespaces, "loopback": on_loopback}
 
 
-@pytest.mark.parametrize("trouble", ["far", "slow"])
+@pytest.mark.parametrize("trouble", cases(["far"], ["slow"]))
 @pytest.mark.parametrize("site", cases(["loopback"], ["namespaces"]))
 def test_a_node_that_would_slow_the_ring_is_used_only_where_nothing_fits_without_it(
     site: str, trouble: Trouble, tmp_path: Path

@@ -61,7 +61,7 @@ def test_a_pulled_model_is_used_by_its_name_with_the_network_gone(
     assert again["folder"] == str(folder)
     hub.fails_with = 503
     arguments = ("generate", "--model", REPO, "--max-tokens", "3", "a")
-    assert machine.run(*arguments, "--local", "2").stdout == "bcd\n"
+    assert machine.run(*arguments).stdout == "bcd\n"
 
 
 def test_the_head_downloads_what_nobody_has_and_the_others_fetch_from_it(
@@ -135,7 +135,7 @@ def test_weights_come_in_one_format_only(machine: Machine, hub: Hub, parrots: Pa
     to_torch_files(parrots.alphabet, machine.folder / "bin")
     files = {"params.json": b"{}", "consolidated.00.pth": b"-", "x.gguf": b"-"}
     hub.add(REPO, machine.folder / "bin", **files)
-    result = machine.run("generate", "--model", REPO, "--local", "1", "--max-tokens", "3", "a")
+    result = machine.run("generate", "--model", REPO, "--max-tokens", "3", "a")
     assert result.stdout == "bcd\n", result.stderr
     assert fetched(hub) == {
         *("config.json", "pytorch_model.bin", "tokenizer.json", "tokenizer_config.json")

@@ -14,6 +14,7 @@ from support.models import trained_tokenizers as trained
 from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.loaded_tokenizers import gguf_tokenizer_of, load_here
+from support.soak import cases
 from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
@@ -43,7 +44,9 @@ FORMS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", cases(["sentencepiece", "gpt2"], ["unigram", "tiktoken", "tekken"])
+)
 def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: str) -> None:
     folder = make_llama(tmp_path / form, vocab_size=700, with_tokenizer=form == "gpt2")
     FORMS[form](folder)
@@ -68,7 +71,7 @@ GGUFS = {
 }
 
 
-@pytest.mark.parametrize("form", GGUFS)
+@pytest.mark.parametrize("form", cases(["ranks"], ["pieces"]))
 def test_a_gguf_brings_its_tokenizer_and_its_template(
     trio: Crew, tmp_path: Path, form: str
 ) -> None:

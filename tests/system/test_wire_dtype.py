@@ -16,18 +16,18 @@ PROMPT = ["It is a truth universally acknowledged", "--threads", "1", "--json"]
 N_TOKENS = 12
 
 
-def run_of(machine: Machine, *arguments: str) -> dict[str, Any]:
-    """Generate greedily with the bundled model over three nodes of this run."""
+def run_of(trio: Crew, *arguments: str) -> dict[str, Any]:
+    """Generate greedily with the bundled model over three nodes."""
     command = ["generate", *PROMPT, "--max-tokens", str(N_TOKENS), "--logprobs", "2"]
-    result = machine.run(*command, "--local", "3", *arguments)
+    result = trio.machine.run(*command, "--nodes", trio.addresses(), *arguments)
     answer: dict[str, Any] = result.json
     assert ("wire int8" in result.stderr) == ("int8" in arguments)
     return answer
 
 
-def test_local_nodes_make_what_a_model_that_rounds_says(machine: Machine) -> None:
+def test_nodes_make_what_a_model_that_rounds_says(trio: Crew) -> None:
     """Token by token and logprob by logprob, bit for bit."""
-    answer = run_of(machine, "--wire-dtype", "int8")
+    answer = run_of(trio, "--wire-dtype", "int8")
     ranges = [LayerRange(*stage["layers"]) for stage in answer["stages"]]
     assert len(ranges) == 3
     choice = probed(CPU, "auto", DType.BFLOAT16)  # as a node does, whatever its CPU computes in

@@ -22,6 +22,7 @@ from support.cluster.checkup_facts import (
     view,
     with_info,
 )
+from support.soak import examples
 from support.strategies.msgspec_strategies import values
 
 from shardnet.cluster.diagnosis.diagnosis import diagnose
@@ -431,7 +432,7 @@ def test_a_model_that_this_machine_cannot_read_is_told() -> None:
 # --- whatever is told
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(replies=st.lists(values(ReportReply), max_size=3), model=st.booleans())
 def test_whatever_nodes_tell_there_are_lines_and_no_failure(
     replies: list[ReportReply], model: bool

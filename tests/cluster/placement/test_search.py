@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
-from support.soak import cases, is_soak
+from support.soak import cases, examples, is_soak
 
 from shardnet.cluster.placement import rules as ring_rules
 from shardnet.cluster.placement.estimate import measured_problem
@@ -84,7 +84,7 @@ def find_s(
 
 
 @both
-@settings(max_examples=80)
+@settings(max_examples=examples(30))
 @given(cluster=clusters())
 def test_up_to_six_nodes_no_ring_is_better(
     cluster: tuple[ModelShape, list[CandidateNode], Links], objective: Objective
@@ -125,7 +125,7 @@ def test_up_to_eight_nodes_nothing_is_dropped(objective: Objective) -> None:
 def test_a_beam_is_within_five_percent_of_exact_on_many_clusters(objective: Objective) -> None:
     """At 8 nodes up to 1120 paths are weighed; the beam keeps a quarter of them."""
     n_fitting = 0
-    n_clusters = 200 if is_soak() else 60
+    n_clusters = 200 if is_soak() else 32
     for seed in range(n_clusters):
         cluster = random_cluster(seed, n_nodes=7 + seed % 2, n_layers=(16, 22, 32, 80)[seed % 4])
         exact_s = find_s(*cluster, objective)
@@ -146,7 +146,7 @@ def test_above_that_no_single_node_and_no_pair_is_better(objective: Objective) -
 
 
 @both
-@pytest.mark.parametrize("seed", cases([2, 37], [6, 8]))
+@pytest.mark.parametrize("seed", cases([37], [2, 6, 8]))
 def test_sixteen_nodes_and_128_layers_are_placed_with_little_work(
     objective: Objective, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

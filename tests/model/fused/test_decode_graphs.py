@@ -12,6 +12,7 @@ import torch
 from support.models.checkpoints import make_decoder, make_gpt2
 from support.oracles.operator_tape import TapeCapture
 from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, even_split
+from support.soak import cases
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -44,9 +45,11 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [1, 2]},
 }
 """Every family of which layers can be captured."""
+USUAL = ["llama", "gemma3_text", "olmo2", "qwen2_moe"]
 N_CAPTURED = {"gemma3_text": 8, "qwen3": 4, "qwen2_moe": 4, "qwen3_moe": 3}
 """Pieces of a bucket: one more than layers where all can be captured."""
 EAGER = sorted(FAMILIES.keys() - CASES.keys())
+USUAL_EAGER = ["deepseek_v3", "gpt2", "gpt_oss", "llama4_text"]
 N_SLOTS = 6
 
 
@@ -105,7 +108,7 @@ def n_small(steps: Sequence[Sequence[Rows]]) -> int:
     return sum(sum(len(rows.ids) for rows in groups) <= MAX_EXACT_ROWS for groups in steps)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(USUAL, [case for case in CASES if case not in USUAL]))
 def test_replayed_steps_are_those_of_the_eager_path(case: str, tmp_path: Path) -> None:
     folder = make_decoder(tmp_path, case, with_tokenizer=False, **CASES[case])
     capture, steps = TapeCapture(), traffic(25)
@@ -116,7 +119,9 @@ def test_replayed_steps_are_those_of_the_eager_path(case: str, tmp_path: Path) -
     assert 4 * n_pieces <= capture.n_captured <= len(GRAPH_BUCKETS) * n_pieces
 
 
-@pytest.mark.parametrize("family", EAGER)
+@pytest.mark.parametrize(
+    "family", cases(USUAL_EAGER, [family for family in EAGER if family not in USUAL_EAGER])
+)
 def test_what_cannot_be_captured_runs_as_ever(family: str, tmp_path: Path) -> None:
     if family == "gpt2":
         folder = make_gpt2(tmp_path, with_tokenizer=False)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 from support.rings.fake_ring import expected_tokens, fake_ring
 from support.rings.rings import NoText
+from support.soak import cases
 
 from shardnet.errors import CapacityError, SamplingError, ShardnetError, UsageError
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
@@ -23,7 +24,7 @@ def prompt(number: int, n_tokens: int) -> list[int]:
 @pytest.mark.parametrize("over", ["memory", "tcp"])
 @pytest.mark.parametrize(
     ("n_stages", "n_sequences"),
-    [(stages, sequences) for stages in (1, 2, 3, 4) for sequences in range(1, stages + 2)],
+    [(stages, n) for stages in cases([1, 3], [2, 4]) for n in range(1, stages + 2)],
 )
 def test_the_ring_never_waits_on_itself(n_stages: int, n_sequences: int, over: str) -> None:
     """Queues of one frame, the smallest buffers, frames larger than both; first and later steps."""

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.models import trained_tokenizers as trained
 from support.models.loaded_tokenizers import load_here
+from support.soak import examples
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.formats.protobuf import fields
@@ -42,7 +43,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", trained.KINDS)
-@settings(max_examples=80)
+@settings(max_examples=examples(25))
 @given(text=trained.TEXTS)
 @example(text="")
 @example(text=" ")
@@ -57,7 +58,7 @@ def test_ids_are_those_of_sentencepiece(
 
 
 @pytest.mark.parametrize("kind", trained.KINDS)
-@settings(max_examples=80)
+@settings(max_examples=examples(25))
 @given(text=trained.TEXTS)
 def test_text_is_that_of_sentencepiece(
     tokenizer_of: Callable[[str], Tokenizer], kind: str, text: str
