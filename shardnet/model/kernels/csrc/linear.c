@@ -22,8 +22,6 @@
 #include "tiles_portable.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include "tiles_avx2.h"
-#include "tiles_avx512.h"
 #elif defined(__aarch64__)
 #include "tiles_neon.h"
 #if defined(__linux__)
@@ -126,8 +124,8 @@ INLINE void lay_out_row(const struct linear *p, int64_t row) {
 
 static struct tiles tiles_for(const struct linear *p) {
 #if defined(__x86_64__)
-    if (p->team.isa == AVX512) return avx512_tiles(p);
-    if (p->team.isa == AVX2) return avx2_tiles(p);
+    if (p->team.isa == AVX512) return shardnet_avx512_tiles(p);
+    if (p->team.isa == AVX2) return shardnet_avx2_tiles(p);
 #elif defined(__aarch64__)
     if (p->team.isa == NEON) return neon_tiles(p);
 #endif

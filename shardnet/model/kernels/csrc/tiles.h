@@ -16,6 +16,11 @@ struct tiles {
     tile_function one, two; /* `two` may be NULL */
 };
 
+#if defined(__x86_64__)
+struct tiles shardnet_avx2_tiles(const struct linear *p); /* in files of their own, to be compiled side by side */
+struct tiles shardnet_avx512_tiles(const struct linear *p);
+#endif
+
 INLINE int64_t blocks_of_panel(const struct linear *p) { return (p->n_in + p->form.block - 1) / p->form.block; }
 
 /* Inputs of a row as it is laid out in scratch memory: padded with zeros. */

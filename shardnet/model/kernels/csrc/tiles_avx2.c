@@ -1,6 +1,11 @@
 /* Tiles for AVX2: a panel's outputs are two registers, both at once where enough registers are free. */
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "tiles.h"
 
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX2_ROWS_OF_BOTH 3 /* of quantised rows */
@@ -432,7 +437,7 @@ static tile_function avx2_level_tiles[][2] = {
     {avx2_levels_wide_book, avx2_levels_wide_book_apart},
 };
 
-static struct tiles avx2_tiles(const struct linear *p) {
+struct tiles shardnet_avx2_tiles(const struct linear *p) {
     const struct form *f = &p->form;
     const int apart = f->group < UNIT;
     if (has_levels(f)) {
@@ -469,3 +474,5 @@ static struct tiles avx2_tiles(const struct linear *p) {
             return (struct tiles){avx2_8, NULL};
     }
 }
+
+#endif

@@ -1,6 +1,11 @@
 /* Tiles for AVX-512: with bfloat16 two panels at once, so that each broadcast of a row serves 32 outputs. */
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "tiles.h"
 
 #define WITH_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
@@ -385,7 +390,7 @@ static tile_function avx512_level_tiles[][2] = {
     {avx512_levels_book, avx512_levels_book_apart},
 };
 
-static struct tiles avx512_tiles(const struct linear *p) {
+struct tiles shardnet_avx512_tiles(const struct linear *p) {
     const struct form *f = &p->form;
     const int apart = f->group < UNIT;
     if (has_levels(f)) return (struct tiles){avx512_level_tiles[f->code == BOOK ? 5 : f->bits - 2][apart], NULL};
@@ -419,3 +424,5 @@ static struct tiles avx512_tiles(const struct linear *p) {
             return (struct tiles){avx512_8, NULL};
     }
 }
+
+#endif
