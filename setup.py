@@ -30,7 +30,6 @@ class BuildKernels(build_ext):
         """Name the file as kernels/library.py looks for it."""
         return str(Path(*ext_name.split("."))) + ".so"
 
-
     def build_extension(self, ext: Extension) -> None:
         """Compile the sources side by side: one after the other they take minutes."""
         compile_all = self.compiler.compile
