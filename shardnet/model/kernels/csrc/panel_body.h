@@ -63,48 +63,8 @@ INLINE TARGET void NAME(read_group)(const struct form *f, const uint8_t *block, 
     }
 }
 
-/* Reads 16 bytes, signed or not. */
-INLINE TARGET void NAME(read_bytes)(int is_signed, const uint8_t *from, float out[PANEL]) {
-    if (is_signed)
-        for (int o = 0; o < PANEL; o++) out[o] = (float)(int8_t)from[o];
-    else
-        for (int o = 0; o < PANEL; o++) out[o] = (float)from[o];
-}
-
-/* Reads scales that are bytes times the float16 of their block, as most files have them. */
-INLINE TARGET void NAME(read_two_levels)(const int is_signed, const struct form *f, const struct stretch *s,
-                                         struct scales *out) {
-    const int64_t n = s->n_inputs / f->group, first = s->from / f->group, n_groups = f->block / f->group;
-    const int adds_minimum = f->minimum == STORED;
-    int64_t at = 0;
-    for (int64_t b = 0; b < s->n_blocks; b++) {
-        const uint8_t *block = s->blocks + b * f->block_bytes;
-        const uint8_t *bytes = block + 2 * PANEL * f->block_scales + first * PANEL;
-        float outer[PANEL], below[PANEL], wide[PANEL];
-        HALVES(block, outer);
-        if (adds_minimum) HALVES(block + 2 * PANEL, below);
-        for (int64_t g = 0; g < n; g++, at++, bytes += PANEL) {
-            NAME(read_bytes)(is_signed, bytes, wide);
-            for (int o = 0; o < PANEL; o++) out->scale[at][o] = wide[o] * outer[o];
-            if (!adds_minimum) continue;
-            NAME(read_bytes)(is_signed, bytes + n_groups * PANEL, wide);
-            for (int o = 0; o < PANEL; o++) out->minimum[at][o] = wide[o] * -below[o];
-        }
-    }
-}
-
 /* Reads the scales of all token groups of a stretch. */
 static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
-    if (f->block_scales && f->group == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
-        if (f->scale == SCALE_INT8) {
-            NAME(read_two_levels)(1, f, s, out);
-            return;
-        }
-        if (f->scale == SCALE_UINT8) {
-            NAME(read_two_levels)(0, f, s, out);
-            return;
-        }
-    }
     if (f->scale == SCALE_FLOAT16 && f->block == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
         for (int64_t b = 0; b < s->n_blocks; b++) {
             const uint8_t *block = s->blocks + b * f->block_bytes;
@@ -133,31 +93,31 @@ static TARGET void NAME(read_scales)(const struct form *f, const struct stretch 
     }
 }
 
+INLINE TARGET void NAME(read_numbers)(int is_signed, int64_t n, const uint8_t *restrict from, int16_t *restrict out) {
+    if (is_signed)
+        for (int64_t i = 0; i < n; i++) out[i] = (int8_t)from[i];
+    else
+        for (int64_t i = 0; i < n; i++) out[i] = from[i];
+}
+
 /* Reads the scales of two levels of a stretch, which is of one block. */
-static TARGET void NAME(read_levels)(const struct form *f, const struct stretch *s, struct levels *out) {
-    const int64_t n = s->n_inputs / f->group, n_groups = f->block / f->group;
-    const uint8_t *bytes = s->blocks + 2 * PANEL * f->block_scales + s->from / f->group * PANEL;
+static TARGET void NAME(read_levels)(const struct form *f, const struct stretch *s, struct levels *restrict out) {
+    const int64_t n = s->n_inputs / f->group * PANEL, bytes_of_all = f->block / f->group * PANEL;
+    const uint8_t *restrict bytes = s->blocks + 2 * PANEL * f->block_scales + s->from / f->group * PANEL;
+    int16_t *restrict scale = out->scale[0], *restrict other = out->other[0];
     HALVES(s->blocks, out->outer);
     for (int o = 0; o < PANEL; o++) out->outer[o] *= f->factor;
     if (f->block_scales > 1) {
         HALVES(s->blocks + 2 * PANEL, out->below);
         for (int o = 0; o < PANEL; o++) out->below[o] = -out->below[o];
     }
-    for (int64_t g = 0; g < n; g++, bytes += PANEL) {
-        int32_t *scale = out->scale[g], *other = out->other[g];
-        if (f->scale == SCALE_INT8)
-            for (int o = 0; o < PANEL; o++) scale[o] = (int8_t)bytes[o];
-        else if (f->scale == SCALE_UINT8)
-            for (int o = 0; o < PANEL; o++) scale[o] = bytes[o];
-        else
-            for (int o = 0; o < PANEL; o++) scale[o] = bytes[o] & 15;
-        if (f->scale == SCALE_NIBBLES)
-            for (int o = 0; o < PANEL; o++) other[o] = bytes[o] >> 4;
-        else if (f->minimum == STORED && f->scale == SCALE_INT8)
-            for (int o = 0; o < PANEL; o++) other[o] = (int8_t)bytes[n_groups * PANEL + o];
-        else if (f->minimum == STORED)
-            for (int o = 0; o < PANEL; o++) other[o] = bytes[n_groups * PANEL + o];
-        else
-            memcpy(other, scale, PANEL * sizeof *other);
+    if (f->scale == SCALE_NIBBLES) {
+        for (int64_t i = 0; i < n; i++) scale[i] = bytes[i] & 15, other[i] = bytes[i] >> 4;
+        return;
     }
+    NAME(read_numbers)(f->scale == SCALE_INT8, n, bytes, scale);
+    if (f->minimum == STORED)
+        NAME(read_numbers)(f->scale == SCALE_INT8, n, bytes + bytes_of_all, other);
+    else
+        memcpy(other, scale, (size_t)n * sizeof *other);
 }

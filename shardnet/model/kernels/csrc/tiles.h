@@ -101,7 +101,7 @@ INLINE void fill_book(const struct form *f, int32_t bias, uint8_t *numbers, int 
 /* Scales of two levels of the stretch of a block: integers by group, and the block's float16. What codes are too large
  * by is corrected by scales, and minimums are added, as an integer times the sum of the group's inputs: `others`. */
 struct levels {
-    int32_t scale[STRETCH / 16][PANEL], other[STRETCH / 16][PANEL];
+    int16_t scale[STRETCH / 16][PANEL], other[STRETCH / 16][PANEL];
     float outer[PANEL], below[PANEL];
 };
 

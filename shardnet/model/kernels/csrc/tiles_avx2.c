@@ -194,6 +194,13 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
         UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
 }
 
+/* Numbers of eight outputs in turns. */
+INLINE WITH_AVX2 void avx2_interleave(const int16_t *even, const int16_t *odd, int16_t out[16]) {
+    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)even));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)odd));
+    _mm256_storeu_si256((__m256i *)out, _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
+}
+
 /* Quantised rows where scales have two levels, `n_halves` halves of a panel from `half` on: as avx2_quantized_of, but
  * that a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in
  * a token group. With `apart` a group is 16 inputs, else 32. */
@@ -225,18 +232,13 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
     while (next_stretch(f, &s)) {
         avx2_read_levels(f, &s, &levels);
         const int n = (int)(s.n_inputs / f->group);
-        for (int g = 0; g < n; g++)
-            UNROLLED for (int h = 0; h < n_halves; h++) {
-                const __m256i own = _mm256_loadu_si256((const __m256i *)(levels.scale[g] + 8 * (half + h)));
-                const __m256i twice = _mm256_blend_epi16(own, _mm256_slli_epi32(own, 16), 0xaa);
-                _mm256_storeu_si256((__m256i *)pairs_of_scales[g][h], twice);
-                if (g % 2) {
-                    const __m256i even = _mm256_loadu_si256((const __m256i *)(levels.other[g - 1] + 8 * (half + h)));
-                    const __m256i odd = _mm256_loadu_si256((const __m256i *)(levels.other[g] + 8 * (half + h)));
-                    const __m256i both = _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
-                    _mm256_storeu_si256((__m256i *)pairs_of_others[g / 2][h], both);
-                }
-            }
+        UNROLLED for (int h = 0; h < n_halves; h++) {
+            const int first = 8 * (half + h);
+            for (int g = 0; g < n; g++)
+                avx2_interleave(levels.scale[g] + first, levels.scale[g] + first, pairs_of_scales[g][h]);
+            for (int g = 0; g < n; g += 2)
+                avx2_interleave(levels.other[g] + first, levels.other[g + 1] + first, pairs_of_others[g / 2][h]);
+        }
         const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
         for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_rows) {
             __m256i pairs[2][MAX_TILE];

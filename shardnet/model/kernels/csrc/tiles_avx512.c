@@ -195,6 +195,10 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
 }
 
+INLINE WITH_AVX512 __m512i avx512_numbers(const int16_t from[PANEL]) {
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
+}
+
 /* Quantised rows where scales have two levels: a group's sums are multiplied by its scale as integers, and rounded to
  * floats only once in a token group. With `apart` a group is 16 inputs, else 32. */
 INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const int is_book, const int apart,
@@ -236,8 +240,8 @@ INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const
                 }
                 if (place < last) continue;
                 const int group = apart ? 2 * u + q / 4 : u;
-                const __m512i scale = _mm512_loadu_si512(levels.scale[group]);
-                const __m512i other = _mm512_loadu_si512(levels.other[group]);
+                const __m512i scale = avx512_numbers(levels.scale[group]);
+                const __m512i other = avx512_numbers(levels.other[group]);
                 for (int r = 0; r < n_rows; r++) {
                     const __m512i inputs = _mm512_set1_epi32(group_sums[r * n_sums]);
                     sum[r] = _mm512_add_epi32(sum[r], _mm512_mullo_epi32(own[r], scale));

@@ -158,8 +158,8 @@ INLINE WITH_NEON void neon_levels_of(const int n_rows, const int bits, const int
                                            neon_spread(x + 4 * (q * n_rows + r)));
                     if (place < last) continue;
                     const int group = apart ? 2 * u + q / 4 : u;
-                    const int32x4_t scale = vld1q_s32(levels.scale[group] + 4 * part);
-                    const int32x4_t other = vld1q_s32(levels.other[group] + 4 * part);
+                    const int32x4_t scale = vmovl_s16(vld1_s16(levels.scale[group] + 4 * part));
+                    const int32x4_t other = vmovl_s16(vld1_s16(levels.other[group] + 4 * part));
                     for (int r = 0; r < n_rows; r++) {
                         sum[r] = vmlaq_s32(sum[r], own[r], scale);
                         others[r] = vmlaq_n_s32(others[r], other, group_sums[r * n_sums]);
