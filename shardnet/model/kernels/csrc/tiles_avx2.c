@@ -8,7 +8,7 @@
 #include "tiles.h"
 
 #define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX2_ROWS_OF_BOTH 3 /* of quantised rows */
+#define AVX2_MOST_ROWS 4 /* quantised rows that are multiplied by both halves of a panel at once */
 /* Has a sum made here: compilers would compute all that is added first, and keep it in memory. */
 #define IN_ORDER(vector) __asm__ volatile("" : "+x"(vector))
 #define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
@@ -113,8 +113,10 @@ INLINE int avx2_depth(const int bits, const int kind) {
     return bits <= 4 ? 8 : bits == 5 ? 4 : 2;
 }
 
-/* Quantised rows, `n_halves` halves of a panel from `half` on. With `apart` a token group is 16 inputs. */
-INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, int half, const int bits, const int kind,
+/* The rows [begin, begin + n_rows) of a tile of quantised rows, `n_halves`
+ * halves of a panel from `half` on. With `apart` a token group is 16 inputs. */
+INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, int half, int begin, int64_t n_tile,
+                                        const int bits, const int kind,
                                         const int apart, const struct linear *p, const uint8_t *w, int64_t row,
                                         float sums[2][MAX_TILE][PANEL]) {
     const struct form *f = &p->form;
@@ -125,8 +127,8 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     const int units = f->token_group > UNIT ? f->token_group / UNIT : 1; /* of a token group */
     const int adds_minimum = has_minimum(f);
     const int64_t unit_bytes = f->bits * QUAD_BYTES;
-    const int8_t *x = quads_of(p, row);
-    const int64_t at = row * n_groups;
+    const int8_t *x = quads_of(p, row) + 4 * begin;
+    const int64_t at = (row + begin) * n_groups;
     __m256i book = flip;
     if (is_book) {
         uint8_t numbers[32];
@@ -145,25 +147,28 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
         int own = 0;
         for (int64_t b = 0; b < s.n_blocks; b++) {
             const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
-            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes, x += UNIT * n_rows) {
+            for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes, x += UNIT * n_tile) {
                 __m256i pairs[2][MAX_TILE];
                 UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                     const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
+                    __m256i codes[2];
                     UNROLLED for (int h = 0; h < n_halves; h++) {
-                        __m256i own_codes = avx2_codes(bits, unit, q, half + h);
-                        if (kind == AVX2_SIGNED) own_codes = _mm256_xor_si256(own_codes, flip);
-                        if (is_book) own_codes = _mm256_shuffle_epi8(book, own_codes);
-                        UNROLLED for (int r = 0; r < n_rows; r++) {
-                            const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                        codes[h] = avx2_codes(bits, unit, q, half + h);
+                        if (kind == AVX2_SIGNED) codes[h] = _mm256_xor_si256(codes[h], flip);
+                        if (is_book) codes[h] = _mm256_shuffle_epi8(book, codes[h]);
+                    }
+                    UNROLLED for (int r = 0; r < n_rows; r++) {
+                        const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_tile + r)));
+                        UNROLLED for (int h = 0; h < n_halves; h++) {
                             if (is_signed) {
                                 /* At most 2 * 127 * 127, which 16 bits hold. */
                                 const __m256i some =
-                                    _mm256_maddubs_epi16(_mm256_abs_epi8(own_codes), _mm256_sign_epi8(quad, own_codes));
+                                    _mm256_maddubs_epi16(_mm256_abs_epi8(codes[h]), _mm256_sign_epi8(quad, codes[h]));
                                 sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(some, ones));
                                 IN_ORDER(sum[h][r]);
                                 continue;
                             }
-                            const __m256i some = _mm256_maddubs_epi16(own_codes, quad);
+                            const __m256i some = _mm256_maddubs_epi16(codes[h], quad);
                             pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
                             IN_ORDER(pairs[h][r]);
                             if (place % depth == depth - 1 || place == last)
@@ -191,7 +196,7 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
         }
     }
     UNROLLED for (int h = 0; h < n_halves; h++)
-        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
+        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * (half + h), total[h][r]);
 }
 
 /* Numbers of eight outputs in turns. */
@@ -201,10 +206,9 @@ INLINE WITH_AVX2 void avx2_interleave(const int16_t *even, const int16_t *odd, i
     _mm256_storeu_si256((__m256i *)out, _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
 }
 
-/* Quantised rows where scales have two levels, `n_halves` halves of a panel from `half` on: as avx2_quantized_of, but
- * that a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in
- * a token group. With `apart` a group is 16 inputs, else 32. */
-INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int half, const int bits, const int kind,
+/* The same where scales have two levels: a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in a token group. With `apart` a group is 16 inputs, else 32. */
+INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int half, int begin, int64_t n_tile,
+                                     const int bits, const int kind,
                                      const int apart, const struct linear *p, const uint8_t *w, int64_t row,
                                      float sums[2][MAX_TILE][PANEL]) {
     const struct form *f = &p->form;
@@ -212,9 +216,9 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
     const int depth = is_signed ? 1 : avx2_depth(bits, kind), group_units = f->token_group / UNIT;
     const int32_t bias = code_bias(p);
     const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
-    const int8_t *x = quads_of(p, row);
-    const int16_t *group_sums = group_sums_of(p, row);
-    const float *x_scales = p->scales + row * p->n_groups;
+    const int8_t *x = quads_of(p, row) + 4 * begin;
+    const int16_t *group_sums = group_sums_of(p, row + begin);
+    const float *x_scales = p->scales + (row + begin) * p->n_groups;
     uint8_t numbers[32];
     fill_book(f, is_book ? bias : 0, numbers, 32);
     const __m256i book = _mm256_loadu_si256((const __m256i *)numbers), biases = _mm256_set1_epi32(bias);
@@ -240,19 +244,23 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
                 avx2_interleave(levels.other[g] + first, levels.other[g + 1] + first, pairs_of_others[g / 2][h]);
         }
         const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
-        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_rows) {
+        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_tile) {
             __m256i pairs[2][MAX_TILE];
             UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                 const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
                 const int group = apart ? 2 * u + q / 4 : u;
+                __m256i codes[2];
                 UNROLLED for (int h = 0; h < n_halves; h++) {
-                    __m256i own_codes = avx2_codes(bits, unit, q, half + h);
-                    if (is_book) own_codes = _mm256_shuffle_epi8(book, own_codes);
-                    UNROLLED for (int r = 0; r < n_rows; r++) {
-                        __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
-                        if (is_signed) quad = _mm256_sign_epi8(quad, own_codes);
+                    codes[h] = avx2_codes(bits, unit, q, half + h);
+                    if (is_book) codes[h] = _mm256_shuffle_epi8(book, codes[h]);
+                }
+                UNROLLED for (int r = 0; r < n_rows; r++) {
+                    const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_tile + r)));
+                    UNROLLED for (int h = 0; h < n_halves; h++) {
                         const __m256i some =
-                            _mm256_maddubs_epi16(is_signed ? _mm256_abs_epi8(own_codes) : own_codes, quad);
+                            is_signed
+                                ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes[h]), _mm256_sign_epi8(quad, codes[h]))
+                                : _mm256_maddubs_epi16(codes[h], quad);
                         pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
                         IN_ORDER(pairs[h][r]);
                         if (place % depth == depth - 1 || place == last) {
@@ -294,7 +302,7 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
         }
     }
     UNROLLED for (int h = 0; h < n_halves; h++)
-        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * (half + h), total[h][r]);
+        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * (half + h), total[h][r]);
 }
 
 /* Eight weights of one input as float32, from codes that are floats. */
@@ -349,84 +357,74 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
     for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][r] + 8 * half, total[r]);
 }
 
-#define AVX2_HALVES(n, ...)                                           \
-    if (n <= AVX2_ROWS_OF_BOTH)                                       \
-        avx2_quantized_of(n, 2, 0, __VA_ARGS__, p, w, row, sums);     \
-    else                                                              \
-        for (int half = 0; half < 2; half++) avx2_quantized_of(n, 1, half, __VA_ARGS__, p, w, row, sums)
-#define AVX2_LEVELS(n, ...)                                        \
-    if (n <= AVX2_ROWS_OF_BOTH)                                    \
-        avx2_levels_of(n, 2, 0, __VA_ARGS__, p, w, row, sums);     \
-    else                                                           \
-        for (int half = 0; half < 2; half++) avx2_levels_of(n, 1, half, __VA_ARGS__, p, w, row, sums)
+#define AVX2_HALVES(n_rows, n_halves, half, ...) \
+    avx2_quantized_of(n_rows, n_halves, half, begin, n_tile, __VA_ARGS__, p, w, row, sums)
+#define AVX2_LEVELS(n_rows, n_halves, half, ...) \
+    avx2_levels_of(n_rows, n_halves, half, begin, n_tile, __VA_ARGS__, p, w, row, sums)
+/* Whole tiles half by half, and parts of others: a function for each number of rows would take long to compile. */
+#define AVX2_QUANTIZED(NAME, ...)                                                                       \
+    static WITH_AVX2 void NAME(const struct linear *p, const uint8_t *w, int64_t row, const int n_tile, \
+                               float sums[2][MAX_TILE][PANEL]) {                                        \
+        int begin = 0;                                                                                  \
+        if (n_tile == MAX_TILE) {                                                                       \
+            for (int half = 0; half < 2; half++) AVX2_ROWS(MAX_TILE, 1, half, __VA_ARGS__);             \
+            return;                                                                                     \
+        }                                                                                               \
+        if (n_tile >= AVX2_MOST_ROWS) {                                                                 \
+            AVX2_ROWS(AVX2_MOST_ROWS, 2, 0, __VA_ARGS__);                                               \
+            begin += AVX2_MOST_ROWS;                                                                    \
+        }                                                                                               \
+        if (n_tile - begin >= 2) {                                                                      \
+            AVX2_ROWS(2, 2, 0, __VA_ARGS__);                                                            \
+            begin += 2;                                                                                 \
+        }                                                                                               \
+        if (begin < n_tile) AVX2_ROWS(1, 2, 0, __VA_ARGS__);                                            \
+    }
+
 #define AVX2_FLOATS(n, code) \
     for (int half = 0; half < 2; half++) avx2_floats_of(n, half, code, p, w, row, sums)
 
 #define AVX2_BF16(n) avx2_wide_of(0, n, p, w, row, sums)
 #define AVX2_F16(n) avx2_wide_of(1, n, p, w, row, sums)
-#define AVX2_2(n) AVX2_HALVES(n, 2, AVX2_UNSIGNED, 0)
-#define AVX2_3(n) AVX2_HALVES(n, 3, AVX2_UNSIGNED, 0)
-#define AVX2_4(n) AVX2_HALVES(n, 4, AVX2_UNSIGNED, 0)
-#define AVX2_5(n) AVX2_HALVES(n, 5, AVX2_UNSIGNED, 0)
-#define AVX2_6(n) AVX2_HALVES(n, 6, AVX2_UNSIGNED, 0)
-#define AVX2_8(n) AVX2_HALVES(n, 8, AVX2_SIGNED, 0)
-#define AVX2_2_APART(n) AVX2_HALVES(n, 2, AVX2_UNSIGNED, 1)
-#define AVX2_3_APART(n) AVX2_HALVES(n, 3, AVX2_UNSIGNED, 1)
-#define AVX2_6_APART(n) AVX2_HALVES(n, 6, AVX2_UNSIGNED, 1)
-#define AVX2_NARROW(n) AVX2_HALVES(n, 4, AVX2_BOOK, 0)
-#define AVX2_NARROW_APART(n) AVX2_HALVES(n, 4, AVX2_BOOK, 1)
-#define AVX2_WIDE_BOOK(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 0)
-#define AVX2_WIDE_BOOK_APART(n) AVX2_HALVES(n, 4, AVX2_SIGNED_BOOK, 1)
 #define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
 #define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
 #define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
 TILE(avx2_bf16, WITH_AVX2, AVX2_BF16)
 TILE(avx2_f16, WITH_AVX2, AVX2_F16)
-TILE(avx2_2, WITH_AVX2, AVX2_2)
-TILE(avx2_3, WITH_AVX2, AVX2_3)
-TILE(avx2_4, WITH_AVX2, AVX2_4)
-TILE(avx2_5, WITH_AVX2, AVX2_5)
-TILE(avx2_6, WITH_AVX2, AVX2_6)
-TILE(avx2_8, WITH_AVX2, AVX2_8)
-TILE(avx2_2_apart, WITH_AVX2, AVX2_2_APART)
-TILE(avx2_3_apart, WITH_AVX2, AVX2_3_APART)
-TILE(avx2_6_apart, WITH_AVX2, AVX2_6_APART)
-TILE(avx2_narrow, WITH_AVX2, AVX2_NARROW)
-TILE(avx2_narrow_apart, WITH_AVX2, AVX2_NARROW_APART)
-TILE(avx2_wide_book, WITH_AVX2, AVX2_WIDE_BOOK)
-TILE(avx2_wide_book_apart, WITH_AVX2, AVX2_WIDE_BOOK_APART)
+#define AVX2_ROWS AVX2_HALVES
+AVX2_QUANTIZED(avx2_2, 2, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_3, 3, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_4, 4, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_5, 5, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_6, 6, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_8, 8, AVX2_SIGNED, 0)
+AVX2_QUANTIZED(avx2_2_apart, 2, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_3_apart, 3, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_6_apart, 6, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_narrow, 4, AVX2_BOOK, 0)
+AVX2_QUANTIZED(avx2_narrow_apart, 4, AVX2_BOOK, 1)
+AVX2_QUANTIZED(avx2_wide_book, 4, AVX2_SIGNED_BOOK, 0)
+AVX2_QUANTIZED(avx2_wide_book_apart, 4, AVX2_SIGNED_BOOK, 1)
 TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
 TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
 TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
 
-#define AVX2_LEVELS_2(n) AVX2_LEVELS(n, 2, AVX2_UNSIGNED, 0)
-#define AVX2_LEVELS_2_APART(n) AVX2_LEVELS(n, 2, AVX2_UNSIGNED, 1)
-#define AVX2_LEVELS_3(n) AVX2_LEVELS(n, 3, AVX2_UNSIGNED, 0)
-#define AVX2_LEVELS_3_APART(n) AVX2_LEVELS(n, 3, AVX2_UNSIGNED, 1)
-#define AVX2_LEVELS_4(n) AVX2_LEVELS(n, 4, AVX2_UNSIGNED, 0)
-#define AVX2_LEVELS_4_APART(n) AVX2_LEVELS(n, 4, AVX2_UNSIGNED, 1)
-#define AVX2_LEVELS_5(n) AVX2_LEVELS(n, 5, AVX2_UNSIGNED, 0)
-#define AVX2_LEVELS_5_APART(n) AVX2_LEVELS(n, 5, AVX2_UNSIGNED, 1)
-#define AVX2_LEVELS_6(n) AVX2_LEVELS(n, 6, AVX2_UNSIGNED, 0)
-#define AVX2_LEVELS_6_APART(n) AVX2_LEVELS(n, 6, AVX2_UNSIGNED, 1)
-#define AVX2_LEVELS_NARROW(n) AVX2_LEVELS(n, 4, AVX2_BOOK, 0)
-#define AVX2_LEVELS_NARROW_APART(n) AVX2_LEVELS(n, 4, AVX2_BOOK, 1)
-#define AVX2_LEVELS_WIDE_BOOK(n) AVX2_LEVELS(n, 4, AVX2_SIGNED_BOOK, 0)
-#define AVX2_LEVELS_WIDE_BOOK_APART(n) AVX2_LEVELS(n, 4, AVX2_SIGNED_BOOK, 1)
-TILE(avx2_levels_2, WITH_AVX2, AVX2_LEVELS_2)
-TILE(avx2_levels_2_apart, WITH_AVX2, AVX2_LEVELS_2_APART)
-TILE(avx2_levels_3, WITH_AVX2, AVX2_LEVELS_3)
-TILE(avx2_levels_3_apart, WITH_AVX2, AVX2_LEVELS_3_APART)
-TILE(avx2_levels_4, WITH_AVX2, AVX2_LEVELS_4)
-TILE(avx2_levels_4_apart, WITH_AVX2, AVX2_LEVELS_4_APART)
-TILE(avx2_levels_5, WITH_AVX2, AVX2_LEVELS_5)
-TILE(avx2_levels_5_apart, WITH_AVX2, AVX2_LEVELS_5_APART)
-TILE(avx2_levels_6, WITH_AVX2, AVX2_LEVELS_6)
-TILE(avx2_levels_6_apart, WITH_AVX2, AVX2_LEVELS_6_APART)
-TILE(avx2_levels_narrow, WITH_AVX2, AVX2_LEVELS_NARROW)
-TILE(avx2_levels_narrow_apart, WITH_AVX2, AVX2_LEVELS_NARROW_APART)
-TILE(avx2_levels_wide_book, WITH_AVX2, AVX2_LEVELS_WIDE_BOOK)
-TILE(avx2_levels_wide_book_apart, WITH_AVX2, AVX2_LEVELS_WIDE_BOOK_APART)
+#undef AVX2_ROWS
+#define AVX2_ROWS AVX2_LEVELS
+AVX2_QUANTIZED(avx2_levels_2, 2, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_levels_2_apart, 2, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_levels_3, 3, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_levels_3_apart, 3, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_levels_4, 4, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_levels_4_apart, 4, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_levels_5, 5, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_levels_5_apart, 5, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_levels_6, 6, AVX2_UNSIGNED, 0)
+AVX2_QUANTIZED(avx2_levels_6_apart, 6, AVX2_UNSIGNED, 1)
+AVX2_QUANTIZED(avx2_levels_narrow, 4, AVX2_BOOK, 0)
+AVX2_QUANTIZED(avx2_levels_narrow_apart, 4, AVX2_BOOK, 1)
+AVX2_QUANTIZED(avx2_levels_wide_book, 4, AVX2_SIGNED_BOOK, 0)
+AVX2_QUANTIZED(avx2_levels_wide_book_apart, 4, AVX2_SIGNED_BOOK, 1)
 
 /* By bits, then books of a narrow and of a wide range; by whether a group is 32 inputs or 16. */
 static tile_function avx2_level_tiles[][2] = {
