@@ -6,6 +6,7 @@
 #include "linear.h"
 
 #define MAX_TILE 8 /* rows of a tile */
+#define AHEAD 4096 /* bytes that weights are prefetched ahead: a page */
 
 /* sums[panel][row][output] of the rows from `row` on; `w` is where the first panel begins. */
 typedef void (*tile_function)(const struct linear *p, const uint8_t *w, int64_t row, int n_rows,

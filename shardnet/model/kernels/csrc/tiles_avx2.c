@@ -13,6 +13,9 @@
 #define IN_ORDER(vector) __asm__ volatile("" : "+x"(vector))
 #define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
 
+/* Prefetches one page ahead, for the first tile of rows: the machine's own prefetching ends at each page. */
+INLINE WITH_AVX2 void avx2_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0); }
+
 /* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: as many sums as registers hold. */
 INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const int begin, const int n_rows,
                                      const struct linear *p, const uint8_t *w, int64_t row,
@@ -22,8 +25,10 @@ INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const i
     __m256 total[2][MAX_TILE];
     for (int h = 0; h < 2; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
+    const int prefetches = !row && !begin;
     for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_tile) {
         __m256 first[2], second[2];
+        if (prefetches) avx2_prefetch(w);
         for (int h = 0; h < 2; h++) {
             const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * h));
             if (is_f16) {
@@ -127,6 +132,7 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     const int units = f->token_group > UNIT ? f->token_group / UNIT : 1; /* of a token group */
     const int adds_minimum = has_minimum(f);
     const int64_t unit_bytes = f->bits * QUAD_BYTES;
+    const int prefetches = !row && !begin && !half;
     const int8_t *x = quads_of(p, row) + 4 * begin;
     const int64_t at = (row + begin) * n_groups;
     __m256i book = flip;
@@ -149,6 +155,9 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
             const uint8_t *unit = s.blocks + b * f->block_bytes + f->header_bytes + s.from / UNIT * unit_bytes;
             for (int64_t k = 0; k < s.n_inputs; k += UNIT, unit += unit_bytes, x += UNIT * n_tile) {
                 __m256i pairs[2][MAX_TILE];
+                if (prefetches)
+                    UNROLLED for (int line = 0; line < bits; line++)
+                        avx2_prefetch(unit + line * QUAD_BYTES);
                 UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                     const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
                     __m256i codes[2];
@@ -216,6 +225,7 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
     const int depth = is_signed ? 1 : avx2_depth(bits, kind), group_units = f->token_group / UNIT;
     const int32_t bias = code_bias(p);
     const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
+    const int prefetches = !row && !begin && !half;
     const int8_t *x = quads_of(p, row) + 4 * begin;
     const int16_t *group_sums = group_sums_of(p, row + begin);
     const float *x_scales = p->scales + (row + begin) * p->n_groups;
@@ -246,6 +256,9 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
         const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
         for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_tile) {
             __m256i pairs[2][MAX_TILE];
+            if (prefetches)
+                UNROLLED for (int line = 0; line < bits; line++)
+                    avx2_prefetch(unit + line * QUAD_BYTES);
             UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                 const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
                 const int group = apart ? 2 * u + q / 4 : u;

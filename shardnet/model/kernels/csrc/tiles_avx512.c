@@ -12,7 +12,6 @@
 
 /* With many rows, computing a page takes longer than hardware prefetching covers, which ends at each page: the first
  * tile of rows prefetches one page ahead. Few rows are bound by memory anyway, and prefetching slows them down. */
-#define AHEAD 4096
 #define PREFETCHING_ROWS 6
 #define PREFETCHING_ROWS_OF_INT4 4
 
