@@ -119,5 +119,5 @@ def test_a_float16_checkpoint_is_computed_in_float32(
     folder = make(tmp_path, dtype=torch.float16)
     assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
     reference = load_reference(folder)
-    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT16, None))
+    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT16, DType.FLOAT16))
     check_generation(chain, reference, [random_prompt(40, 300)], 8)

@@ -47,11 +47,12 @@ def settle_stored_dtype(
 ) -> DType:
     """Settle the dtype in which linear weights are stored in a ring that computes in `dtype`.
 
-    That is bfloat16 if the checkpoint has them so and every node has measured that its kernels keep
-    them, else `dtype`, which never takes less memory than a stage needs.
+    That is the checkpoint's dtype of 16 bits if every node has measured that its kernels keep it,
+    else `dtype`, which never takes less memory than a stage needs.
     """
-    keeps = dtype is DType.FLOAT32 and all(node.node in measured.keeping_bfloat16 for node in nodes)
-    return DType.BFLOAT16 if keeps and facts.linear_dtype is DType.BFLOAT16 else dtype
+    keeps = dtype is DType.FLOAT32 and all(node.node in measured.keeping_halves for node in nodes)
+    own = facts.linear_dtype
+    return own if keeps and own in (DType.BFLOAT16, DType.FLOAT16) else dtype
 
 
 def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.estimate.memory_estimate import KEEPS_BFLOAT16
+from shardnet.stage.estimate.memory_estimate import KEEPS_HALVES
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
@@ -39,12 +39,12 @@ class Measured:
     reports: tuple[NodeMeasured, ...] = ()
 
     @property
-    def keeping_bfloat16(self) -> frozenset[str]:
-        """Nodes whose linear kernels compute in float32 with weights that stay bfloat16.
+    def keeping_halves(self) -> frozenset[str]:
+        """Nodes whose linear kernels compute in float32 with weights that stay in 16 bits.
 
         On the wire a kernel is a display name; it is interpreted here and nowhere else.
         """
-        return frozenset(own.node for own in self.reports if own.kernel == KEEPS_BFLOAT16)
+        return frozenset(own.node for own in self.reports if own.kernel == KEEPS_HALVES)
 
     @property
     def ways(self) -> list[WayMeasured]:

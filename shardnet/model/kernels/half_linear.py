@@ -37,7 +37,7 @@ class PanelPacking:
 
     native: NativeKernels
     n_in: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype
 
     @property
     def unit_bytes(self) -> int:

@@ -31,6 +31,7 @@ MAX_EXACT_ROWS = 32
 
 _MIN_ROWS_CANDIDATES = (1, 4)
 _PROBED_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 24, 31)
+_HALVES = (DType.BFLOAT16, DType.FLOAT16)
 _PROBE_SHAPES = ((512, 2048), (640, 768))
 """Output and input sizes of the probe's matmuls. Loading tests the model's own as well."""
 
@@ -43,7 +44,7 @@ class Kernel(enum.Enum):
     PLAIN = "plain"
     """torch.nn.functional.linear."""
     NATIVE = "native"
-    """The compiled library, for bfloat16 weights; other weights as PLAIN."""
+    """The compiled library, for weights of 16 bits; other weights as PLAIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +67,13 @@ class KernelChoice:
     """Type of the device: the compiled library runs on CPUs only."""
     stored_forms: tuple[str, ...] = ()
     """Names of the forms of weights that stay packed as they are stored."""
+    native_dtype: DType = DType.BFLOAT16
+    """With the compiled library, the dtype of the checkpoint's weights: it is kept in memory."""
 
     @property
     def stored_dtype(self) -> DType:
         """The dtype that stored weights need in order to be used without conversion."""
-        return DType.BFLOAT16 if self.kernel is Kernel.NATIVE else self.dtype
+        return self.native_dtype if self.kernel is Kernel.NATIVE else self.dtype
 
     def weight_quantization(self, *, is_head: bool) -> Quantization | None:
         """Return what the weights of a layer's linear, or of the LM head, are quantised to."""
@@ -272,15 +275,21 @@ def _probe_dtype(
         if has_best:
             return _native(DType.BFLOAT16)
         return _measure(device, DType.BFLOAT16, Kernel.PACKED)
-    if checkpoint_dtype is DType.BFLOAT16 and native is not None and native.isa is not Isa.PORTABLE:
-        return _native(DType.FLOAT32)
+    if checkpoint_dtype in _HALVES and native is not None and native.isa is not Isa.PORTABLE:
+        return _native(DType.FLOAT32, checkpoint_dtype)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)
 
 
-def _native(dtype: DType) -> KernelChoice:
+def _native(dtype: DType, stored: DType = DType.BFLOAT16) -> KernelChoice:
     """Choose the compiled library, which is batch-invariant by construction."""
-    return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=MAX_EXACT_ROWS, min_rows=1)
+    return KernelChoice(
+        dtype=dtype,
+        kernel=Kernel.NATIVE,
+        exact_rows=MAX_EXACT_ROWS,
+        min_rows=1,
+        native_dtype=stored,
+    )
 
 
 def _use_huge_pages() -> None:

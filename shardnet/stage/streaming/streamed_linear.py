@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import BFLOAT16
 from shardnet.model.families.stage_tensors import Shape
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.half_linear import PanelPacking, fills_panels
@@ -30,6 +29,7 @@ from shardnet.model.kernels.linear import (
     join_biases,
     make_linear,
 )
+from shardnet.model.kernels.packing import HALF_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.streaming.layer_stream import LayerStream
@@ -68,7 +68,7 @@ class StoredLinear:
         native = native_kernels() if choice.kernel is Kernel.NATIVE else None
         n_in, packing = shapes[0][1], None
         if native is not None and not transposed and fills_panels([shape[0] for shape in shapes]):
-            packing = PanelPacking(native=native, n_in=n_in)
+            packing = PanelPacking(native=native, n_in=n_in, dtype=torch_dtype(choice.stored_dtype))
         own = [bias.clone() for bias in biases]
         return cls(
             choice=choice,
@@ -107,7 +107,7 @@ class StoredLinear:
     def make(self, read: Tensor) -> Linear:
         """Make the linear from the bytes in a buffer, uint8 [read_bytes]."""
         if self.native is not None and self.packing is not None:
-            panels = Panels(packed=read, form=BFLOAT16, shape=self.stored)
+            panels = Panels(packed=read, form=HALF_FORMS[self.packing.dtype], shape=self.stored)
             return PanelLinear([panels], self.bias, self.native)
         weight = read.view(torch_dtype(self.choice.stored_dtype)).view(self.stored)
         if self._is_plain:

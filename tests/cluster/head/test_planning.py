@@ -20,7 +20,7 @@ from shardnet.model.families.registry import parse_config
 from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.runtime.stage.loading import ModelFacts, kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
-    KEEPS_BFLOAT16,
+    KEEPS_HALVES,
     WeightForm,
     graph_bytes,
     stage_weight_bytes,
@@ -354,14 +354,14 @@ def test_weights_that_stay_narrow_are_planned_as_such() -> None:
     assert narrow < 0.7 * wide
     assert (
         KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1).name
-        == KEEPS_BFLOAT16
+        == KEEPS_HALVES
     )
-    assert weighs(told, KEEPS_BFLOAT16, KEEPS_BFLOAT16) == narrow
-    assert weighs(told, KEEPS_BFLOAT16, "packed float32") == wide
-    assert weighs(told, KEEPS_BFLOAT16) == wide
-    assert weighs(facts(), KEEPS_BFLOAT16, KEEPS_BFLOAT16) == wide
+    assert weighs(told, KEEPS_HALVES, KEEPS_HALVES) == narrow
+    assert weighs(told, KEEPS_HALVES, "packed float32") == wide
+    assert weighs(told, KEEPS_HALVES) == wide
+    assert weighs(facts(), KEEPS_HALVES, KEEPS_HALVES) == wide
     choice = ModelChoice(model="/m", stream_layers=2, context=256)
-    said = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, kernel=KEEPS_BFLOAT16)
+    said = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, kernel=KEEPS_HALVES)
     streamed = make_plan(choice, told, nodes[:1], Measured(reports=(said,)))
     assert [stage.n_streamed for stage in streamed.placement.stages] == [2]
     with pytest.raises(CheckpointError, match="computes in float32"):

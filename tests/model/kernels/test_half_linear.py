@@ -15,9 +15,11 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.panel_form import BFLOAT16, GGUF_FORMS, PanelForm
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import linear as linear_module
+from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.half_linear import half_linear
 from shardnet.model.kernels.library import (
     Isa,
@@ -28,6 +30,7 @@ from shardnet.model.kernels.library import (
 from shardnet.model.kernels.linear import Kernel, KernelChoice, make_linear, probe
 from shardnet.model.kernels.packing import pack_natively
 from shardnet.model.kernels.panels import Panels
+from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.types import DType, LayerRange
 
 NATIVE = native_kernels()
@@ -177,17 +180,19 @@ def test_wider_weights_are_multiplied_by_torch() -> None:
         half_linear([weight], None, kernels_named(""))
 
 
-def test_a_bfloat16_checkpoint_in_float32_keeps_its_weights_narrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stored", [DType.BFLOAT16, DType.FLOAT16])
+def test_a_checkpoint_of_16_bits_in_float32_keeps_its_weights_narrow(
+    stored: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And loses nothing by it: the logits are those with weights in float32."""
-    folder = make_llama(tmp_path, dtype=torch.bfloat16)
-    choice = probe(CPU, DType.FLOAT32, DType.BFLOAT16)
+    folder = make_llama(tmp_path, dtype=torch_dtype(stored))
+    choice = probe(CPU, DType.FLOAT32, stored)
     assert choice.kernel is Kernel.NATIVE
+    assert weight_form(Checkpoint.open(folder), choice).linear_dtype is stored
     plain = replace(choice, kernel=Kernel.PLAIN)
     prompt, whole = random_prompt(40, 300), [LayerRange(0, 4)]
     logits = StageChain.load(folder, whole, choice).prefill(0, prompt)
     want = StageChain.load(folder, whole, plain).prefill(0, prompt)
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
     monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
-    assert probe(CPU, DType.FLOAT32, DType.BFLOAT16).kernel is not Kernel.NATIVE
+    assert probe(CPU, DType.FLOAT32, stored).kernel is not Kernel.NATIVE

@@ -300,7 +300,7 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
     monkeypatch.setattr(layer_stream, "_PACKED_AT_A_TIME", shared_bytes // 2)
     native = native_kernels()
     assert native is not None
-    packing = PanelPacking(native=native, n_in=n_in)
+    packing = PanelPacking(native=native, n_in=n_in, dtype=torch.bfloat16)
     weights = [torch.randn(n_out, n_in).bfloat16() for n_out in n_outs]
     file, parts, whole = tmp_path / "file", list[tuple[int, int]](), b"..."
     for weight in weights:
