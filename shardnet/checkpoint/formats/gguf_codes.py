@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.panel_form import Code, PanelForm, Scale
+from shardnet.model.config.panel_form import NVFP4, Code, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _THREE: Final = (8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43, 0, 0, 0, 0, 0)
 _EIGHT: Final = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
 _ODD: Final = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 _EIGHTHS: Final = (-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0)
-_FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _of_book(name: str, group: int, book: tuple[int, ...], factor: float) -> PanelForm:
@@ -54,15 +53,7 @@ CODE_FORMS: Final = {
         _of_book("IQ1_S", 32, _EIGHTHS, 1 / 8),
         PanelForm(name="TQ1_0", bits=2, group=_BLOCK, offset=1),
         PanelForm(name="TQ2_0", bits=2, group=_BLOCK, offset=1),
-        PanelForm(
-            name="NVFP4",
-            bits=4,
-            group=16,
-            scale=Scale.FLOAT8,
-            factor=0.5,
-            book=_FP4,
-            code=Code.BOOK,
-        ),
+        NVFP4,
     )
 }
 """By the name of a GGUF type: the form that its rows are unpacked to."""

@@ -110,7 +110,7 @@ def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import split_bits
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
 
         qweight, qzeros, scales = (values[begin:end] for values in stored)
         return Codes(

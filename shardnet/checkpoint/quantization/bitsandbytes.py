@@ -90,7 +90,7 @@ def _combine_rows(parts: WeightParts) -> ModelTensor:
         sources.append(parts.part(".weight_format", ("U8",), (), (1,)))
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import biased
+        from shardnet.checkpoint.quantization.packed_codes import biased
 
         weight, largest, *layout = stored
         if layout and layout[0].any():

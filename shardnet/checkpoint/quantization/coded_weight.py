@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
-from shardnet.model.config.panel_form import UNIT, Code, PanelForm, Scale
+from shardnet.model.config.panel_form import UNIT, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.stored_rows import PackedWeight
 
@@ -39,11 +39,6 @@ def group_of(size: int, n_inputs: int) -> int:
     return size if 0 < size < n_inputs else whole_row(n_inputs)
 
 
-def _has_halves(form: PanelForm) -> bool:
-    """Return whether kernels multiply groups of half a unit in this form."""
-    return form.code is Code.BOOK or (form.code is Code.LINEAR and form.bits in (2, 3, 6))
-
-
 def coded_tensor(
     name: str,
     shape: tuple[int, int],
@@ -58,27 +53,18 @@ def coded_tensor(
     Where panels cannot have the form's groups it is left as values.
     """
 
-    def whole_rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        some = rows(stored, begin, end)
-        return Codes(
-            codes=some.codes.contiguous(),
-            scales=some.scales.contiguous(),
-            minimums=None if some.minimums is None else some.minimums.contiguous(),
-        )
-
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        from shardnet.checkpoint.quantization.code_values import all_values
+        from shardnet.checkpoint.quantization.packed_codes import all_values
 
         order = None if input_order is None else input_order(stored)
         return all_values(lambda begin, end: rows(stored, begin, end), shape, form, order, dtype)
 
-    is_panel = form.group % UNIT == 0 or (form.group == UNIT // 2 and _has_halves(form))
-    packed = PackedWeight(form=form, rows=whole_rows, input_order=input_order)
+    packed = PackedWeight(form=form, rows=rows, input_order=input_order)
     return ModelTensor(
         name=name,
         shape=shape,
         dtype=None,
         sources=tuple(sources),
         make=make,
-        packed=packed if is_panel else None,
+        packed=packed if form.has_kernel else None,
     )

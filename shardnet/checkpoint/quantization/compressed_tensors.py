@@ -7,7 +7,7 @@ quantised here, whatever the config says of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightPa
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.panel_form import Minimum, PanelForm, Scale
+from shardnet.model.config.panel_form import NVFP4, Minimum, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         return order_of_groups(groups, scheme.group_size or n_in, parts, ".weight_g_idx")
 
     def zero_points(stored: Sequence[Tensor], begin: int, end: int) -> Tensor | None:
-        from shardnet.checkpoint.quantization.code_values import biased, split_bits
+        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
 
         if "zeros" not in places:
             return None
@@ -183,7 +183,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         return split_bits(packed.T, bits)[:, : end - begin].T.contiguous()
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import biased, split_bits
+        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
 
         taken = stored[0][begin:end]
         codes = split_bits(taken, bits)[:, :n_in] if is_packed else biased(taken)
@@ -231,7 +231,7 @@ def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import split_bits
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
 
         packed, scales, divisor = stored
         return Codes(
@@ -239,15 +239,7 @@ def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
             scales=scales[begin:end].float() / divisor.view(1, 1),
         )
 
-    form = PanelForm(
-        name="NVFP4",
-        bits=4,
-        group=size,
-        scale=Scale.FLOAT32,
-        book=MXFP4_FORM.book,
-        code=MXFP4_FORM.code,
-        factor=MXFP4_FORM.factor,
-    )
+    form = replace(NVFP4, group=size, scale=Scale.FLOAT32)
     return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)
 
 
@@ -260,7 +252,7 @@ def _combine_mxfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     )
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import split_bits
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
 
         packed, exponents = (values[begin:end] for values in stored)
         return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())

@@ -42,7 +42,7 @@ class ScaleLayout:
 
     def of_rows(self, scales: Tensor, begin: int, end: int) -> Tensor:
         """Return the scales of rows [begin, end): [rows, G]."""
-        from shardnet.checkpoint.quantization.code_values import repeat_rows
+        from shardnet.checkpoint.quantization.packed_codes import repeat_rows
 
         table = scales if scales.ndim == 2 else scales.reshape(-1, 1)
         return repeat_rows(table, self.rows, begin, end)

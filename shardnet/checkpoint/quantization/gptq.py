@@ -102,7 +102,7 @@ def _combine(parts: WeightParts, *, bits: int, group_size: int, zero_offset: int
         return order_of_groups(stored[places[".g_idx"]], group_size or n_in, parts, ".g_idx")
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import bit_columns, split_bits
+        from shardnet.checkpoint.quantization.packed_codes import bit_columns, split_bits
 
         if ".bias" in places and stored[places[".bias"]][begin:end].any():
             raise parts.damaged(".bias", "is not all zeros, and the model has no such bias")

@@ -16,7 +16,7 @@ from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
 from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, WeightParts
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.panel_form import Code, Minimum, PanelForm, Scale
+from shardnet.model.config.panel_form import NVFP4, Code, Minimum, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
@@ -26,15 +26,7 @@ _BITS: Final = (2, 3, 4, 5, 6, 8)
 _FLOAT_FORMS: Final[Mapping[str, PanelForm]] = {
     "mxfp4": MXFP4_FORM,
     "mxfp8": PanelForm(name="MXFP8", bits=8, group=32, scale=Scale.EXPONENT, code=Code.E4M3),
-    "nvfp4": PanelForm(
-        name="NVFP4",
-        bits=4,
-        group=16,
-        scale=Scale.FLOAT8,
-        book=MXFP4_FORM.book,
-        code=MXFP4_FORM.code,
-        factor=MXFP4_FORM.factor,
-    ),
+    "nvfp4": NVFP4,
 }
 """By mode. Their scales are bytes, and nothing is added."""
 
@@ -112,7 +104,7 @@ def _combine(
         form = float_form
 
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.code_values import split_bits
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
 
         some = [values[begin:end].contiguous() for values in stored]
         return Codes(

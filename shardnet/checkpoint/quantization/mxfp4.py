@@ -43,7 +43,7 @@ def _combine(parts: WeightParts) -> ModelTensor:
     def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
         import torch
 
-        from shardnet.checkpoint.quantization.code_values import split_bits
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
 
         index = torch.arange(begin, end)
         if is_both:

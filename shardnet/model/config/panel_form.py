@@ -169,6 +169,16 @@ class PanelForm:
         )
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether kernels multiply groups of this size: units, or for some codes halves of one."""
+        if self.group % UNIT == 0:
+            return True
+        takes_halves = self.code is Code.BOOK or (
+            self.code is Code.LINEAR and self.bits in (2, 3, 6)
+        )
+        return takes_halves and self.group == UNIT // 2
+
+    @property
     def token_group(self) -> int:
         """Inputs of a token that share a scale when tokens are quantised to int8."""
         if self.has_levels:
@@ -224,3 +234,30 @@ GGUF_FORMS: Final = {
     )
 }
 """By the name of a GGUF type: the form that its blocks are packed to, and that loses nothing."""
+
+NVFP4: Final = PanelForm(
+    name="NVFP4",
+    bits=4,
+    group=16,
+    scale=Scale.FLOAT8,
+    factor=0.5,
+    book=_FP4,
+    code=Code.BOOK,
+)
+
+GGUF_BLOCK_BYTES: Final = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q5_0": 22,
+    "Q5_1": 24,
+    "Q8_0": 34,
+    "Q2_K": 84,
+    "Q3_K": 110,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+    "IQ4_NL": 18,
+    "IQ4_XS": 136,
+    "MXFP4": 17,
+}
+"""By the name of a GGUF type: the bytes of a block as it is stored."""

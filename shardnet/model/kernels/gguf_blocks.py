@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardnet.model.config.panel_form import GGUF_BLOCK_BYTES
 from shardnet.model.kernels.codes import Codes
 
 _K: Final = 256
@@ -23,7 +24,7 @@ def gguf_codes(kind: str, rows: Tensor) -> Codes:
 
     Raises ValueError for rows that are no whole number of blocks.
     """
-    block_bytes, read = _READERS[kind]
+    block_bytes, read = GGUF_BLOCK_BYTES[kind], _READERS[kind]
     if rows.shape[1] % block_bytes:
         raise ValueError(f"rows of {rows.shape[1]} bytes: a block of {kind} has {block_bytes}")
     return read(rows.reshape(rows.shape[0], -1, block_bytes))
@@ -149,19 +150,18 @@ def _iq4_xs(blocks: Tensor) -> Codes:
     return _two_level(blocks, 0, codes, (low | high << 4) - 32)
 
 
-_READERS: Final[Mapping[str, tuple[int, Callable[[Tensor], Codes]]]] = {
-    "Q4_0": (18, _four),
-    "Q4_1": (20, _four_with_minimum),
-    "Q5_0": (22, _five),
-    "Q5_1": (24, _five_with_minimum),
-    "Q8_0": (34, _eight),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "IQ4_NL": (18, _four),
-    "IQ4_XS": (136, _iq4_xs),
-    "MXFP4": (17, _mxfp4),
+_READERS: Final[Mapping[str, Callable[[Tensor], Codes]]] = {
+    "Q4_0": _four,
+    "Q4_1": _four_with_minimum,
+    "Q5_0": _five,
+    "Q5_1": _five_with_minimum,
+    "Q8_0": _eight,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _four,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
-"""By type: the bytes of a block, and its reader."""

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, PanelForm
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, GGUF_BLOCK_BYTES, PanelForm
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory
 
@@ -82,22 +82,22 @@ class _LookUp(ctypes.Structure):
     )
 
 
-GGUF_BLOCKS: Final = {
-    "Q4_0": (2, 18),
-    "Q4_1": (3, 20),
-    "Q5_0": (6, 22),
-    "Q5_1": (7, 24),
-    "Q8_0": (8, 34),
-    "Q2_K": (10, 84),
-    "Q3_K": (11, 110),
-    "Q4_K": (12, 144),
-    "Q5_K": (13, 176),
-    "Q6_K": (14, 210),
-    "IQ4_NL": (20, 18),
-    "IQ4_XS": (23, 136),
-    "MXFP4": (39, 17),
+_GGUF_NUMBERS: Final = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "MXFP4": 39,
 }
-"""The number of each GGUF type that the library packs, and the bytes of its blocks."""
+"""The number of each GGUF type that the library packs."""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -152,7 +152,7 @@ def pack_blocks_natively(
     `n_threads` None takes as many threads as torch. Raises ValueError for memory that the library
     cannot read or write.
     """
-    number, block_bytes = GGUF_BLOCKS[kind]
+    number, block_bytes = _GGUF_NUMBERS[kind], GGUF_BLOCK_BYTES[kind]
     n_out, row_bytes = rows.shape
     n_in = row_bytes // block_bytes * form.block_inputs
     if rows.dtype is not torch.uint8 or rows.device.type != "cpu" or row_bytes % block_bytes:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.panel_form import PANEL, UNIT, Code, Minimum, PanelForm, Scale
+from shardnet.model.kernels.code_values import code_values, scale_values
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.gguf_blocks import gguf_codes
 from shardnet.model.kernels.library import native_kernels
@@ -192,14 +193,14 @@ def _scales(packed: Tensor, form: PanelForm) -> tuple[Tensor, Tensor | None]:
     middle = at + PANEL * form.block_groups * form.scale.bytes
     shape = (panels, blocks, form.block_groups, PANEL)
     raw = packed[..., at:middle].contiguous()
-    low = _numbers(raw & 15 if form.scale is Scale.NIBBLES else raw, form.scale).view(shape)
+    low = scale_values(raw & 15 if form.scale is Scale.NIBBLES else raw, form.scale).view(shape)
     high: Tensor | None = None
     if form.scale is Scale.NIBBLES:
         high = (raw >> 4).float().view(shape)
     elif form.minimum is Minimum.ZERO_POINT:
         high = packed[..., middle : form.header_bytes].float().view(shape)
     elif form.minimum is Minimum.STORED:
-        high = _numbers(packed[..., middle : form.header_bytes].contiguous(), form.scale)
+        high = scale_values(packed[..., middle : form.header_bytes].contiguous(), form.scale)
         high = high.view(shape)
     low = low * form.factor
     if form.block:
@@ -211,25 +212,6 @@ def _scales(packed: Tensor, form: PanelForm) -> tuple[Tensor, Tensor | None]:
         assert high is not None
         high = -high * low
     return low, high
-
-
-def _numbers(raw: Tensor, scale: Scale) -> Tensor:
-    """Read stored scales, contiguous bytes, as float32."""
-    match scale:
-        case Scale.FLOAT16:
-            return raw.view(torch.float16).float()
-        case Scale.BFLOAT16:
-            return raw.view(torch.bfloat16).float()
-        case Scale.FLOAT32:
-            return raw.view(torch.float32)
-        case Scale.EXPONENT:
-            bits = (raw.int() << 23).masked_fill_(raw == 0, 0x400000)  # 2 ** -127 is subnormal
-            return bits.view(torch.float32)
-        case Scale.FLOAT8:
-            return raw.view(torch.float8_e4m3fn).float()
-        case Scale.UINT8 | Scale.NIBBLES:
-            return raw.float()
-    return raw.view(torch.int8).float()
 
 
 def _values(body: Tensor, form: PanelForm) -> Tensor:
@@ -252,11 +234,4 @@ def _values(body: Tensor, form: PanelForm) -> Tensor:
         assert quads is not None
         codes = quads.transpose(-1, -2).flatten(-3, -2)  # [..., 32, 16]
     codes = codes.reshape(panels, blocks, -1, PANEL)
-    match form.code:
-        case Code.LINEAR:
-            return codes.float() - form.offset
-        case Code.BOOK | Code.FLOAT_BOOK:
-            return torch.tensor(form.book, device=body.device)[codes.int()].float()
-        case Code.E4M3:
-            return codes.view(torch.float8_e4m3fn).float()
-    return codes.view(torch.float8_e5m2).float()
+    return code_values(codes, form)

@@ -15,7 +15,7 @@ from support.models.quantized_checkpoints import quantized
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.quantization import code_values
+from shardnet.checkpoint.quantization import packed_codes
 from shardnet.checkpoint.tensors.stored_tensor import read_stored
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -76,7 +76,7 @@ def test_weights_are_what_the_format_says(
             packed = tensor.packed
             assert (packed.form.name if packed is not None else "") == case.form
     whole = checkpoint.read("model.layers.0.mlp.down_proj.weight", torch.bfloat16)
-    monkeypatch.setattr(code_values, "PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(packed_codes, "PIECE_ELEMENTS", 500)
     again = checkpoint.read("model.layers.0.mlp.down_proj.weight", torch.bfloat16)
     assert torch.equal(again, whole), "whatever the pieces"
 

@@ -78,7 +78,7 @@ class TestProbe:
         assert probe(CPU, DType.FLOAT16, DType.FLOAT16).dtype is DType.FLOAT32
         bfloat16 = probe(CPU, DType.BFLOAT16, None)  # whose weights are not bfloat16 either
         assert bfloat16.dtype is not DType.FLOAT16
-        assert probe(CPU, "auto", DType.FLOAT16) == bfloat16
+        assert probe(CPU, "auto", DType.FLOAT16).dtype is bfloat16.dtype
 
     def test_bfloat16_is_packed_or_computed_in_float32(self) -> None:
         choice = probe(CPU, DType.BFLOAT16, None)

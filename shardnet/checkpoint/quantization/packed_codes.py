@@ -12,12 +12,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import Code, Minimum, PanelForm, Scale
+from shardnet.model.config.panel_form import PANEL, Minimum, PanelForm
+from shardnet.model.kernels.code_values import code_values, scale_values
 from shardnet.model.kernels.codes import Codes
 
 PIECE_ELEMENTS: Final = 1 << 22
 """Values that are computed at a time."""
-_PANEL: Final = 16
 
 
 def split_bits(packed: Tensor, bits: int) -> Tensor:
@@ -78,7 +78,7 @@ def all_values(
     """Compute all of a weight [N, K] in `dtype`; `order` are the inputs of its codes' columns."""
     n_rows, n_columns = shape
     made = torch.empty(n_rows, n_columns, dtype=dtype)
-    step = max(1, PIECE_ELEMENTS // n_columns // _PANEL) * _PANEL
+    step = max(1, PIECE_ELEMENTS // n_columns // PANEL) * PANEL
     for begin in range(0, n_rows, step):
         end = min(begin + step, n_rows)
         some = values(rows(begin, end), form)
@@ -91,32 +91,20 @@ def all_values(
 
 def values(rows: Codes, form: PanelForm) -> Tensor:
     """Compute what codes mean: float32 [N, K]. Knows the forms without two levels of scales."""
-    scales = _spread(_numbers(rows.scales, form.scale) * form.factor, rows, form)
-    codes = _codes(rows.codes, form)
+    scales = _spread(_numbers(rows.scales, form) * form.factor, rows, form)
+    codes = code_values(rows.codes, form)
     if form.minimum is Minimum.NONE:
         return codes * scales
     assert rows.minimums is not None
     if form.minimum is Minimum.ZERO_POINT:
         return (codes - _spread(rows.minimums.float(), rows, form)) * scales
-    return codes * scales + _spread(_numbers(rows.minimums, form.scale), rows, form)
+    return codes * scales + _spread(_numbers(rows.minimums, form), rows, form)
 
 
 def _spread(entries: Tensor, rows: Codes, form: PanelForm) -> Tensor:
     return entries.repeat_interleave(form.group, 1)[:, : rows.codes.shape[1]]
 
 
-def _numbers(stored: Tensor, scale: Scale) -> Tensor:
-    if scale is Scale.EXPONENT:
-        return torch.ldexp(torch.ones(stored.shape), stored.int() - 127)
-    if scale is Scale.FLOAT8:
-        return stored.view(torch.float8_e4m3fn).float()
-    return stored.float()
-
-
-def _codes(codes: Tensor, form: PanelForm) -> Tensor:
-    if form.code is Code.LINEAR:
-        return codes.float() - form.offset
-    if form.code in (Code.BOOK, Code.FLOAT_BOOK):
-        return torch.tensor(form.book, dtype=torch.float32)[codes.int()]
-    is_wide = form.code is Code.E5M2
-    return codes.contiguous().view(torch.float8_e5m2 if is_wide else torch.float8_e4m3fn).float()
+def _numbers(stored: Tensor, form: PanelForm) -> Tensor:
+    # Flat, since a matrix of one column counts as contiguous whatever its strides are.
+    return scale_values(stored.flatten().view(torch.uint8), form.scale).view(stored.shape)
