@@ -150,6 +150,15 @@ class RingOptions:
             show_default=False,
         ),
     ] = ""
+    ignore_unknown_config: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-unknown-config",
+            help="Load a model whose config has keys that are not known here, as if they were not "
+            "there.",
+            envvar="SHARDNET_IGNORE_UNKNOWN_CONFIG",
+        ),
+    ] = False
     threads: Annotated[
         int,
         typer.Option(
@@ -203,6 +212,7 @@ class RingOptions:
             quant="" if self.quant == "none" else self.quant,  # type: ignore[arg-type]  # checked
             kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # checked above
             stream_layers=_n_streamed(self.stream_layers),
+            ignore_unknown_config=self.ignore_unknown_config,
         )
 
 

@@ -38,11 +38,14 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
 """By `quant_method`: what reads the rest of `quantization_config`."""
 
 
-def take_format(config: dict[str, Any], where: str) -> WeightFormat | None:
+def take_format(
+    config: dict[str, Any], where: str, unknown: list[str] | None = None
+) -> WeightFormat | None:
     """Take from the keys of the config.json at `where` how weights are quantised, None if not.
 
     What MLX says goes first: its `quantization_config` is a copy, or of the model that it was made
-    of. Raises UnsupportedModelError for a method, or a variant of one, that is not implemented.
+    of. Unknown keys are added to the list `unknown`; without it they are refused. Raises
+    UnsupportedModelError for a method, or a variant of one, that is not implemented.
     """
     found = None
     for key in ("quantization_config", "quantization"):
@@ -55,14 +58,16 @@ def take_format(config: dict[str, Any], where: str) -> WeightFormat | None:
     if found is None:
         return None
     key, raw = found
-    fields = Fields(raw, where, prefix=f"{key}.")
+    fields = Fields(raw, where, f"{key}.", unknown)
     if key == "quantization":
-        return replace(read_mlx(fields), title=_title("mlx", raw))
-    method = fields.take("quant_method", str)
-    if method not in METHODS:
-        raise fields.unsupported("quant_method", method, ", ".join(METHODS))
-    made = METHODS[method](fields)
-    fields.refuse_the_rest()
+        method, made = "mlx", read_mlx(fields)
+    else:
+        method = fields.take("quant_method", str)
+        if method not in METHODS:
+            raise fields.unsupported("quant_method", method, ", ".join(METHODS))
+        made = METHODS[method](fields)
+        fields.note_the_rest()
+    fields.refuse_unknown()
     return replace(made, title=_title(method, raw))
 
 

@@ -186,6 +186,7 @@ class Clients:
             vocab_size=spec.vocab_size,
             context=spec.context,
             has_state=spec.has_state,
+            ignore_unknown=message.choice.ignore_unknown_config,
         )
         request = GenerationRequest(
             prompt=tuple(prompt),

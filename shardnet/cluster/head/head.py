@@ -225,6 +225,11 @@ class Head:
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
+            and (
+                choice.ignore_unknown_config
+                or not had.ignore_unknown_config
+                or not lead.plan.facts.unknown_keys
+            )
         )
         if not matches:
             return None

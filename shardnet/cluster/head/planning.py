@@ -122,10 +122,13 @@ class Planner:
     async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
         """Identify the model on this node or else on a peer.
 
-        Raises CheckpointError if no node has it, UsageError for an unknown dtype.
+        Raises CheckpointError if no node has it, UsageError for an unknown dtype,
+        UnsupportedModelError for unknown keys of its config that the choice does not ignore.
         """
         choice = candidates.choice
         facts = await self.look_up(choice.model)
+        if not choice.ignore_unknown_config:
+            facts.check_known()
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
         return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype)
 

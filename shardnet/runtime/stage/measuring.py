@@ -70,7 +70,7 @@ def read_config(text: str, where: str) -> ModelConfig:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where}: expected a JSON object")
-        return parse_config(raw, where)
+        return parse_config(raw, where, [])  # a model that is only measured computes nothing
     except (ValueError, RecursionError) as error:  # of an error's text, too: it has the value
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from error
 
