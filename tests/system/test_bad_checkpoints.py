@@ -114,6 +114,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "unknown activation": (configure(hidden_act="relu6"), ["hidden_act", "relu6"]),
     "config against tensors": (configure(num_key_value_heads=5), ["k_proj"]),
     "more layers than tensors": (configure(num_hidden_layers=5), ["model.layers.4"]),
+    "no tokenizer": (remove("tokenizer.json"), ["has no tokenizer", "--token-ids"]),
     "tokenizer is no JSON": (rewrite("tokenizer.json", "{"), ["tokenizer.json"]),
     "no number": (fill_with_nan, ["finite number"]),
 }

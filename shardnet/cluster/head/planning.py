@@ -171,10 +171,12 @@ class Planner:
             return False
         return (now.model_id, now.stamp) != (facts.model_id, facts.stamp)
 
-    async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
+    async def provide(
+        self, model: str, on_progress: Callable[[int, int], None], tokenizer_for: str = ""
+    ) -> None:
         """Download a model of the Hub that neither this node nor a peer has.
 
-        `on_progress` takes (bytes done, bytes in all).
+        `on_progress` takes (bytes done, bytes in all). `tokenizer_for` as in hub.pull.
         """
         name = HubName.parse(model)
         if name is None or await self._sharing.is_here(model):
@@ -184,7 +186,7 @@ class Planner:
         except DiskSilentError:
             raise
         except CheckpointError:
-            await pull_beside(name, on_progress, self._log)
+            await pull_beside(name, on_progress, self._log, tokenizer_for)
 
 
 def place(figures: PlanFigures) -> Plan:
