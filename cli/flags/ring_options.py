@@ -19,6 +19,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
 from .options import (
+    IgnoreUnknownConfig,
     ModelFolder,
     Nodes,
     NoMdns,
@@ -150,15 +151,7 @@ class RingOptions:
             show_default=False,
         ),
     ] = ""
-    ignore_unknown_config: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-unknown-config",
-            help="Load a model whose config has keys that are not known here, as if they were not "
-            "there.",
-            envvar="SHARDNET_IGNORE_UNKNOWN_CONFIG",
-        ),
-    ] = False
+    ignore_unknown_config: IgnoreUnknownConfig = False
     threads: Annotated[
         int,
         typer.Option(

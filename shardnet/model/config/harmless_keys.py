@@ -9,9 +9,9 @@ from typing import Final
 
 _BOOKKEEPING = """
 _auto_class _commit_hash _model_name_or_path _name_or_path _num_labels auto_map base_model
-finetuning_task id2label is_llama_config label2id license model_name model_name_or_path
-name_or_path num_labels problem_type task_specific_params torchscript transformers.js_config
-transformers_version"""
+finetuned finetuning_task id2label is_llama_config label2id license model_name model_name_or_path
+name_or_path num_labels problem_type processor_class task_specific_params torchscript
+transformers.js_config transformers_version"""
 
 _TRAINING_ONLY = """
 activation_dropout attention_dropout attention_dropout_prob attention_probs_dropout_prob attn_pdrop
@@ -40,7 +40,7 @@ xla_device"""
 _TOKENIZER = """
 add_bos_token add_eos_token additional_special_tokens bos_token chat_template
 clean_up_tokenization_spaces cls_token cls_token_id eos_token legacy mask_token mask_token_id
-max_sequence_length model_max_length pad_token pad_token_id padding_side sep_token sep_token_id
+max_seq_len max_seq_length max_sequence_length model_max_length pad_token pad_token_id padding_side sep_token sep_token_id seq_length
 tokenizer_class truncation_side unk_token unk_token_id"""
 """What tokenizer_config.json says, if it counts."""
 

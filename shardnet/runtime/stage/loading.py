@@ -181,17 +181,18 @@ def identify(path: Path) -> ModelFacts:
     )
 
 
-def identify_at(model: str) -> ModelFacts:
+def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:
     """Identify the checkpoint that `model` names on this machine.
 
     Raises CheckpointError if there is none, or it is damaged, UnsupportedModelError if its config
-    has unknown keys.
+    has unknown keys, unless `ignore_unknown`.
     """
     folder = find_folder(model)
     if folder is None:
         raise CheckpointError(f"there is no checkpoint folder at {model}")
     facts = identify(folder)
-    facts.check_known()
+    if not ignore_unknown:
+        facts.check_known()
     return facts
 
 
