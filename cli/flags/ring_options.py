@@ -128,7 +128,8 @@ class RingOptions:
         typer.Option(
             "--quant",
             metavar="none|int8|int4",
-            help="Quantise weights at load: about half or a quarter of the memory, and faster.",
+            help="Quantise weights at load: about half the memory with int8, a quarter with int4, "
+            "which costs quality; and faster.",
             envvar="SHARDNET_QUANT",
         ),
     ] = "none"

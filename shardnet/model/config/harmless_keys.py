@@ -40,8 +40,8 @@ xla_device"""
 _TOKENIZER = """
 add_bos_token add_eos_token additional_special_tokens bos_token chat_template
 clean_up_tokenization_spaces cls_token cls_token_id eos_token legacy mask_token mask_token_id
-max_seq_len max_seq_length max_sequence_length model_max_length pad_token pad_token_id padding_side sep_token sep_token_id seq_length
-tokenizer_class truncation_side unk_token unk_token_id"""
+max_seq_len max_seq_length max_sequence_length model_max_length pad_token pad_token_id padding_side
+sep_token sep_token_id seq_length tokenizer_class truncation_side unk_token unk_token_id"""
 """What tokenizer_config.json says, if it counts."""
 
 _GENERATION_DEFAULTS = """
