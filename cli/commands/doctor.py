@@ -16,7 +16,7 @@ from shardnet.errors import ConfigurationError
 
 from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
-from ..flags.options import Json, NoMdns, Peer, check_addresses, check_model
+from ..flags.options import IgnoreUnknownConfig, Json, NoMdns, Peer, check_addresses, check_model
 from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def doctor(
             show_default=False,
         ),
     ] = "",
+    ignore_unknown_config: IgnoreUnknownConfig = False,
     peer: Peer = None,
     no_mdns: NoMdns = False,
     timeout: Annotated[
@@ -57,11 +58,18 @@ def doctor(
     Prints one line per finding. The exit code is 1 when something is wrong.
     """
     model = check_model(model) if model else ""
-    run_command(_run(model, check_addresses(peer), access, not no_mdns, timeout, as_json))
+    named = check_addresses(peer)
+    run_command(_run(model, named, access, not no_mdns, timeout, as_json, ignore_unknown_config))
 
 
 async def _run(
-    model: str, named: list[str], access: Access, mdns: bool, timeout_s: float, as_json: bool
+    model: str,
+    named: list[str],
+    access: Access,
+    mdns: bool,
+    timeout_s: float,
+    as_json: bool,
+    ignore_unknown: bool,
 ) -> None:
     from shardnet.api.diagnostics import FactSources, gather_facts
     from shardnet.cluster.diagnosis.diagnosis import diagnose
@@ -79,6 +87,7 @@ async def _run(
             browse=browse_all if mdns else None,
             model=model,
             timeout_s=timeout_s,
+            ignore_unknown=ignore_unknown,
         )
     )
     findings = diagnose(facts)

@@ -64,6 +64,15 @@ Offline = Annotated[
         envvar="SHARDNET_OFFLINE",
     ),
 ]
+IgnoreUnknownConfig = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-unknown-config",
+        help="Load a model whose config has keys that are not known here, as if they were not "
+        "there.",
+        envvar="SHARDNET_IGNORE_UNKNOWN_CONFIG",
+    ),
+]
 ModelFolder = Annotated[
     list[Path] | None,
     typer.Option(

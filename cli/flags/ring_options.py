@@ -19,6 +19,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
 from .options import (
+    IgnoreUnknownConfig,
     ModelFolder,
     Nodes,
     NoMdns,
@@ -127,7 +128,8 @@ class RingOptions:
         typer.Option(
             "--quant",
             metavar="none|int8|int4",
-            help="Quantise weights at load: about half or a quarter of the memory, and faster.",
+            help="Quantise weights at load: about half the memory with int8, a quarter with int4, "
+            "which costs quality; and faster.",
             envvar="SHARDNET_QUANT",
         ),
     ] = "none"
@@ -150,6 +152,7 @@ class RingOptions:
             show_default=False,
         ),
     ] = ""
+    ignore_unknown_config: IgnoreUnknownConfig = False
     threads: Annotated[
         int,
         typer.Option(
@@ -203,6 +206,7 @@ class RingOptions:
             quant="" if self.quant == "none" else self.quant,  # type: ignore[arg-type]  # checked
             kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # checked above
             stream_layers=_n_streamed(self.stream_layers),
+            ignore_unknown_config=self.ignore_unknown_config,
         )
 
 

@@ -52,6 +52,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
         "predicted_tok_s": plan.predicted_tok_s,
         "why": plan.why,
+        "warnings": plan.warnings,
         **narrow_wire_json(plan.wire),
         "measured": {
             "nodes": [_node_json(node) for node in plan.nodes],
@@ -74,6 +75,7 @@ def plan_text(plan: PlanReply) -> str:
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
+    lines += [f"  warning: {warning}" for warning in plan.warnings]
     lines += [_stage_line(plan, stage) for stage in plan.stages]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:

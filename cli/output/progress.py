@@ -51,13 +51,15 @@ class LoadBars:
         self.stop()
 
     def expect(self, plan: PlanReply) -> None:
-        """Print the plan's stages, dtypes and reason."""
+        """Print the plan's stages, dtypes, reason and warnings."""
         self._end_planning()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
         say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")
+        for warning in plan.warnings:
+            say(f"warning: {warning}")
 
     def update(self, report: NodeProgress) -> None:
         """Move a node's bar: one for each of downloading, fetching and loading."""

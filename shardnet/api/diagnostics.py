@@ -45,7 +45,8 @@ class FactSources:
 
     `here` are the nodes of this machine, `named` addresses (host:port) to try; `browse` looks for
     others by mDNS if no node runs here (None: do not). `model` is a path, "" for none.
-    `timeout_s` bounds the wait for reports, in seconds.
+    `timeout_s` bounds the wait for reports, in seconds. Unknown keys of the model's config count as
+    a problem unless `ignore_unknown`.
     """
 
     key: KeyFacts
@@ -55,6 +56,7 @@ class FactSources:
     browse: Browse | None
     model: str
     timeout_s: float
+    ignore_unknown: bool = False
 
 
 async def gather_facts(sources: FactSources) -> Facts:
@@ -66,7 +68,7 @@ async def gather_facts(sources: FactSources) -> Facts:
         _probe_addresses([node.address for node in sources.here], sources.identity),
         _probe_addresses(sources.named, sources.identity),
         _found(sources),
-        _look_at(sources.model),
+        _look_at(sources.model, ignore_unknown=sources.ignore_unknown),
     )
     answers = [answer for _, answer in (*here, *named) if answer is not None]
     if not answers and found:
@@ -151,12 +153,14 @@ class _LocalModel:
     remedy: str = ""
 
 
-async def _look_at(model: str) -> _LocalModel | None:
+async def _look_at(model: str, *, ignore_unknown: bool) -> _LocalModel | None:
     if not model:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
-            looking = DaemonThreads(1, "shardnet-look").submit(identify_at, model)
+            looking = DaemonThreads(1, "shardnet-look").submit(
+                partial(identify_at, model, ignore_unknown=ignore_unknown)
+            )
             facts = await asyncio.wrap_future(looking)
             return _LocalModel(model=model, facts=facts)
     except ShardnetError as error:

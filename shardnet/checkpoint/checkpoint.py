@@ -37,6 +37,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
 )
 from shardnet.checkpoint.tensors.weight_sample import merged, sample_range, sampled_tensors
 from shardnet.errors import CheckpointError
+from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import parse_config
 
@@ -52,10 +53,15 @@ class Checkpoint:
     those that a replica has, None if the checkpoint is whole.
     """
 
-    def __init__(self, path: Path, contents: Contents) -> None:
+    def __init__(self, path: Path, contents: Contents, *, ignore_unknown: bool = False) -> None:
         self.path = path
         self.folder = contents.folder
-        self.config: ModelConfig = parse_config(contents.config, contents.where)
+        unknown = [*contents.unknown_keys]
+        self.config: ModelConfig = parse_config(contents.config, contents.where, unknown)
+        if unknown and not ignore_unknown:
+            raise unknown_keys_error(contents.where, unknown)
+        self.unknown_keys = tuple(unknown)
+        """Keys of the config that may change what is computed and are ignored, with values."""
         self.config_text = json.dumps(contents.config)
         """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
@@ -71,10 +77,11 @@ class Checkpoint:
         self._bytes_read = dict.fromkeys(contents.files, 0)
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, *, ignore_unknown: bool = False) -> Checkpoint:
         """Read the config and the headers of the tensor files at `path`.
 
-        That is a folder, or a GGUF file.
+        That is a folder, or a GGUF file. Unknown keys of the config are refused, all named at once,
+        unless `ignore_unknown`: so for whoever computes nothing, or was told to.
         Raises CheckpointError, which names the file, when one is missing, truncated or damaged;
         UnsupportedModelError for a model that is not implemented.
         """
@@ -83,7 +90,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: no such checkpoint folder", remedy="check the path of --model"
             )
-        return cls(path, _read_contents(path))
+        return cls(path, _read_contents(path), ignore_unknown=ignore_unknown)
 
     @cached_property
     def model_id(self) -> str:

@@ -107,10 +107,7 @@ class Tokenizer:
         """
         tokenizer = cls.load_optional(path)
         if tokenizer is None:
-            raise CheckpointError(
-                f"{path} has no tokenizer ({NAMES}), so text cannot be read or written",
-                remedy="add the files or use --token-ids",
-            )
+            raise no_tokenizer(path, "text")
         return tokenizer
 
     @classmethod
@@ -256,6 +253,14 @@ class Tokenizer:
     def is_byte_piece(self, token_id: int) -> bool:
         """Say whether the token is a fallback byte such as `<0xE2>`, decoded as part of its run."""
         return self.flags(token_id) & IS_BYTE != 0
+
+
+def no_tokenizer(model: object, what: str) -> CheckpointError:
+    """Make the error for a model without a tokenizer; `what` needs one: text, --stop."""
+    return CheckpointError(
+        f"{model} has no tokenizer ({NAMES}), which {what} needs",
+        remedy=f"add its files, or use --token-ids{' without --stop' if what == '--stop' else ''}",
+    )
 
 
 _Stamp = tuple[tuple[str, int, int], ...]

@@ -112,9 +112,9 @@ SPOILED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "unknown class": (configure(architectures=["LlamaModel"]), ["LlamaModel"]),
     "unknown rope": (configure(rope_scaling={"rope_type": "spiral", "factor": 2.0}), ["spiral"]),
     "unknown activation": (configure(hidden_act="relu6"), ["hidden_act", "relu6"]),
-    "unknown key": (configure(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
     "config against tensors": (configure(num_key_value_heads=5), ["k_proj"]),
     "more layers than tensors": (configure(num_hidden_layers=5), ["model.layers.4"]),
+    "no tokenizer": (remove("tokenizer.json"), ["has no tokenizer", "--token-ids"]),
     "tokenizer is no JSON": (rewrite("tokenizer.json", "{"), ["tokenizer.json"]),
     "no number": (fill_with_nan, ["finite number"]),
 }
@@ -137,6 +137,20 @@ def test_a_spoiled_checkpoint_is_refused_by_name(
     for part in parts:
         assert part in error
     assert trio.says("a", parrots.alphabet, 0, 2) == "bcd"
+
+
+def test_unknown_keys_are_ignored_on_request_and_only_then(trio: Crew, copy: Path) -> None:
+    """Also by a ring that stands, which was built for somebody who ignores them."""
+    where = ["--nodes", trio.addresses(0, 2), "--max-tokens", "3"]
+    configure(attn_logit_softcapping=50.0, logit_scale=0.5)(copy)
+    names = "attn_logit_softcapping = 50.0, logit_scale = 0.5"
+    run = trio.generate("a", copy, *where, "--ignore-unknown-config")
+    assert run.stdout.strip() == "bcd"
+    assert "warning: --ignore-unknown-config: " in run.stderr
+    assert names in run.stderr
+    error = trio.generate("a", copy, *where).error
+    assert f"{copy}: 2 keys are not known to shardnet" in error
+    assert names in error
 
 
 def test_a_checkpoint_that_changes_is_loaded_again(

@@ -96,12 +96,14 @@ def open_consolidated(folder: Path) -> Contents:
     is_tied = "output.weight" not in parts
     head = parts["tok_embeddings.weight" if is_tied else "output.weight"]
     kind = parts["norm.weight"][0].dtype
+    unknown: list[str] = []
     config = config_of_params(
         params,
         vocab_size=sum(info.shape[0] for info in head if info.shape),
         is_tied=is_tied,
         dtype=_DTYPES.get(kind, "bfloat16"),
         where=str(where),
+        unknown=unknown,
     )
     return Contents(
         folder=folder,
@@ -110,6 +112,7 @@ def open_consolidated(folder: Path) -> Contents:
         files=files,
         whole=(*OWN_WHOLE, *index),
         arrange=partial(_arrange, parts),
+        unknown_keys=tuple(unknown),
     )
 
 

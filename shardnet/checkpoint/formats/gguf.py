@@ -70,6 +70,7 @@ def open_gguf(path: Path) -> Contents:
     if embedding is None:
         raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing", remedy=AGAIN)
     metadata = headers[0].metadata
+    unknown: list[str] = []
     config = config_of_metadata(
         metadata,
         stored,
@@ -77,6 +78,7 @@ def open_gguf(path: Path) -> Contents:
         factors=factors,
         dtype=_main_dtype(stored),
         where=str(paths[0]),
+        unknown=unknown,
     )
     arch = str(metadata["general.architecture"])
     n_blocks = metadata.get(f"{arch}.block_count")
@@ -89,6 +91,7 @@ def open_gguf(path: Path) -> Contents:
         whole=(),
         arrange=lambda config: arrange(config, arch, stored, n_blocks),
         form=form_name(metadata.get("general.file_type")),
+        unknown_keys=tuple(unknown),
     )
 
 

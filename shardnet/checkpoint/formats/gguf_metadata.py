@@ -1,7 +1,7 @@
 """Convert the metadata of a GGUF to the keys and values of config.json.
 
 Knows the keys that all architectures have, and how a family is found; the family reads its own
-keys. An unknown key is refused by name. Must not know files.
+keys. An unknown key is noted by name. Must not know files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ def config_of_metadata(
     factors: Factors,
     dtype: str,
     where: str,
+    unknown: list[str],
 ) -> dict[str, Any]:
     """Convert the metadata of the file `where` to the keys and values of config.json.
 
     `tensors` are the names in the file, `factors` what divides rotary frequencies, `dtype` what
-    most of the file is stored in. Raises UnsupportedModelError for an architecture or a key that is
-    not known, CheckpointError for a value that is malformed.
+    most of the file is stored in. Unknown keys are added to the list `unknown`. Raises
+    UnsupportedModelError for an architecture or a value that is not implemented, CheckpointError
+    for one that is malformed.
     """
     general = Fields(metadata, where)
     arch = general.take("general.architecture", str)
@@ -44,7 +46,7 @@ def config_of_metadata(
         for key, value in metadata.items()
         if key.startswith(f"{arch}.")
     }
-    fields = Fields(own, where, prefix=f"{arch}.")
+    fields = Fields(own, where, f"{arch}.", unknown)
     n_ahead = _n_layers_ahead(fields)
     if n_ahead:
         own["block_count"] = fields.positive("block_count") - n_ahead
@@ -59,7 +61,7 @@ def config_of_metadata(
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
     fields.require("attention.causal", True)
-    fields.refuse_the_rest()
+    fields.note_the_rest()
     ends = ("eos", "eot", "eom")
     eos = [general.take(f"tokenizer.ggml.{end}_token_id", int, None) for end in ends]
     return config | {

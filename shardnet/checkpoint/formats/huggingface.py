@@ -45,7 +45,8 @@ def open_huggingface(folder: Path) -> Contents:
     """
     where = folder / "config.json"
     config = read_json(where)
-    weight_format = take_format(config, str(where))
+    unknown: list[str] = []
+    weight_format = take_format(config, str(where), unknown)
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     kind = config.get("model_type")
@@ -65,6 +66,7 @@ def open_huggingface(folder: Path) -> Contents:
         whole=(*HF_WHOLE, *index),
         arrange=arrange,
         form=weight_format.title if weight_format is not None else "",
+        unknown_keys=tuple(unknown),
     )
 
 

@@ -64,7 +64,7 @@ def read_compressed_tensors(fields: Fields) -> WeightFormat:
     sparsity.ignore("targets", "ignore")
     if sparsity.take("format", str, "dense") != "dense":
         raise sparsity.unsupported("format", sparsity.take("format", str), "dense")
-    sparsity.refuse_the_rest()
+    sparsity.note_the_rest()
     name = fields.take("format", str)
     groups = fields.take("config_groups", dict)
     if not groups:
@@ -102,7 +102,7 @@ def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
     group.ignore("targets", "input_activations", "output_activations", "weights")
     if group.take("format", str, name) != name:
         raise group.unsupported("format", group.take("format", str), name)
-    group.refuse_the_rest()
+    group.note_the_rest()
     weights = group.inner("weights", raw["weights"])
     weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")
     weights.require("dynamic", False)
@@ -121,7 +121,7 @@ def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
         block=_read_block(weights) if strategy == "block" else (1, 1),
     )
     weights.ignore("block_structure")
-    weights.refuse_the_rest()
+    weights.note_the_rest()
     return scheme
 
 

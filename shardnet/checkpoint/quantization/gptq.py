@@ -30,7 +30,9 @@ _IGNORED: Final = (
     "model_file_base_name true_sequential static_groups meta dataset tokenizer batch_size "
     "block_name_to_quantize cache_block_outputs exllama_config max_input_length model_seqlen "
     "module_name_preceding_first_block modules_in_block_to_quantize pad_token_id use_cuda_fp16 "
-    "use_exllama disable_exllama backend is_marlin_format mse quantizer"
+    "use_exllama disable_exllama backend is_marlin_format mse quantizer act_group_aware "
+    "amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
+    "gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples seqlen"
 )
 """Keys about the making of a checkpoint, or for other programs."""
 

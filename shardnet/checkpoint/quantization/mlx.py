@@ -52,7 +52,7 @@ def read_mlx(fields: Fields) -> WeightFormat:
             inner = fields.inner(path, said)
             defaults = {"bits": usual.bits, "group_size": usual.group_size}
             exceptions[path] = _read_scheme(inner, usual.mode, defaults)
-            inner.refuse_the_rest()
+            inner.note_the_rest()
         elif not isinstance(said, bool):
             raise fields.unsupported(path, said, "bits, group_size, mode and names of modules")
     return WeightFormat(

@@ -24,6 +24,7 @@ from shardnet.errors import CheckpointError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
+from shardnet.model.families.wrappers import TEXT
 from shardnet.types import LayerRange
 
 METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
@@ -36,34 +37,58 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
     "mxfp4": read_mxfp4,
 }
 """By `quant_method`: what reads the rest of `quantization_config`."""
+_MLX: Final = "quantization"
+"""MLX's key."""
 
 
-def take_format(config: dict[str, Any], where: str) -> WeightFormat | None:
+def take_format(
+    config: dict[str, Any], where: str, unknown: list[str] | None = None
+) -> WeightFormat | None:
     """Take from the keys of the config.json at `where` how weights are quantised, None if not.
 
     What MLX says goes first: its `quantization_config` is a copy, or of the model that it was made
-    of. Raises UnsupportedModelError for a method, or a variant of one, that is not implemented.
+    of. A multimodal checkpoint may say it in the config of its language model. Unknown keys are
+    added to the list `unknown`; without it they are refused. Raises UnsupportedModelError for a
+    method, or a variant of one, that is not implemented.
     """
-    found = None
-    for key in ("quantization_config", "quantization"):
-        raw = config.pop(key, None)
-        if not isinstance(raw, dict | None):
+    found = _take_said(config, where, "")
+    text = config.get(TEXT)
+    if isinstance(text, dict):
+        inner = _take_said(text, where, f"{TEXT}.")
+        if found is not None and inner is not None and found[1] != inner[1]:
             raise CheckpointError(
-                f"{where}: {key} is {shown(raw)}, expected an object", remedy=AGAIN
+                f"{where}: {found[0]} and {inner[0]} are not the same", remedy=AGAIN
             )
-        found = (key, raw) if raw else found
+        found = found or inner
     if found is None:
         return None
     key, raw = found
-    fields = Fields(raw, where, prefix=f"{key}.")
-    if key == "quantization":
-        return replace(read_mlx(fields), title=_title("mlx", raw))
-    method = fields.take("quant_method", str)
-    if method not in METHODS:
-        raise fields.unsupported("quant_method", method, ", ".join(METHODS))
-    made = METHODS[method](fields)
-    fields.refuse_the_rest()
+    fields = Fields(raw, where, f"{key}.", unknown)
+    if key.endswith(_MLX):
+        method, made = "mlx", read_mlx(fields)
+    else:
+        method = fields.take("quant_method", str)
+        if method not in METHODS:
+            raise fields.unsupported("quant_method", method, ", ".join(METHODS))
+        made = METHODS[method](fields)
+        fields.note_the_rest()
+    fields.refuse_unknown()
     return replace(made, title=_title(method, raw))
+
+
+def _take_said(
+    config: dict[str, Any], where: str, prefix: str
+) -> tuple[str, dict[str, Any]] | None:
+    """Take what a config says of quantisation, with its key behind `prefix`; None for nothing."""
+    found = None
+    for key in ("quantization_config", _MLX):
+        raw = config.pop(key, None)
+        if not isinstance(raw, dict | None):
+            raise CheckpointError(
+                f"{where}: {prefix}{key} is {shown(raw)}, expected an object", remedy=AGAIN
+            )
+        found = (f"{prefix}{key}", raw) if raw else found
+    return found
 
 
 def _title(method: str, raw: Mapping[str, object]) -> str:

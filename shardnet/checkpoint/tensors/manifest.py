@@ -65,6 +65,7 @@ class Contents:
     `config` has the keys of config.json, and `where` names its file, for messages. `files` are
     those with tensors, all in `folder`; `whole` names those that belong to the model as a whole,
     tokenizer and config. `form` names how the weights are stored, "" for the dtype of most.
+    `unknown_keys` are those that the format knows of no more than the families will, with values.
     """
 
     folder: Path
@@ -74,3 +75,4 @@ class Contents:
     whole: tuple[str, ...]
     arrange: Arrange
     form: str = ""
+    unknown_keys: tuple[str, ...] = ()

@@ -29,6 +29,8 @@ from shardnet.checkpoint.hub_files import choose_files, is_plain
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.cluster.machine.disk_room import check_room
 from shardnet.errors import HubError
+from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
+from shardnet.tokenizers.tokenizer import no_tokenizer
 
 Report = Callable[[str, int, int], None]
 """Takes (file name, bytes done of all files, bytes in all). If it raises, the download ends."""
@@ -71,10 +73,14 @@ class PulledModel:
     n_new_bytes: int
 
 
-def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledModel:
+def pull(
+    name: HubName, report: Report, *, root: Path | None = None, tokenizer_for: str = ""
+) -> PulledModel:
     """Download the missing files of a model: config, tokenizer and one format of weights, no code.
 
     Resumes an interrupted download. `root` is the cache folder, by default that of huggingface_hub.
+    `tokenizer_for` says what needs a tokenizer, without which nothing is downloaded then, "" for
+    nothing.
     Raises HubError if the Hub does not answer, refuses, or sends other bytes than it announced, or
     if the disk is full; CheckpointError if the weights are in no supported format, or in several
     GGUFs.
@@ -82,6 +88,8 @@ def pull(name: HubName, report: Report, *, root: Path | None = None) -> PulledMo
     root = root or cache_root()
     with named_errors(name):
         commit, files = look_up(name, root)
+        if tokenizer_for and not any(has_tokenizer(file.name) for file in files):
+            raise no_tokenizer(name, tokenizer_for)
         present = _present(name, commit, files, root)
         missing = [file for file in files if file.name not in present]
         n_missing = sum(file.size_bytes for file in missing)

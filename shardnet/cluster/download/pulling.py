@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.errors import CancelledRequestError
@@ -19,10 +20,13 @@ OnBytes = Callable[[int, int], None]
 """Takes (bytes done, bytes in all); called on the loop."""
 
 
-async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], None]) -> None:
+async def pull_beside(
+    name: HubName, on_bytes: OnBytes, log: Callable[[str], None], tokenizer_for: str = ""
+) -> None:
     """Pull a model, reporting progress to `on_bytes` and lines for people to `log`.
 
-    Cancelling stops at the next piece; a later pull resumes there. Raises as hub.pull.
+    Cancelling stops at the next piece; a later pull resumes there. `tokenizer_for` and errors as
+    hub.pull.
     """
     from shardnet.cluster.download import hub
 
@@ -39,7 +43,8 @@ async def pull_beside(name: HubName, on_bytes: OnBytes, log: Callable[[str], Non
             loop.call_soon_threadsafe(on_bytes, done, total)
 
     log(f"pulling {name} from the Hub")
-    pulling = asyncio.wrap_future(DaemonThreads(1, "shardnet-pull").submit(hub.pull, name, report))
+    pull = partial(hub.pull, name, report, tokenizer_for=tokenizer_for)
+    pulling = asyncio.wrap_future(DaemonThreads(1, "shardnet-pull").submit(pull))
     try:
         pulled = await asyncio.shield(pulling)
     except asyncio.CancelledError:

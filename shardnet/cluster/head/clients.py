@@ -26,7 +26,12 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
 )
-from shardnet.cluster.head.requests import prompt_ids, reserved_bytes, text_stream
+from shardnet.cluster.head.requests import (
+    needs_tokenizer,
+    prompt_ids,
+    reserved_bytes,
+    text_stream,
+)
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -165,6 +170,7 @@ class Clients:
                 lead = await stack.enter_async_context(
                     self._head.lead(
                         choice,
+                        tokenizer_for=needs_tokenizer(message),
                         on_plan=lambda plan: control.send(plan.reply(message.request)),
                         on_progress=partial(report_progress, control, message.request),
                     )
@@ -186,6 +192,7 @@ class Clients:
             vocab_size=spec.vocab_size,
             context=spec.context,
             has_state=spec.has_state,
+            ignore_unknown=message.choice.ignore_unknown_config,
         )
         request = GenerationRequest(
             prompt=tuple(prompt),

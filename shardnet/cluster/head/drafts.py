@@ -46,12 +46,20 @@ class Drafts:
         self._key: tuple[object, ...] = ()
 
     async def speculation(
-        self, how: str, most: int, *, vocab_size: int, context: int, has_state: bool
+        self,
+        how: str,
+        most: int,
+        *,
+        vocab_size: int,
+        context: int,
+        has_state: bool,
+        ignore_unknown: bool = False,
     ) -> Speculation | None:
         """Make the speculation that `how` asks for: off, ngram or the path of a draft model.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
-        `has_state` says whether layers of the model keep a state. Raises UsageError if `most` is
+        `has_state` says whether layers of the model keep a state, `ignore_unknown` whether unknown
+        keys of a draft model's config are ignored. Raises UsageError if `most` is
         above 31 and where slots cannot be rewound, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
@@ -62,7 +70,7 @@ class Drafts:
         check_drafts(has_state=has_state)
         if how == NGRAM:
             return Speculation(make_draft_source=lambda wake: NgramDrafts(), most=most)
-        model = await self._load(how, vocab_size, context)
+        model = await self._load(how, vocab_size, context, ignore_unknown)
         return Speculation(make_draft_source=model.draft_source, most=most)
 
     def close(self) -> None:
@@ -71,12 +79,14 @@ class Drafts:
             self._model.close()
             self._model = None
 
-    async def _load(self, name: str, vocab_size: int, context: int) -> DraftModel:
+    async def _load(
+        self, name: str, vocab_size: int, context: int, ignore_unknown: bool
+    ) -> DraftModel:
         from shardnet.runtime.engine.draft_model import load_draft_model
 
         async with self._changing:
             path, stamped = await self._disk.run(name, lambda: _find(name))
-            key = (path, stamped, vocab_size, context)
+            key = (path, stamped, vocab_size, context, ignore_unknown)
             if self._model is None or self._key != key:
                 self.close()
                 spare_bytes, threads = self._spare_bytes(), self._threads()
@@ -89,6 +99,7 @@ class Drafts:
                         context=context,
                         memory_bytes=spare_bytes,
                         threads=threads,
+                        ignore_unknown=ignore_unknown,
                     ),
                 )
                 self._key = key

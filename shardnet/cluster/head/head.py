@@ -21,7 +21,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
 from shardnet.cluster.ring.stage_host import StageHost, generating_with
 from shardnet.errors import BusyError, ShardnetError, error_for_code
-from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.messages.membership import RingLoad
@@ -97,13 +97,16 @@ class Head:
         self,
         choice: ModelChoice,
         *,
+        tokenizer_for: str = "",
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
     ) -> AsyncIterator[Lead | Elsewhere]:
         """Yield a ring for `choice`, built if needed, that is not unloaded within the context.
 
-        A ring that stands is there at once, also while another model is looked for. Raises
-        BusyError when another model's requests run, and what planning or loading raises.
+        A ring that stands is there at once, also while another model is looked for. `tokenizer_for`
+        says what needs a tokenizer, "" for nothing: no weights are read or fetched of a model that
+        has none. Raises BusyError when another model's requests run, CheckpointError for a model
+        without a tokenizer, and what planning or loading raises.
         """
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
@@ -112,7 +115,7 @@ class Head:
                 on_plan(lead.plan)
             else:
                 async with self._changing:
-                    lead = await self._find_or_build(choice, on_plan, on_progress)
+                    lead = await self._find_or_build(choice, tokenizer_for, on_plan, on_progress)
                     if isinstance(lead, Lead):
                         stack.enter_context(lead.ring.in_use())
             yield lead
@@ -171,6 +174,7 @@ class Head:
     async def _find_or_build(
         self,
         choice: ModelChoice,
+        tokenizer_for: str,
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
     ) -> Lead | Elsewhere:
@@ -183,7 +187,9 @@ class Head:
             return elsewhere
         self.check_idle()
         await self._planner.provide(
-            choice.model, lambda done, total: on_progress(0, "downloading", done, total)
+            choice.model,
+            lambda done, total: on_progress(0, "downloading", done, total),
+            tokenizer_for,
         )
         plan = await self._planner.plan(
             choice, lambda done, total: on_progress(0, "measuring", done, total)
@@ -192,7 +198,7 @@ class Head:
             return plan
         on_plan(plan)
         try:
-            return await self._build(plan, on_progress)
+            return await self._build(plan, tokenizer_for, on_progress)
         except BusyError:
             elsewhere = self._ring_elsewhere(choice)
             if elsewhere is None:
@@ -225,6 +231,11 @@ class Head:
             and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
+            and (
+                choice.ignore_unknown_config
+                or not had.ignore_unknown_config
+                or not lead.plan.facts.unknown_keys
+            )
         )
         if not matches:
             return None
@@ -239,12 +250,14 @@ class Head:
             return None
         return Elsewhere(address=membership.addresses[0], model=membership.model)
 
-    async def _build(self, plan: Plan, on_progress: OnStageProgress) -> Lead:
+    async def _build(self, plan: Plan, tokenizer_for: str, on_progress: OnStageProgress) -> Lead:
         """Prepare the new ring, free the old one, and build the new one.
 
         Nodes with which another head builds a ring are waited for, unless that ring would do.
         """
         prepared = await self._builder.prepare(plan)
+        if tokenizer_for and prepared.tokenizer is None:
+            raise no_tokenizer(plan.facts.path, tokenizer_for)
         try:
             self.check_idle()  # again: who asked for the ring that stands did not wait for this
             if self._lead is not None:

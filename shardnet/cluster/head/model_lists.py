@@ -186,6 +186,7 @@ class ModelLists:
         """Describe a model by its headers. Blocks."""
         try:
             facts = self._sharing.inspect(held.found.path)
+            facts.check_known()
         except ShardnetError as error:
             sizes = 0
             with contextlib.suppress(ShardnetError):

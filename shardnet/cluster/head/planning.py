@@ -122,10 +122,13 @@ class Planner:
     async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
         """Identify the model on this node or else on a peer.
 
-        Raises CheckpointError if no node has it, UsageError for an unknown dtype.
+        Raises CheckpointError if no node has it, UsageError for an unknown dtype,
+        UnsupportedModelError for unknown keys of its config that the choice does not ignore.
         """
         choice = candidates.choice
         facts = await self.look_up(choice.model)
+        if not choice.ignore_unknown_config:
+            facts.check_known()
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
         return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype)
 
@@ -168,10 +171,12 @@ class Planner:
             return False
         return (now.model_id, now.stamp) != (facts.model_id, facts.stamp)
 
-    async def provide(self, model: str, on_progress: Callable[[int, int], None]) -> None:
+    async def provide(
+        self, model: str, on_progress: Callable[[int, int], None], tokenizer_for: str = ""
+    ) -> None:
         """Download a model of the Hub that neither this node nor a peer has.
 
-        `on_progress` takes (bytes done, bytes in all).
+        `on_progress` takes (bytes done, bytes in all). `tokenizer_for` as in hub.pull.
         """
         name = HubName.parse(model)
         if name is None or await self._sharing.is_here(model):
@@ -181,7 +186,7 @@ class Planner:
         except DiskSilentError:
             raise
         except CheckpointError:
-            await pull_beside(name, on_progress, self._log)
+            await pull_beside(name, on_progress, self._log, tokenizer_for)
 
 
 def place(figures: PlanFigures) -> Plan:

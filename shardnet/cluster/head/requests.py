@@ -15,7 +15,7 @@ from shardnet.runtime.engine.requests import (
 )
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.tokenizers.detokenizer import TextStream
-from shardnet.tokenizers.tokenizer import check_token_ids
+from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
 from shardnet.types import OutputKind
 from shardnet.wire.messages.generation import (
     MAX_ROWS_BYTES,
@@ -23,19 +23,25 @@ from shardnet.wire.messages.generation import (
 )
 
 
+def needs_tokenizer(message: Generate) -> str:
+    """Say what of a request needs a tokenizer, "" for nothing."""
+    if message.token_ids is None:
+        return "text"
+    return "--stop" if message.stop else ""
+
+
 def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
-    Raises UsageError for an id the model does not have, an empty prompt, or text where the
-    checkpoint has no tokenizer; otherwise what Tokenizer.encode, chat_prompt and ready raise.
+    Raises UsageError for an id the model does not have and for an empty prompt, CheckpointError for
+    text where the checkpoint has no tokenizer; otherwise what Tokenizer.encode, chat_prompt and
+    ready raise.
     """
     vocab_size = lead.ring.spec.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
     elif lead.tokenizer is None:
-        raise UsageError(
-            f"{lead.plan.facts.path} has no tokenizer", remedy="give the prompt as --token-ids"
-        )
+        raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
     elif message.messages is not None:
         text = lead.tokenizer.chat_prompt([msgspec.to_builtins(said) for said in message.messages])
         token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
@@ -59,12 +65,10 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
 def text_stream(message: Generate, lead: Lead) -> TextStream:
     """Make the stream that turns token ids into text.
 
-    Raises UsageError for stop texts if the checkpoint has no tokenizer.
+    Raises CheckpointError for stop texts if the checkpoint has no tokenizer.
     """
     if lead.tokenizer is None and message.stop:
-        raise UsageError(
-            f"{lead.plan.facts.path} has no tokenizer, which --stop needs", remedy="omit --stop"
-        )
+        raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
     return TextStream(
         lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
     )

@@ -164,4 +164,5 @@ def ring_spec(plan: Plan) -> RingSpec:
         window=plan.facts.config.smallest_window,
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
+        ignore_unknown_config=plan.choice.ignore_unknown_config,
     )

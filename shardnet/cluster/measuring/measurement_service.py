@@ -119,6 +119,7 @@ class MeasurementService:
             again=again,
             quant=_measured_as(choice, facts),
             kv_dtype=choice.kv_dtype,
+            ignore_unknown_config=choice.ignore_unknown_config,
         )
 
 

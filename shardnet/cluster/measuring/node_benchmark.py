@@ -90,7 +90,11 @@ class NodeBenchmark:
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         check_threads(message.threads, self._orders.most_threads)
         dtype = DType.named(message.dtype)
-        config = read_config(message.config, f"the config.json that {asker} sent")
+        config = read_config(
+            message.config,
+            f"the config.json that {asker} sent",
+            ignore_unknown=message.ignore_unknown_config,
+        )
         quantization = Quantization.named(message.quant)
         threads = message.threads or self._orders.threads
         key = FigureKey.of(

@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -200,7 +201,8 @@ class NodeReporter:
             return "", ""
         try:
             async with asyncio.timeout(IDENTIFY_S):
-                facts = await self._checkpoints.run(model, lambda: identify_at(model))
+                look = partial(identify_at, model, ignore_unknown=True)
+                facts = await self._checkpoints.run(model, look)
                 return facts.model_id, ""
         except ShardnetError as error:
             return "", explanation(error)

@@ -71,6 +71,8 @@ class RingSpec:
     """Whether layers keep a state, which cannot be rewound."""
     routing: RoutingShape | None
     """How many experts route each token, None for a dense model."""
+    ignore_unknown_config: bool = False
+    """Whether stages ignore keys of the model's config that they do not know."""
 
 
 class Ring:
@@ -226,6 +228,7 @@ class Ring:
             threads=spec.threads,
             addresses=list(spec.addresses),
             sources=[source for source in self._sources if source != spec.addresses[rank]],
+            ignore_unknown_config=spec.ignore_unknown_config,
         )
 
     async def _connect(self, pipeline: Pipeline) -> None:

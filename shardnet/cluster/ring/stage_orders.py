@@ -226,6 +226,7 @@ class StageOrders:
             quantization=Quantization.named(message.quant),
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
+            ignore_unknown=message.ignore_unknown_config,
         )
 
 

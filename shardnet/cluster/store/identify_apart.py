@@ -89,7 +89,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
     return ModelFacts(
         model_id=value["model_id"],
         path=path,
-        config=parse_config(json.loads(value["config_text"]), str(path)),
+        config=parse_config(json.loads(value["config_text"]), str(path), []),
         config_text=value["config_text"],
         stamp=tuple((name, size, time_ns) for name, size, time_ns in value["stamp"]),
         is_complete=value["is_complete"],
@@ -98,6 +98,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         packed=_packed(value["packed"]) if value["packed"] else None,
         form=value["form"],
         size_bytes=value["size_bytes"],
+        unknown_keys=tuple(value["unknown_keys"]),
     )
 
 

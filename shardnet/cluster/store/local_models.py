@@ -83,7 +83,7 @@ class OpenModel:
     ) -> None:
         self._digests = digests
         self._use = use
-        self.checkpoint = Checkpoint.open(folder)
+        self.checkpoint = Checkpoint.open(folder, ignore_unknown=True)
         self.files = TensorFiles(self.checkpoint.folder)
 
     def part(self, tensor: str, number: int) -> TensorPart:

@@ -1,16 +1,16 @@
 """The keys of config.json, each taken once, checked, and named in every error.
 
-Knows types, bounds and which keys change nothing in the logits. Must not know what a family's keys
-mean.
+Knows types and bounds. Must not know what a family's keys mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
+from shardnet.model.config.harmless_keys import is_harmless
 
 MAX_SIZE = 2**31 - 1
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
@@ -18,19 +18,33 @@ MAX_SIZE = 2**31 - 1
 MAX_KEY = 200
 """Characters of an unknown key that a message repeats."""
 
+MAX_UNKNOWN = 64
+"""Unknown keys that are noted; a config with more is of another model."""
+
 _MAX_FLOAT_INT = 2**1000
 """Larger integers do not fit a float."""
 
 
 class Fields:
-    """The keys of one JSON object. What nobody has taken is refused by name.
+    """The keys of one JSON object. What nobody has taken is noted by name.
 
-    `where` names the object in messages, `prefix` the keys above it, with their dots. What takes a
-    value raises CheckpointError for one that is malformed, or missing and without a default.
+    `where` names the object in messages, `prefix` the keys above it, with their dots. Unknown keys
+    are noted in the list `unknown`, which the objects inside share; without one they are refused by
+    `refuse_unknown`. What takes a value raises
+    CheckpointError for one that is malformed, or missing and without a default.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str,
+        prefix: str = "",
+        unknown: list[str] | None = None,
+    ) -> None:
         self.where = where
+        self._refuses = unknown is None
+        self.unknown = [] if unknown is None else unknown
+        """Keys that nobody knows, each with its value: `logit_scale = 0.1`."""
         self._raw = raw
         self._prefix = prefix
         self._taken: set[str] = set()
@@ -47,7 +61,7 @@ class Fields:
 
     def inner(self, key: str, raw: Mapping[str, Any]) -> Fields:
         """Make a reader of the object `raw`, which stands under `key`."""
-        return Fields(raw, self.where, prefix=f"{self._prefix}{key}.")
+        return Fields(raw, self.where, f"{self._prefix}{key}.", self.unknown)
 
     def missing(self, key: str) -> bool:
         """Whether the key is absent or null. It counts as taken."""
@@ -117,17 +131,27 @@ class Fields:
         """Take the keys, whatever their value."""
         self._taken.update(keys)
 
-    def refuse_the_rest(self) -> None:
-        """Raise UnsupportedModelError for a key that nobody took, unless its value says nothing."""
+    def note_the_rest(self) -> None:
+        """Note every key that nobody took in `unknown`, unless it cannot change what is computed.
+
+        Raises UnsupportedModelError for more than MAX_UNKNOWN of them.
+        """
         for key, value in self._raw.items():
-            if key in self._taken or key in HARMLESS or _says_nothing(value):
+            if key in self._taken or is_harmless(key) or _says_nothing(value):
                 continue
+            if len(self.unknown) == MAX_UNKNOWN:
+                raise UnsupportedModelError(
+                    f"{self.where}: more than {MAX_UNKNOWN} keys are not known to shardnet, "
+                    f"{self.unknown[0]} among them",
+                    remedy="use a checkpoint of a supported model",
+                )
             named = key if key.isprintable() and len(key) <= MAX_KEY else shown(key)
-            raise UnsupportedModelError(
-                f"{self.where}: {self._prefix}{named} = {shown(value)} is not known to shardnet "
-                "and may change what the model computes",
-                remedy="use a checkpoint without it",
-            )
+            self.unknown.append(f"{self._prefix}{named} = {shown(value)}")
+
+    def refuse_unknown(self) -> None:
+        """Raise UnsupportedModelError, which names all unknown keys, unless a list was given."""
+        if self._refuses and self.unknown:
+            raise unknown_keys_error(self.where, self.unknown)
 
     def damaged(self, what: str) -> CheckpointError:
         """Make the error for a value that is malformed; `what` says which and how."""
@@ -143,44 +167,16 @@ class Fields:
         )
 
 
+def unknown_keys_error(where: str, unknown: Sequence[str]) -> UnsupportedModelError:
+    """Make the error for `unknown` keys, at least one, of the config `where`: it names them all."""
+    one = f"{unknown[0]} is" if len(unknown) == 1 else f"{len(unknown)} keys are"
+    names = "" if len(unknown) == 1 else f": {', '.join(unknown)}"
+    return UnsupportedModelError(
+        f"{where}: {one} not known to shardnet and may change what the model computes{names}",
+        remedy="use another checkpoint, or --ignore-unknown-config to compute as if they were not "
+        "there",
+    )
+
+
 def _says_nothing(value: object) -> bool:
     return value is None or value is False or value in ("", [], {})
-
-
-_BOOKKEEPING = """
-_name_or_path _attn_implementation_autoset _commit_hash transformers_version attn_implementation
-cache_implementation _flash_attn_2_enabled _num_labels finetuning_task id2label is_llama_config
-label2id license max_sequence_length name_or_path num_labels problem_type task_specific_params
-tokenizer_class torchscript transformers.js_config unsloth_fixed unsloth_version"""
-
-_TRAINING_ONLY = """
-attention_dropout attn_pdrop embd_pdrop embedding_dropout gradient_checkpointing hidden_dropout
-initializer_range resid_dropout resid_pdrop router_aux_loss_coef"""
-
-_OTHER_OUTPUTS = """
-n_special output_attentions output_hidden_states output_router_logits output_scores
-predict_special_tokens return_dict return_dict_in_generate summary_activation
-summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_cache"""
-
-_FURTHER_AHEAD = """
-mtp_num_hidden_layers mtp_use_dedicated_embeddings num_mtp_layers num_nextn_predict_layers"""
-
-_SAME_MATHS = """
-chunk_size_feed_forward n_ctx pretraining_tp reorder_and_upcast_attn use_bfloat16"""
-
-_GENERATION_DEFAULTS = """
-bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample
-early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
-forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
-num_beams num_return_sequences pad_token_id prefix remove_invalid_values repetition_penalty
-sep_token_id suppress_tokens temperature top_k top_p typical_p"""
-
-HARMLESS = frozenset(
-    " ".join(
-        (
-            *(_BOOKKEEPING, _TRAINING_ONLY, _OTHER_OUTPUTS, _FURTHER_AHEAD),
-            *(_SAME_MATHS, _GENERATION_DEFAULTS),
-        )
-    ).split()
-)
-"""Keys that change nothing in the logits, whatever their value."""

@@ -109,7 +109,7 @@ def read_scaling(
             made = _longrope(rope, plain, max_positions, rotated)
         case RopeKind.LLAMA3:
             made = _llama3(rope, plain)
-    rope.refuse_the_rest()
+    rope.note_the_rest()
     return made
 
 

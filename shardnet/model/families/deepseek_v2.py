@@ -69,7 +69,6 @@ def read_latent_attention(fields: Fields, *, interleaved: bool, max_positions: i
     `interleaved`: pairs that are rotated together stand side by side; `max_positions` is the
     default.
     """
-    fields.ignore("auto_map", "ep_size", "aux_loss_alpha", "seq_aux")  # of training, or of programs
     fields.require("moe_layer_freq", 1)
     latent = Latent(
         rank=fields.positive("kv_lora_rank", 512),

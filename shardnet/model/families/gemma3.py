@@ -65,7 +65,7 @@ def _rope_of_layers(fields: Fields, kind: str) -> Fields | None:
         return None
     outer = fields.inner("rope_parameters", fields.take("rope_parameters", dict))
     outer.ignore(FULL, SLIDING)
-    outer.refuse_the_rest()
+    outer.note_the_rest()
     return outer.inner(kind, outer.take(kind, dict, {}))
 
 

@@ -43,7 +43,7 @@ GGUF says."""
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Llama4TextConfig. Attention in chunks is full attention within the first chunk."""
-    fields.ignore("router_jitter_noise", "for_llm_compressor")  # of training, of another program
+    fields.ignore("for_llm_compressor")  # of another program
     rope = partial(read_rope, theta=THETA)
     config = read_decoder(
         fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, rope=rope

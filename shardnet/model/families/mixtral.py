@@ -46,7 +46,6 @@ EXPERTS = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a MixtralConfig: experts in every layer, a window in all or none."""
-    fields.ignore("router_jitter_noise")  # of training
     rope = partial(read_rope, theta=THETA)
     config = read_decoder(fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, rope=rope)
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
@@ -110,7 +109,7 @@ def read_params(fields: Fields) -> dict[str, Any]:
         "num_experts_per_tok": inner.positive("num_experts_per_tok"),
         "rope_theta": fields.positive_number("rope_theta", THETA),
     }
-    inner.refuse_the_rest()
+    inner.note_the_rest()
     return config | mistral.read_params(fields)
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Phi3Config: part of each head rotated, other rotary tables for long contexts."""
-    fields.ignore("auto_map")  # code that transformers no longer needs; nothing here runs it
     fields.require("full_attn_mod", 1)
     fields.require("interpolate_factor", 1)
     aliases = {"su": "longrope", "yarn": "longrope"}  # of the first versions

@@ -86,19 +86,24 @@ def gguf_families() -> Mapping[str, list[Family]]:
     return found
 
 
-def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+def parse_config(
+    raw: Mapping[str, Any], where: str, unknown: list[str] | None = None
+) -> ModelConfig:
     """Read the parsed config.json `raw`; `where` is its path, for messages.
 
-    Raises CheckpointError for a missing or malformed field, UnsupportedModelError for an
-    architecture, a value or an unknown key that would change the maths.
+    Unknown keys, which may change the maths, are added to the list `unknown`; without it they are
+    refused. Raises CheckpointError for a missing or malformed field, UnsupportedModelError for an
+    architecture or a value that is not implemented, and for unknown keys, all named at once.
     """
-    fields = Fields(raw, where)
+    own = fields = Fields(raw, where, unknown=unknown)
     wrapper = WRAPPERS.get(fields.take("model_type", str))
     if wrapper is not None:
         _check_architecture(fields, wrapper.architecture)
         fields = wrapper.unwrap(fields, raw)
     config = _find_family(fields).read_config(fields)
-    fields.refuse_the_rest()
+    _ignore_unused_windows(fields, raw)
+    fields.note_the_rest()
+    own.refuse_unknown()
     if wrapper is not None:
         config = replace(config, wrapper=wrapper.model_type)
     _check_counts(fields, config)
@@ -114,6 +119,18 @@ def _check_counts(fields: Fields, config: ModelConfig) -> None:
     ):
         if n > most:
             raise fields.damaged(f"it claims {n} {what}, expected at most {most}")
+
+
+def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:
+    """Ignore which layers have a window where no layer has one, in families that do not read it.
+
+    Qwen's configs say so, and those of models that were made of Qwen's.
+    """
+    switch = raw.get("use_sliding_window")
+    if switch is False:
+        fields.ignore("sliding_window", "max_window_layers")
+    elif switch is None and raw.get("sliding_window") is None:
+        fields.ignore("max_window_layers")
 
 
 def _find_family(fields: Fields) -> Family:

@@ -72,7 +72,7 @@ class Wrapper:
         if self.has_position_axes:
             text |= {key: _one_axis(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         text.pop("architectures", None)
-        return Fields(text | {"model_type": self.family}, fields.where)
+        return Fields(text | {"model_type": self.family}, fields.where, unknown=fields.unknown)
 
 
 def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:

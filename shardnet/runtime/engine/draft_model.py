@@ -147,15 +147,22 @@ class ModelDrafts:
 
 
 def load_draft_model(
-    path: Path, *, vocab_size: int, device: str, context: int, memory_bytes: int, threads: int
+    path: Path,
+    *,
+    vocab_size: int,
+    device: str,
+    context: int,
+    memory_bytes: int,
+    threads: int,
+    ignore_unknown: bool = False,
 ) -> DraftModel:
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
-    Runs on a loading thread. `vocab_size` is the ring's. Raises
-    CheckpointError for a model of another vocabulary, UnsupportedModelError for one that cannot be
-    rewound, CapacityError when it does not fit.
+    Runs on a loading thread. `vocab_size` is the ring's. Raises CheckpointError for a model of
+    another vocabulary, UnsupportedModelError for one that cannot be rewound, and for unknown keys
+    of its config unless `ignore_unknown`, CapacityError when it does not fit.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, ignore_unknown=ignore_unknown)
     config = checkpoint.config
     if config.vocab_size != vocab_size:
         raise CheckpointError(

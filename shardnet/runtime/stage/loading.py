@@ -26,6 +26,7 @@ from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
+from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.compute import StageCompute
@@ -86,6 +87,8 @@ class StageOrder:
     kv_dtype: KvDType = KvDType.AUTO
     n_streamed: int = 0
     """How many of the layers are streamed from disk."""
+    ignore_unknown: bool = False
+    """Whether unknown keys of the config are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,8 @@ class ModelFacts:
     replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
     other linear weights of layers in the files, None where they have to be converted;
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
-    `size_bytes` is the size of the tensor files.
+    `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
+    computed: a ring is made of it only where they are to be ignored.
     """
 
     model_id: str
@@ -111,6 +115,12 @@ class ModelFacts:
     packed: PackedSizes | None = None
     form: str = ""
     size_bytes: int = 0
+    unknown_keys: tuple[str, ...] = ()
+
+    def check_known(self) -> None:
+        """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
+        if self.unknown_keys:
+            raise unknown_keys_error(str(self.path), self.unknown_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +159,12 @@ def find_folder(model: str) -> Path | None:
 
 
 def identify(path: Path) -> ModelFacts:
-    """Read the headers of a checkpoint and identify its model. Reads no tensor."""
+    """Read the headers of a checkpoint and identify its model. Reads no tensor.
+
+    Unknown keys of its config are not refused: see `ModelFacts.check_known`.
+    """
     stamped = stamp(path)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, ignore_unknown=True)
     return ModelFacts(
         model_id=checkpoint.model_id,
         path=path,
@@ -164,18 +177,23 @@ def identify(path: Path) -> ModelFacts:
         packed=packed_sizes(checkpoint),
         form=checkpoint.form,
         size_bytes=checkpoint.size_bytes,
+        unknown_keys=checkpoint.unknown_keys,
     )
 
 
-def identify_at(model: str) -> ModelFacts:
+def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:
     """Identify the checkpoint that `model` names on this machine.
 
-    Raises CheckpointError if there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged, UnsupportedModelError if its config
+    has unknown keys, unless `ignore_unknown`.
     """
     folder = find_folder(model)
     if folder is None:
         raise CheckpointError(f"there is no checkpoint folder at {model}")
-    return identify(folder)
+    facts = identify(folder)
+    if not ignore_unknown:
+        facts.check_known()
+    return facts
 
 
 def check_model_id(path: Path, found: str, planned: str) -> None:
@@ -260,7 +278,7 @@ def load(
 
     started = time.perf_counter()
     stamped = stamp(order.folder)
-    checkpoint = Checkpoint.open(order.folder)
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
     check_model_id(order.folder, checkpoint.model_id, order.model_id)
     _check_order(order, checkpoint.config)
     model, room_blocks = _load_model(

@@ -64,13 +64,16 @@ class StageFigures:
     is_steady: bool = True
 
 
-def read_config(text: str, where: str) -> ModelConfig:
-    """Read a config.json that came as text from `where`. Raises CheckpointError as parsing does."""
+def read_config(text: str, where: str, *, ignore_unknown: bool = False) -> ModelConfig:
+    """Read a config.json that came as text from `where`. Raises CheckpointError as parsing does.
+
+    Unknown keys are refused unless `ignore_unknown`.
+    """
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where}: expected a JSON object")
-        return parse_config(raw, where)
+        return parse_config(raw, where, [] if ignore_unknown else None)
     except (ValueError, RecursionError) as error:  # of an error's text, too: it has the value
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from error
 

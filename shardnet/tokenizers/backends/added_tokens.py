@@ -41,7 +41,13 @@ class NamedToken:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[NamedToken]) -> None:
-    """Add tokens to match as a whole. Their texts must be in the model's vocabulary already."""
+    """Add tokens to match as a whole. Their texts must be in the model's vocabulary already.
+
+    In two calls, however many there are, since the library builds anew what matches all of them
+    after each. Which call a token came in changes nothing: its id is the vocabulary's.
+    """
+    special: list[tokenizers.AddedToken] = []
+    others: list[tokenizers.AddedToken] = []
     for token in sorted(tokens, key=lambda token: token.token_id):
         added = tokenizers.AddedToken(
             token.text,
@@ -51,10 +57,9 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[NamedToken]) -> N
             single_word=token.single_word,
             normalized=token.normalized,
         )
-        if token.special:
-            backend.add_special_tokens([added])
-        else:
-            backend.add_tokens([added])
+        (special if token.special else others).append(added)
+    backend.add_special_tokens(special)
+    backend.add_tokens(others)
 
 
 def read_added_tokens(folder: Path, vocabulary: Mapping[str, int]) -> dict[int, NamedToken]:

@@ -26,6 +26,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *MODEL_FILES, "vocab.json", 
 NAMES = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
 
 
+def has_tokenizer(name: str) -> bool:
+    """Say whether a file of this name has a tokenizer in it, or may be a GGUF that has one."""
+    return name in TOKENIZER_FILES or name.endswith(".gguf")
+
+
 def tokenizer_place(path: Path) -> Path:
     """Return the location of a checkpoint's tokenizer: the first file of a GGUF, else the folder.
 

@@ -38,7 +38,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     `config` is the text of config.json, `dtype`, `quant` and `kv_dtype` are the ring's, `threads` 0
     leaves the number to the node. `model` is where the checkpoint may be, for the speed of the
     disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
-    answer.
+    answer. Unknown keys of the config are refused unless `ignore_unknown_config`.
     """
 
     request: RequestId
@@ -49,6 +49,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     again: bool = False
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    ignore_unknown_config: bool = False
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
 
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
+    Unknown keys of the model's config end the plan unless `ignore_unknown_config`.
     """
 
     model: PathText
@@ -59,6 +60,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
     stream_layers: StreamLayers = 0
+    ignore_unknown_config: bool = False
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -128,7 +130,8 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
 class PlanReply(Tagged, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
-    `wire` is there in answer to a PlanRequest that asks for a wire dtype.
+    `wire` is there in answer to a PlanRequest that asks for a wire dtype. `warnings` say what is
+    dubious about the model as it was chosen.
     """
 
     request: RequestId
@@ -151,6 +154,9 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     wire: NarrowWire | None = None
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    warnings: Annotated[list[Explanation], Meta(max_length=16)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

@@ -40,7 +40,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
-    keys and values. `streamed_layers` of the layers stay on disk.
+    keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
+    config has keys that it does not know, unless `ignore_unknown_config`.
     """
 
     request: RequestId
@@ -60,6 +61,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
     streamed_layers: LayerNumber = 0
+    ignore_unknown_config: bool = False
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.checkpoints import make_llama
+from support.models.checkpoints import make_decoder, make_llama
 from support.models.quantized_cases import AWQ, CASES, bnb
 from support.models.quantized_checkpoints import quantized
 from support.rings.stage_chain import StageChain
@@ -119,6 +119,42 @@ def test_what_mlx_says_is_refused_likewise(config: dict[str, Any], message: str)
 def test_an_object_is_expected(key: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^c: {key} is \[1\], expected an object"):
         take_format({key: [1]}, "c")
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_what_a_wrapped_language_model_says_is_read(key: str) -> None:
+    """Or refused by the name that it has there; and it is taken, so that no family sees it."""
+    said = MLX if key == "quantization" else GPTQ
+    outside = take_format({key: dict(said)}, "c")
+    wrapped = {"model_type": "gemma3", "text_config": {"hidden_size": 64, key: dict(said)}}
+    inside = take_format(wrapped, "c")
+    assert inside is not None
+    assert outside is not None
+    assert (inside.title, inside.markers) == (outside.title, outside.markers)
+    assert wrapped["text_config"] == {"hidden_size": 64}
+    both = {key: dict(said), "text_config": {key: dict(said)}}
+    assert take_format(both, "c") is not None
+    with pytest.raises(ShardnetError, match=rf"^c: text_config\.{key}\.bits = 77 is not supp"):
+        take_format({"text_config": {key: said | {"bits": 77}}}, "c")
+    with pytest.raises(CheckpointError, match=rf"^c: {key} and text_config\.{key} are not the"):
+        take_format({key: said, "text_config": {key: said | {"bits": 8, "sym": False}}}, "c")
+
+
+def test_weights_of_a_wrapped_language_model_are_read_as_it_says(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    plain = make_decoder(
+        tmp_path / "plain", "gemma3", with_tokenizer=False, num_hidden_layers=1, **sizes
+    )
+    folder, case = tmp_path / "quantized", CASES["gptq-4"]
+    quantized(plain, folder, case.config, partial(case.write, np.random.default_rng(7)))
+    outside = Checkpoint.open(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    inside = Checkpoint.open(folder)
+    assert (inside.config.wrapper, inside.form) == ("gemma3", "GPTQ 4-bit")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(inside.read(name), outside.read(name))
 
 
 def test_without_a_word_in_the_config_integers_are_refused(source: Path, tmp_path: Path) -> None:

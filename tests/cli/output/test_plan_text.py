@@ -99,6 +99,12 @@ def test_what_many_sequences_make_is_called_so() -> None:
     assert "18 of many sequences" in run_text(msgspec.structs.replace(RUN, plan=plan))
 
 
+def test_a_plan_says_what_it_warns_of() -> None:
+    plan = msgspec.structs.replace(PLAN, warnings=["int4 costs quality"])
+    assert plan_text(plan).splitlines()[2] == "  warning: int4 costs quality"
+    assert plan_json(plan)["warnings"] == ["int4 costs quality"]
+
+
 def test_a_plan_in_json_has_what_was_measured() -> None:
     told = plan_json(PLAN)
     assert [stage["hop_ms"] for stage in told["stages"]] == [0.21, 0.2]

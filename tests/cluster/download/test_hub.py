@@ -11,7 +11,7 @@ from shardnet.api.requests import name_model
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download import hub
 from shardnet.cluster.download.hub import check_proxies, pull
-from shardnet.errors import HubError, ShardnetError, UsageError
+from shardnet.errors import CheckpointError, HubError, ShardnetError, UsageError
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
@@ -122,3 +122,30 @@ def test_a_listing_that_no_hub_gives_is_refused(
     assert model is not None
     with pytest.raises(ShardnetError, match=why):
         hub.look_up(model, tmp_path)
+
+
+def test_nothing_is_downloaded_of_a_model_without_the_tokenizer_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GGUF has its own; where none is needed, the download begins."""
+    names = ["config.json", "model.safetensors"]
+    begun: list[str] = []
+
+    def look_up(*_: object) -> tuple[str, list[hub.HubFile]]:
+        return "a" * 40, [hub.HubFile(name=name, size_bytes=9, sha256="") for name in names]
+
+    def fetch(_name: object, _commit: object, file: hub.HubFile, *_: object) -> None:
+        begun.append(file.name)
+        raise HubError("begun")
+
+    monkeypatch.setattr(hub, "look_up", look_up)
+    monkeypatch.setattr(hub, "_fetch", fetch)
+    model = HubName(repo="org/name")
+    with pytest.raises(CheckpointError, match=r"org/name has no tokenizer .*, which text needs"):
+        pull(model, lambda *_: None, root=tmp_path, tokenizer_for="text")
+    assert not begun
+    for files, tokenizer_for in ((names, ""), ([*names, "tekken.json"], "text"), (["a.gguf"], "-")):
+        names = files
+        with pytest.raises(HubError, match="begun"):
+            pull(model, lambda *_: None, root=tmp_path, tokenizer_for=tokenizer_for)
+    assert begun == ["config.json", "config.json", "a.gguf"]

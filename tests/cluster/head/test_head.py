@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -31,6 +31,7 @@ class Alone:
         self.n_freed = 0
         self.why_not: ShardnetError | None = None
         self.n_closed = 0
+        self.has_tokenizer = True
         self._ring = ring
 
     def head(self) -> Head:
@@ -51,13 +52,15 @@ class Alone:
 
     async def plan(self, *_: object, **__: object) -> Any:
         """Plan a ring without nodes."""
-        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=())
+        facts = SimpleNamespace(path=MODEL)
+        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts)
 
     async def prepare(self, plan: object) -> Any:
         """Give the ring, or raise why there is none."""
         if self.why_not is not None:
             raise self.why_not
-        return SimpleNamespace(ring=self._ring, tokenizer=self, eos_ids=(0,))
+        tokenizer = self if self.has_tokenizer else None
+        return SimpleNamespace(ring=self._ring, tokenizer=tokenizer, eos_ids=(0,))
 
     def close(self) -> None:
         """Count the tokenizers that were closed."""
@@ -209,5 +212,34 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_anything_is_loaded(
             async with asyncio.timeout(60):
                 await ask(alone.head())
         assert not endless.begun.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_loaded_or_freed() -> None:
+    """Unless the request needs none; a ring that stands stays."""
+
+    async def main() -> None:
+        alone = Alone(StandingRing)
+        head = alone.head()
+
+        async def lead(quant: Literal["", "int4", "int8"], tokenizer_for: str) -> None:
+            choice = ModelChoice(model=MODEL, quant=quant)
+            ring = head.lead(
+                choice,
+                tokenizer_for=tokenizer_for,
+                on_plan=lambda _: None,
+                on_progress=lambda *_: None,
+            )
+            async with ring:
+                pass
+
+        await lead("int8", "text")
+        alone.has_tokenizer = False
+        with pytest.raises(CheckpointError, match=f"{MODEL} has no tokenizer .*, which text needs"):
+            await lead("int4", "text")
+        assert (alone.n_closed, head.model) == (0, MODEL)
+        await lead("int4", "")
+        assert (alone.n_closed, head.model) == (1, MODEL)
 
     asyncio.run(main())

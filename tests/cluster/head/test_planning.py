@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
 from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.head.placing import fits, make_plan
+from shardnet.cluster.head.planning import PlanCandidates, Planner
+from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
-from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    PlanError,
+    UnsupportedModelError,
+    UsageError,
+)
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.model.kernels.linear import Kernel, KernelChoice
@@ -25,6 +35,7 @@ from shardnet.stage.estimate.memory_estimate import (
     graph_bytes,
     stage_weight_bytes,
 )
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
@@ -395,3 +406,60 @@ def test_layers_are_streamed_only_where_they_must_be() -> None:
         make_plan(choice, facts("float32"), [little])
     asked = make_plan(structs.replace(choice, stream_layers=4), told, [node("anna")])
     assert [stage.n_streamed for stage in asked.placement.stages] == [4]
+
+
+def packed(bits: int) -> PackedSizes:
+    """Weights that all stay packed, in so many bits."""
+    count = PackedCount(n_weights=1000, n_bytes=1000 * bits // 8)
+    return PackedSizes(
+        layers=(count,) * 6,
+        experts=(PackedCount(),) * 6,
+        embedding=count,
+        head=count,
+        is_tied=False,
+        can_stream=True,
+        is_all=True,
+    )
+
+
+def test_the_quality_of_int4_is_warned_of() -> None:
+    """Not where the file's makers have rounded its weights to about 4 bits."""
+
+    def warnings(quant: str, stored: PackedSizes | None = None) -> list[str]:
+        choice = structs.replace(ModelChoice(model="/m"), quant=quant)
+        plan = make_plan(choice, replace(facts(), packed=stored), [node("a")])
+        assert plan.reply(0).warnings == plan.warnings
+        return plan.warnings
+
+    assert len(warnings("int4")) == len(warnings("int4", packed(8))) == 1
+    assert "--quant int8 is recommended" in warnings("int4")[0]
+    assert not warnings("") + warnings("int8") + warnings("int4", packed(4)) + warnings("")
+
+
+def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
+    strange = replace(facts(), unknown_keys=("logit_scale = 0.1", "spread = 7"))
+
+    class Sharing:
+        async def identify(self, model: str) -> ModelFacts:
+            return strange
+
+    others = cast(Any, None)
+    planner = Planner(
+        node=NodeId("id-a"),
+        directory=others,
+        sharing=cast(Any, Sharing()),
+        measuring=others,
+        threads=others,
+        log=others,
+    )
+
+    async def identified(choice: ModelChoice) -> ModelFacts:
+        candidates = PlanCandidates(choice=choice, nodes=(node("a"),), silent=())
+        return (await planner.identify(candidates)).facts
+
+    with pytest.raises(UnsupportedModelError, match=r"logit_scale = 0\.1, spread = 7"):
+        asyncio.run(identified(ModelChoice(model="/m")))
+    choice = ModelChoice(model="/m", ignore_unknown_config=True)
+    plan = make_plan(choice, asyncio.run(identified(choice)), [node("a")])
+    assert "logit_scale = 0.1, spread = 7" in plan.warnings[0]
+    assert ring_spec(plan).ignore_unknown_config

@@ -102,7 +102,7 @@ class Around:
     async def has_changed(self, facts: object, model: str) -> bool:
         return False
 
-    async def provide(self, model: str, on_progress: object) -> None:
+    async def provide(self, *_: object) -> None:
         self.asked.set()
         await self.answers.wait()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
@@ -20,7 +21,13 @@ from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, CapacityError, CheckpointError, UsageError
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    CheckpointError,
+    UnsupportedModelError,
+    UsageError,
+)
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured
@@ -102,6 +109,10 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
         generate(host)
         assert (await measure(figures, ask())).seconds == answer.seconds
         assert figures.known(ask()).measured_at_s == answer.measured_at_s
+        strange = ask(config=json.dumps(CONFIG | {"logit_scale": 0.1}))
+        with pytest.raises(UnsupportedModelError, match=r"logit_scale = 0\.1 is not known"):
+            figures.known(strange)
+        figures.known(structs.replace(strange, ignore_unknown_config=True))
         for other in (ask(again=True), ask(threads=2), ask(dtype="bfloat16")):
             with pytest.raises(BusyError, match="generating with /m"):
                 await measure(figures, other)
