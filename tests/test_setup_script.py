@@ -10,7 +10,8 @@ import pytest
 
 SETUP = Path(__file__).parents[1] / "scripts" / "setup"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-OWN_INDEX = "global.extra-index-url='https://pypi.example/simple'"
+OWN_INDEX = "global.extra-index-url='https://pypi.example/simple'" + 9999 * "\nglobal.x='y'"
+"""Long, as what comes after a match may not matter."""
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
 *"config list"*) echo "$PIP_CONFIG" ;;
@@ -20,7 +21,7 @@ case "$*" in
 esac
 """
 """Stands for the environment's interpreter: answers as a case says, and notes what pip is to do."""
-PROGRAM = 'source "$SETUP"; PYTHON="$FAKE"; uname() { echo "$SYSTEM"; }; '
+PROGRAM = 'set -euo pipefail; source "$SETUP"; PYTHON="$FAKE"; uname() { echo "$SYSTEM"; }; '
 PROGRAM += 'has_nvidia() { return "$NVIDIA"; }; install_torch'
 
 CASES = {
