@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
@@ -242,6 +243,8 @@ async def _run(flags: _Flags) -> None:
         ),
     )
     warn_of_cache()
+    if device.isa == kernels.NONE:
+        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:
         entry = None

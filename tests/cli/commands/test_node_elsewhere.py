@@ -1,4 +1,4 @@
-"""`shardnet node` on a system without POSIX, as Windows: it starts, and leaves when it is told to.
+"""`shardnet node` without POSIX, as on Windows, or without the compiled kernels.
 
 What a system lacks is taken away here; that Windows has nothing else amiss is not shown.
 """
@@ -11,14 +11,16 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import find_device
+from shardnet.cluster.machine.profile import find_device, find_isa
+from shardnet.model.kernels import library
 from shardnet_cli.commands import node as module
 from shardnet_cli.flags.cluster_access import Access
 
@@ -64,47 +66,71 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
+Run = Callable[[str, Callable[[], asyncio.AbstractEventLoop]], list[str]]
+
+
+@pytest.fixture
+def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a node on a loop until it is ready and ends `how`; gives what it says."""
+
+    def run(how: str, loop: Callable[[], asyncio.AbstractEventLoop]) -> list[str]:
+        said: list[str] = []
+        reading, writing = map(os.fdopen, os.pipe(), "rw")
+
+        def ready(line: object) -> None:
+            said.append(str(line))
+            if how == "Ctrl-C":
+                assert len(LocalNodes(tmp_path / "RUNTIME").list()) == 1
+                signal.raise_signal(signal.SIGINT)
+            else:
+                writing.close()
+
+        for name in ("RUNTIME", "CACHE"):
+            monkeypatch.setenv(f"SHARDNET_{name}_DIR", str(tmp_path / name))
+        monkeypatch.setattr(sys, "stdin", reading)
+        monkeypatch.setattr(module, "write_out", ready)
+        monkeypatch.setattr(module, "say", said.append)
+        flags = module._Flags(
+            host="",
+            port=0,
+            name="desk",
+            device="cpu",
+            memory_bytes=1 << 30,
+            threads=1,
+            cache_limit_bytes=None,
+            share_rate=None,
+            peers=(),
+            no_mdns=True,
+            access=Access(insecure=True),
+            as_json=False,
+            until_stdin_closes=how != "Ctrl-C",
+        )
+        with reading, writing, asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(module._run(flags))
+        assert any("node desk ready on 127.0.0.1:" in line for line in said)
+        assert said[-1] == "node stopped"
+        assert LocalNodes(tmp_path / "RUNTIME").list() == []
+        return said
+
+    return run
+
+
 @pytest.mark.parametrize("how", ["Ctrl-C", "end of stdin"])
-def test_a_node_starts_and_leaves_without_posix(
-    windows: None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_starts_and_leaves_without_posix(windows: None, how: str, run_node: Run) -> None:
     """Ctrl-C is as clean as elsewhere, and so is the end of a node of `--local`."""
-    said: list[str] = []
-    for name in ("RUNTIME", "CACHE"):
-        monkeypatch.setenv(f"SHARDNET_{name}_DIR", str(tmp_path / name))
-    reading, writing = map(os.fdopen, os.pipe(), "rw")
-    monkeypatch.setattr(sys, "stdin", reading)
+    said = run_node(how, WindowsLoop)
+    assert not any("compiled kernels" in line for line in said), "there are none for Windows"
 
-    def ready(line: object) -> None:
-        said.append(str(line))
-        if how == "Ctrl-C":
-            assert len(LocalNodes(tmp_path / "RUNTIME").list()) == 1
-            signal.raise_signal(signal.SIGINT)
-        else:
-            writing.close()
 
-    monkeypatch.setattr(module, "write_out", ready)
-    monkeypatch.setattr(module, "say", said.append)
-    flags = module._Flags(
-        host="",
-        port=0,
-        name="desk",
-        device="cpu",
-        memory_bytes=1 << 30,
-        threads=1,
-        cache_limit_bytes=None,
-        share_rate=None,
-        peers=(),
-        no_mdns=True,
-        access=Access(insecure=True),
-        as_json=False,
-        until_stdin_closes=how != "Ctrl-C",
-    )
-    with reading, writing, asyncio.Runner(loop_factory=WindowsLoop) as runner:
-        runner.run(module._run(flags))
-    assert any("node desk ready on 127.0.0.1:" in line for line in said)
-    assert said[-1] == "node stopped"
-    assert LocalNodes(tmp_path / "RUNTIME").list() == []
+def test_a_node_without_compiled_kernels_says_so(
+    run_node: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_open", lambda: None)
+    [line] = [line for line in run_node("end of stdin", asyncio.new_event_loop) if "kernel" in line]
+    assert line.startswith("warning: no compiled kernels here: quantised weights are computed many")
+    assert "install a C compiler and then shardnet again, or install it from a wheel" in line
+    assert find_isa({}) == kernels.NONE
+    assert find_isa({"SHARDNET_ISA": "off"}) == kernels.OFF
 
 
 def test_no_module_needs_posix_to_be_imported() -> None:
