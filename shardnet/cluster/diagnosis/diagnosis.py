@@ -296,10 +296,19 @@ def _names(facts: Facts) -> Iterator[Finding]:
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    """Report who computes without the compiled kernels; this machine only where no node runs."""
+    """Report who computes without the compiled kernels.
+
+    This machine only where no node runs, and as no problem: its node may compute on a GPU.
+    """
     what = f"no compiled kernels here: {kernels.SLOWER}"
     if not facts.replies and not facts.has_kernels:
-        yield problem("kernels", HERE, what, kernels.REMEDY)
+        yield Finding(
+            severity=Severity.INFO,
+            topic="kernels",
+            where=HERE,
+            what=what,
+            remedy=kernels.REMEDY,
+        )
     for info in facts.infos:
         if info.isa == kernels.NONE:
             yield problem("kernels", facts.label(info.node), what, kernels.REMEDY)

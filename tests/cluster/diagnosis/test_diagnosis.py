@@ -182,7 +182,8 @@ def test_who_computes_without_the_compiled_kernels_is_named() -> None:
         ("problem", "kernels", "bert"),
         ("info", "kernels", "cleo"),
     }
-    finding = the_one(replace_field(facts(), replies=(), asked="", has_kernels=False), "kernels")
+    nobody = replace_field(facts(), replies=(), asked="", has_kernels=False)
+    finding = the_one(nobody, "kernels", Severity.INFO)
     assert finding.where == "this machine"
     assert "many times slower" in finding.what
     assert "C compiler" in finding.remedy
