@@ -13,7 +13,7 @@ TIMEOUT_S = 300
 
 assert (native_kernels() is not None) == (sys.platform != "win32"), "the kernels are not in it"
 done = subprocess.run(
-    [sys.executable, "-m", "shardnet_cli", *COMMAND],
+    [sys.executable, "-P", "-m", "shardnet_cli", *COMMAND],
     stdout=subprocess.PIPE,
     timeout=TIMEOUT_S,
     check=True,

@@ -5,8 +5,20 @@ Knows signals before the rest is imported and after it is done. Must not know an
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+
+
+def _blind_to_current_folder() -> None:
+    """Take the current folder, which `python -m` puts first, off the module search path.
+
+    A numpy.py that lies there is not ours, and a folder called shardnet may be anything. It stays
+    if this package was found there.
+    """
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if not sys.flags.safe_path and sys.path and sys.path[0] != own:
+        del sys.path[0]
 
 
 def main() -> None:
@@ -23,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    _blind_to_current_folder()
     main()

@@ -238,7 +238,7 @@ def _figure(value: float) -> str:
 
 def _shardnet(*arguments: str) -> dict[str, Any]:
     """Run a command over three nodes of this machine; return its JSON."""
-    command = [sys.executable, "-m", "shardnet_cli", *arguments, "--local", "3", "--json"]
+    command = [sys.executable, "-P", "-m", "shardnet_cli", *arguments, "--local", "3", "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed; its message stands above")

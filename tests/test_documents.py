@@ -177,8 +177,8 @@ def test_commands_can_be_typed(page: Path) -> None:
                 parse(arguments)
             case ["python", script, *_]:
                 assert (ROOT / script).is_file()
-            case ["pip", "install", *_] | ["echo", *_] | ["results.jsonl"]:
-                pass
+            case ["pip", "install", *_, "torch" | "."] | ["echo", *_] | ["results.jsonl"]:
+                pass  # no index has shardnet itself
             case [script, *_]:
                 assert script.startswith("./scripts/")
                 assert os.access(ROOT / script, os.X_OK)

@@ -10,14 +10,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardnet import __version__
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
@@ -240,6 +243,8 @@ async def _run(flags: _Flags) -> None:
         ),
     )
     warn_of_cache()
+    if device.isa == kernels.NONE:
+        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
     stopping = _stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:
         entry = None
@@ -318,21 +323,49 @@ def _say_ready(flags: _Flags, node: Node) -> None:
 def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
     """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
-    SIGHUP, which comes when the terminal is closed, is such a signal except under nohup.
+    SIGHUP, which comes when the terminal is closed, is such a signal except under nohup. Windows
+    has SIGBREAK in its place.
     """
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    signals = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signals.append(signal.SIGHUP)
-    for number in signals:
-        loop.add_signal_handler(number, stopping.set)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
+        number = getattr(signal, name, None)
+        if number is None or (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
+            continue
+        _at_signal(number, loop, stopping.set)
     if until_stdin_closes:
-        stdin = sys.stdin.fileno()
-
-        def read() -> None:
-            if not os.read(stdin, 4096):
-                loop.remove_reader(stdin)
-                stopping.set()
-
-        loop.add_reader(stdin, read)
+        _at_end_of_stdin(loop, stopping.set)
     return stopping
+
+
+def _at_signal(
+    number: signal.Signals, loop: asyncio.AbstractEventLoop, act: Callable[[], None]
+) -> None:
+    try:
+        loop.add_signal_handler(number, act)
+    except NotImplementedError:  # Windows
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(act)
+
+        signal.signal(number, handle)
+
+
+def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            act()
+
+    def read_all() -> None:
+        while os.read(stdin, 4096):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(act)
+
+    try:
+        loop.add_reader(stdin, read)
+    except NotImplementedError:  # Windows
+        threading.Thread(target=read_all, name="stdin", daemon=True).start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shardnet.cluster.machine import kernels
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
@@ -80,11 +81,20 @@ def plan_text(plan: PlanReply) -> str:
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
         lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
+    lines += _without_kernels(plan)
     if plan.nodes:
         lines += ["measured:", *(f"  {_node_line(node)}" for node in plan.nodes)]
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def _without_kernels(plan: PlanReply) -> list[str]:
+    """Name the candidates that compute without the compiled kernels, in a line if there are any."""
+    names = [node.name for node in plan.nodes if node.isa == kernels.NONE]
+    if not names:
+        return []
+    return [f"  no compiled kernels on {', '.join(names)}: {kernels.SLOWER}; {kernels.REMEDY}"]
 
 
 def dtype_words(plan: PlanReply) -> str:
@@ -162,6 +172,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "embed_ms": seconds and _in_ms(seconds.embed_s),
         "head_ms": seconds and _in_ms(seconds.head_s),
         "kernel": node.kernel or None,
+        "isa": node.isa or None,
         "threads": node.threads or None,
         "measured_at_s": node.measured_at_s,
         "is_steady": node.is_steady,

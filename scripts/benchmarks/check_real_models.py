@@ -372,8 +372,9 @@ def _check_perplexity(
 
 def _bench(file: Path, text_file: Path, threads: int) -> tuple[float, int]:
     """Return perplexity and number of scored tokens by the command."""
-    command = [sys.executable, "-m", "shardnet_cli", "bench", "--local", "1", "--model", str(file)]
-    options = ["--threads", str(threads), "--piece", str(PIECE_CHARACTERS), "--json"]
+    command = [sys.executable, "-P", "-m", "shardnet_cli", "bench", "--local", "1"]
+    options = ["--model", str(file), "--threads", str(threads)]
+    options += ["--piece", str(PIECE_CHARACTERS), "--json"]
     told = subprocess.run(
         [*command, "--perplexity", str(text_file), *options], stdout=subprocess.PIPE, check=True
     )

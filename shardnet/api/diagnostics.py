@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from shardnet.api.client import connect, dial
 from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.head.ring_dtypes import settle_dtype
+from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
 from shardnet.cluster.peers.rtt_probe import ProbeAnswer
@@ -89,6 +91,7 @@ async def gather_facts(sources: FactSources) -> Facts:
         named=tuple(view for view, _ in named),
         found=found,
         model=_model_asked(asked_model, infos),
+        has_kernels=sys.platform == "win32" or are_built(),
     )
 
 

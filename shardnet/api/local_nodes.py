@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +25,9 @@ START_S = 60.0
 
 STOP_S = 5.0
 """Deadline for a node process to exit by itself."""
+
+_OWN_GROUP = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+"""On Windows, what a new session is elsewhere: Ctrl-C is not for the process."""
 
 
 @asynccontextmanager
@@ -61,7 +65,8 @@ class _NodeProcess:
         """Start the process in a session of its own: it exits when stdin closes, not on Ctrl-C."""
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "shardnet_cli", "node", "--json", "--host", "127.0.0.1"),
+                *(sys.executable, "-P", "-m", "shardnet_cli"),  # blind to the current folder
+                *("node", "--json", "--host", "127.0.0.1"),
                 *("--port", "0", "--name", name, "--threads", str(threads)),
                 *arguments,
                 *("--no-mdns", "--until-stdin-closes"),
@@ -70,6 +75,7 @@ class _NodeProcess:
                 stderr=asyncio.subprocess.PIPE,
                 env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED},
                 start_new_session=True,
+                creationflags=_OWN_GROUP,
             )
         )
         try:

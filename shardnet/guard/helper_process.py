@@ -171,6 +171,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C in a terminal is for this process
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # and on Windows
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
         )
         self.pid = self._process.pid

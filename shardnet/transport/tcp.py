@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import socket
+import sys
 from typing import Any, Final
 
 from shardnet.errors import (
@@ -155,7 +156,7 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
 async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
     """Connect as `loop.sock_connect` does, to addresses with an IPv6 scope too: uvloop loses it."""
     loop = asyncio.get_running_loop()
-    if not any(address[3:]):
+    if not any(address[3:]) or sys.platform == "win32":  # where uvloop is not
         await loop.sock_connect(sock, address)
         return
     code = sock.connect_ex(address)

@@ -38,6 +38,10 @@ def check_nothing_left(machine: Machine) -> None:
 def test_nodes_are_started_with_their_share_of_the_cores(
     machine: Machine, parrots: Parrots
 ) -> None:
+    """In a folder that holds modules of a stranger, which no process imports."""
+    for name in ("numpy.py", "torch.py", "shardnet/__init__.py", "shardnet/errors.py"):
+        (machine.folder / name).parent.mkdir(exist_ok=True)
+        (machine.folder / name).write_text("raise SystemExit(f'{__file__} is a stranger's')")
     arguments = ["--model", str(parrots.signs), "--local", "2", "--json"]
     result = machine.run("generate", "a", *arguments)
     assert result.json["text"] == "é€😀 Жz."
@@ -105,6 +109,7 @@ def test_a_local_node_that_is_killed_ends_the_run(machine: Machine, parrots: Par
     command = begin(machine, parrots, 2)
     command.stdout.wait_for("b")
     tail = next(p for p in machine.processes() if "local-1" in p.cmdline())
+    assert "-P" in tail.cmdline(), "it may import what lies in the current folder"
     tail.kill()
     result = command.wait()
     assert result.code == 1

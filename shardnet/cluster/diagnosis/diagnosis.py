@@ -19,6 +19,7 @@ from shardnet.cluster.diagnosis.peer_findings import (
     remedy_for,
     seconds_apart,
 )
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
 from shardnet.wire.messages.diagnostics import AddressView, NodeReport, RecordSeen, RefusedHost
@@ -40,6 +41,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_named(facts),
         *_names(facts),
         *_versions(facts),
+        *_kernels(facts),
     ]
     for reply in facts.replies:
         findings += _node(facts, reply)
@@ -290,6 +292,33 @@ def _names(facts: Facts) -> Iterator[Finding]:
                 facts.label(node),
                 f"two machines, {' and '.join(sorted(hosts))}, say that they are node {node}",
                 "restart both nodes: each makes itself an id at its start",
+            )
+
+
+def _kernels(facts: Facts) -> Iterator[Finding]:
+    """Report who computes without the compiled kernels.
+
+    This machine only where no node runs, and as no problem: its node may compute on a GPU.
+    """
+    what = f"no compiled kernels here: {kernels.SLOWER}"
+    if not facts.replies and not facts.has_kernels:
+        yield Finding(
+            severity=Severity.INFO,
+            topic="kernels",
+            where=HERE,
+            what=what,
+            remedy=kernels.REMEDY,
+        )
+    for info in facts.infos:
+        if info.isa == kernels.NONE:
+            yield problem("kernels", facts.label(info.node), what, kernels.REMEDY)
+        elif info.isa == kernels.OFF:
+            yield Finding(
+                severity=Severity.INFO,
+                topic="kernels",
+                where=facts.label(info.node),
+                what=f"SHARDNET_ISA=off: no compiled kernels are used, {kernels.SLOWER}",
+                remedy="start it without SHARDNET_ISA",
             )
 
 

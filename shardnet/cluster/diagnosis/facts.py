@@ -28,6 +28,7 @@ Topic = Literal[
     "mtu",
     "clock",
     "model",
+    "kernels",
 ]
 
 
@@ -102,7 +103,8 @@ class Facts:
     `asked` names the node whose report and whose peers' reports are the `replies`, "" without one;
     `failure` says why that failed. `deaf` are nodes of this machine that do not answer. `named` has
     the results for the addresses given on the command line, `found` the mDNS records seen by this
-    process; None if it did not browse.
+    process; None if it did not browse. `has_kernels`: the compiled kernels of this installation
+    were built, or this system has no use for them.
     """
 
     key: KeyFacts
@@ -115,6 +117,7 @@ class Facts:
     named: tuple[AddressView, ...] = ()
     found: tuple[RecordSeen, ...] | None = None
     model: ModelAsked | None = None
+    has_kernels: bool = True
 
     @property
     def infos(self) -> list[NodeInfo]:

@@ -9,10 +9,12 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
 
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.container import container_cores, container_free_bytes
 from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
@@ -40,11 +42,17 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A compute device: `kind` is cpu or cuda, `dtypes` those it computes natively, best first."""
+    """A compute device: `kind` is cpu or cuda, `dtypes` those it computes natively, best first.
+
+    `isa` is the instruction set of the compiled kernels, or a word of kernels.py; "" where there
+    are none to have: on a GPU, and on Windows. `torch` names the version and the CPU that it sees.
+    """
 
     kind: str
     description: str
     dtypes: tuple[DType, ...]
+    isa: str = ""
+    torch: str = ""
 
 
 def find_device(requested: str) -> Device:
@@ -65,8 +73,31 @@ def find_device(requested: str) -> Device:
         )
     if has_cuda and requested != "cpu":
         name = torch.cuda.get_device_name(0)
-        return Device(kind="cuda", description=f"cuda ({name})", dtypes=_good_dtypes("cuda"))
-    return Device(kind="cpu", description="cpu", dtypes=_good_dtypes("cpu"))
+        return Device(
+            kind="cuda",
+            description=f"cuda ({name})",
+            dtypes=_good_dtypes("cuda"),
+            torch=torch.__version__,
+        )
+    return Device(
+        kind="cpu",
+        description="cpu",
+        dtypes=_good_dtypes("cpu"),
+        isa=find_isa(os.environ),
+        torch=f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+    )
+
+
+def find_isa(environment: Mapping[str, str]) -> str:
+    """Return the instruction set of the compiled kernels on this CPU, as Device has it."""
+    from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
+
+    found = find_kernels(environment)
+    if found is not None:
+        return found.isa.name.lower()
+    if environment.get(ISA_VARIABLE, "").lower() == kernels.OFF:
+        return kernels.OFF
+    return "" if sys.platform == "win32" else kernels.NONE
 
 
 def _good_dtypes(kind: str) -> tuple[DType, ...]:

@@ -51,6 +51,8 @@ class FigureKey:
     quant: str
     kv_dtype: str
     device: str
+    isa: str
+    torch: str
     threads: int
     cores: int
     version: str
@@ -65,12 +67,17 @@ class FigureKey:
         kv_dtype: KvDType = KvDType.AUTO,
         *,
         device: str,
+        isa: str,
+        torch: str,
         threads: int,
         cores: int,
         version: str,
         host: str,
     ) -> FigureKey:
-        """Make the key of a model on a device. `cores` are those that the process may use."""
+        """Make the key of a model on a device, whose `isa` and `torch` are those of `Device`.
+
+        `cores` are those that the process may use.
+        """
         shape = tuple((name, str(getattr(config, name))) for name in _SHAPE_FIELDS)
         return cls(
             shape=shape,
@@ -78,6 +85,8 @@ class FigureKey:
             quant=_kind(quantization),
             kv_dtype=kv_dtype.value,
             device=device,
+            isa=isa,
+            torch=torch,
             threads=threads,
             cores=cores,
             version=version,

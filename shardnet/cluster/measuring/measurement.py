@@ -168,6 +168,7 @@ async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instrument
         node=node.node,
         name=node.name,
         memory_bytes=answer.memory_bytes,
+        isa=node.isa,
         seconds=answer.seconds,
         kernel=answer.kernel,
         threads=answer.threads,
@@ -179,7 +180,11 @@ async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instrument
 
 def _without(node: NodeInfo, error: ShardnetError) -> NodeMeasured:
     return NodeMeasured(
-        node=node.node, name=node.name, memory_bytes=node.memory_bytes, why_not=explanation(error)
+        node=node.node,
+        name=node.name,
+        memory_bytes=node.memory_bytes,
+        isa=node.isa,
+        why_not=explanation(error),
     )
 
 

@@ -103,6 +103,8 @@ class NodeBenchmark:
             quantization,
             KvDType(message.kv_dtype),
             device=self._orders.device.description,
+            isa=self._orders.device.isa,
+            torch=self._orders.device.torch,
             threads=threads,
             cores=available_cores(),
             version=__version__,

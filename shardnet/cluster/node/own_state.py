@@ -52,6 +52,7 @@ class OwnState:
             dtypes=[dtype.value for dtype in device.dtypes],
             host_id=make_host_id(),
             stage=stage,
+            isa=device.isa,
         )
 
     def memory_free_bytes(self) -> int:

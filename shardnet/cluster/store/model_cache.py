@@ -298,8 +298,11 @@ def _read_hint(file: Path) -> tuple[str, str] | None:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the bytes on disk, without the holes of sparse files."""
-    return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
+    """Return the bytes on disk, without the holes of sparse files where the system counts them."""
+    found = [file.lstat() for file in folder.iterdir()]
+    return sum(
+        file.st_blocks * 512 if hasattr(file, "st_blocks") else file.st_size for file in found
+    )
 
 
 def _is_locked(lock: Path) -> bool:

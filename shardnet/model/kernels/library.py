@@ -23,7 +23,9 @@ from torch import Tensor
 from shardnet.model.config.panel_form import PanelForm
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
-"""Restricts the instruction set, for tests and comparisons: portable, avx2; off for torch alone."""
+"""Restricts the instruction set, for tests and comparisons: portable, avx2, neon_plain; off for
+torch alone.
+"""
 
 _LIBRARY: Final = "_quantized.so"
 _VERSION: Final = 11
@@ -40,6 +42,12 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVX512 = 2
     NEON = 3
+    NEON_PLAIN = 4
+    """Without dot products of bytes, as on a Raspberry Pi 4."""
+
+
+_LESS: Final = {("avx2", Isa.AVX512), ("neon_plain", Isa.NEON)}
+"""What SHARDNET_ISA may restrict an instruction set to."""
 
 
 class Team(ctypes.Structure):
@@ -319,7 +327,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     if not hasattr(library, f"shardnet_version_{_VERSION}"):
         return None  # built from another version of the source
     isa = Isa(library.shardnet_isa())
-    if wanted == "portable" or (wanted == "avx2" and isa is Isa.AVX512):
+    if wanted == "portable" or (wanted, isa) in _LESS:
         isa = Isa[wanted.upper()]
     return NativeKernels(
         isa=isa,

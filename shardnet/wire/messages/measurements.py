@@ -108,7 +108,7 @@ class LinksMeasured(Tagged, frozen=True, kw_only=True):
 class NodeMeasured(Strict, frozen=True, kw_only=True):
     """What a candidate of a plan has measured of the model; `why_not` where it has not.
 
-    `memory_bytes` is what a stage may take there now.
+    `memory_bytes` is what a stage may take there now, `isa` that of its NodeInfo.
     """
 
     node: Name
@@ -121,6 +121,7 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     is_steady: bool = True
     disk_bytes_per_s: Figure | None = None
     why_not: Explanation = ""
+    isa: Name = ""
 
 
 class WayMeasured(Strict, frozen=True, kw_only=True):

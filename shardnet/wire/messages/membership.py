@@ -45,7 +45,11 @@ class StageInfo(Strict, frozen=True, kw_only=True):
 
 
 class NodeInfo(Strict, frozen=True, kw_only=True):
-    """What a node reports of itself. `host_id` is equal for nodes on one machine."""
+    """What a node reports of itself. `host_id` is equal for nodes on one machine.
+
+    `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
+    built, `off` where they are switched off, "" where it has no use for them.
+    """
 
     node: Name
     name: Name
@@ -59,6 +63,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     dtypes: Annotated[list[Name], Meta(max_length=16)]
     host_id: Name
     stage: StageInfo | None = None
+    isa: Name = ""
 
 
 class Status(Tagged, frozen=True, kw_only=True):

@@ -93,6 +93,21 @@ def test_a_plan_says_what_it_predicts_and_from_what() -> None:
     assert lines[8:] == ["  anna - bert: round trip 0.42 ms, 110 MB/s"]
 
 
+def test_nodes_without_compiled_kernels_are_named_in_one_line() -> None:
+    assert "kernels" not in plan_text(PLAN)
+    isas = {"anna": "none", "bert": "none", "cleo": "avx2"}
+    nodes = [NodeMeasured(node=n, name=n, memory_bytes=1, isa=isa) for n, isa in isas.items()]
+    plan = msgspec.structs.replace(PLAN, nodes=nodes)
+    [line] = [line for line in plan_text(plan).splitlines() if "kernels" in line]
+    assert line.startswith("  no compiled kernels on anna, bert: quantised weights are computed")
+    assert "C compiler" in line
+    assert [node["isa"] for node in plan_json(plan)["measured"]["nodes"]] == [
+        "none",
+        "none",
+        "avx2",
+    ]
+
+
 def test_what_many_sequences_make_is_called_so() -> None:
     plan = msgspec.structs.replace(PLAN, optimise="throughput")
     assert "predicted: 18 tokens/s of many sequences" in plan_text(plan)

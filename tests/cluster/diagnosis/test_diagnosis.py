@@ -174,6 +174,21 @@ def test_two_machines_with_one_id_are_told() -> None:
 # --- links
 
 
+def test_who_computes_without_the_compiled_kernels_is_named() -> None:
+    bert, cleo = with_info(reply("bert"), isa="none"), with_info(reply("cleo"), isa="off")
+    well = with_info(reply("anna"), isa="avx2")
+    said = findings(facts(well, bert, cleo, has_kernels=False))
+    assert {found for found in said if found[1] == "kernels"} == {
+        ("problem", "kernels", "bert"),
+        ("info", "kernels", "cleo"),
+    }
+    nobody = replace_field(facts(), replies=(), asked="", has_kernels=False)
+    finding = the_one(nobody, "kernels", Severity.INFO)
+    assert finding.where == "this machine"
+    assert "many times slower" in finding.what
+    assert "C compiler" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("seen", "topic", "words"),
     [

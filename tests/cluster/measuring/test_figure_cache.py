@@ -39,7 +39,15 @@ def config(**changes: Any) -> ModelConfig:
 
 
 def key(dtype: DType = DType.BFLOAT16, **changes: Any) -> FigureKey:
-    values = {"device": "cpu", "threads": 2, "cores": 4, "version": "1", "host": "h"}
+    values = {
+        "device": "cpu",
+        "isa": "avx2",
+        "torch": "2",
+        "threads": 2,
+        "cores": 4,
+        "version": "1",
+        "host": "h",
+    }
     model = config(**changes.pop("model", {}))
     return FigureKey.of(model, dtype, **(values | changes))
 
@@ -61,6 +69,9 @@ def test_a_figure_outlives_the_process(tmp_path: Path) -> None:
     "other",
     [
         {"device": "cuda (X)"},
+        {"isa": "none"},
+        {"isa": "off"},
+        {"torch": "3"},
         {"threads": 1},
         {"cores": 2},
         {"version": "2"},

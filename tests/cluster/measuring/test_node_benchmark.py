@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.measuring.figure_cache import FigureCache
@@ -62,13 +63,14 @@ def measuring(
     folder: Path,
     main: Callable[[NodeBenchmark, StageHost], Awaitable[None]],
     memory_bytes: int | None = None,
+    isa: str = "avx2",
 ) -> None:
     async def dial(address: str, membership: RingMembership) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
         host, disk = StageHost(dial=dial), DiskJobs("test")
-        device = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,))
+        device = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,), isa=isa)
         orders = StageOrders(
             host=host,
             sharing=cast(Sharing, None),  # measuring fetches nothing
@@ -121,8 +123,13 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
         generate(host)
         assert (await measure(figures, ask())).seconds.layer_s > 0
 
+    async def without_kernels(figures: NodeBenchmark, host: StageHost) -> None:
+        with pytest.raises(UsageError, match="not measured yet"):
+            figures.known(ask())
+
     measuring(tmp_path, first)
     measuring(tmp_path, later)
+    measuring(tmp_path, without_kernels, isa=kernels.NONE)
 
 
 def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:

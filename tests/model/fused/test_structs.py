@@ -133,7 +133,7 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
 
 def test_numbers_stand_for_the_same_on_both_sides() -> None:
     assert {isa.name: isa.value for isa in library.Isa} == {
-        name: constant(name) for name in ("PORTABLE", "AVX2", "AVX512", "NEON")
+        name: constant(name) for name in ("PORTABLE", "AVX2", "AVX512", "NEON", "NEON_PLAIN")
     }
     parts = ("BEFORE", "STORE", "ATTEND", "AFTER")
     assert [getattr(structs, part) for part in parts] == [constant(p) for p in parts]

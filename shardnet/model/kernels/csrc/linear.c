@@ -127,7 +127,7 @@ static struct tiles tiles_for(const struct linear *p) {
     if (p->team.isa == AVX512) return shardnet_avx512_tiles(p);
     if (p->team.isa == AVX2) return shardnet_avx2_tiles(p);
 #elif defined(__aarch64__)
-    if (p->team.isa == NEON) return neon_tiles(p);
+    if (p->team.isa == NEON || p->team.isa == NEON_PLAIN) return neon_tiles(p);
 #endif
     return portable_tiles(p);
 }
@@ -272,7 +272,7 @@ int32_t shardnet_isa(void) {
 #elif defined(__aarch64__) && defined(__APPLE__)
     return NEON;
 #elif defined(__aarch64__) && defined(__linux__)
-    if (getauxval(AT_HWCAP) & (1 << 20)) return NEON; /* HWCAP_ASIMDDP */
+    return getauxval(AT_HWCAP) & (1 << 20) ? NEON : NEON_PLAIN; /* HWCAP_ASIMDDP */
 #endif
     return PORTABLE;
 }

@@ -15,7 +15,7 @@
 #define UNROLLED _Pragma("GCC unroll 8") /* so that numbers of quads are constants */
 #define INLINE static inline __attribute__((always_inline))
 
-enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3 };
+enum isa { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NEON = 3, NEON_PLAIN = 4 }; /* the last without dot products */
 
 /* Runs a function on several threads, as GOMP_parallel does. */
 typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);

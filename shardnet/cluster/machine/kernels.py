@@ -1,0 +1,29 @@
+"""Whether a machine computes with the compiled kernels, and what to say where it does not.
+
+Knows the words by which nodes report it. Must not know how kernels are found. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import shardnet
+
+NONE: Final = "none"
+"""Reported by a node whose CPU computes without the kernels since they were not built there."""
+OFF: Final = "off"
+"""Reported by a node whose user has switched them off."""
+
+SLOWER: Final = "quantised weights are computed many times slower, others up to twice"
+REMEDY: Final = (
+    "install a C compiler and then shardnet again, or install it from a wheel that was built on "
+    "another machine of this platform"
+)
+
+_FOLDER: Final = Path(shardnet.__file__).parent / "model" / "kernels"
+
+
+def are_built() -> bool:
+    """Say whether the kernels were built when shardnet was installed, without loading them."""
+    return any(_FOLDER.glob("*.so"))
