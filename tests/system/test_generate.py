@@ -325,7 +325,7 @@ def test_a_prompt_beyond_the_context_is_refused(trio: Crew, parrots: Parrots) ->
     error = trio.generate("a" * 16, parrots.alphabet, *where).error
     assert "16" in error
     assert "give --context " in error
-    assert "the model takes up to 8192, and the nodes have room for" in error
+    assert f"the model takes up to {LONG}, and the nodes have room for" in error
     assert trio.generate("a" * 15, parrots.alphabet, *where).stdout == "b\n"
 
 
