@@ -119,8 +119,8 @@ class Discovery:
         self.records.clear()
         if before != self.failure:
             self._log(
-                "warning: this node is not found by itself, mDNS does not work here "
-                f"({error}): name other nodes with --peer, or give --no-mdns to hide this warning"
+                f"warning: mDNS does not work here ({error}), so nodes do not find each other: "
+                "name other nodes with --peer, or give --no-mdns to hide this warning"
             )
 
 
