@@ -21,6 +21,7 @@ from shardnet.types import SamplingParams
 
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions, Temperature
@@ -53,6 +54,11 @@ class _Sampling(SamplingOptions):
     keep_special_tokens: bool = False
 
 
+@examples(
+    "shardnet chat --model qwen3",
+    'shardnet chat --model ~/models/Qwen3-4B --system "Be brief."',
+    "shardnet chat --local 2 --temperature 0 < questions.txt",
+)
 @takes_groups
 def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
     """Chat with the model: each line is a message, the answer streams.

@@ -26,6 +26,7 @@ from shardnet.errors import ConfigurationError
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
@@ -66,6 +67,11 @@ class _Flags:
     until_stdin_closes: bool
 
 
+@examples(
+    "shardnet node",
+    "shardnet node --name attic --memory 8GiB",
+    "shardnet node --peer 192.168.1.12:7433 --no-mdns",
+)
 @takes_groups
 def node(
     *,

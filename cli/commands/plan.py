@@ -19,6 +19,7 @@ from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
 
 from ..finding.target import connect_here, open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
@@ -28,6 +29,12 @@ from ..output.plan_text import plan_json, plan_text, run_json, run_text
 from ..output.progress import LoadBars
 
 
+@examples(
+    "shardnet plan --model ~/models/Qwen3-4B",
+    "shardnet plan --model qwen3 --quant int8 --context 32768",
+    "shardnet plan --nodes attic.local:7433,desk.local:7433",
+    "shardnet plan --last",
+)
 @takes_groups
 def plan(
     *,

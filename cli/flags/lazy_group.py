@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .help_sections import SectionedCommand
 from .wrong_values import CommandGroup
 
 Load = Callable[[str], Callable[..., None] | typer.Typer]
@@ -43,8 +44,10 @@ def _make(name: str, summary: str, found: Callable[..., None] | typer.Typer) -> 
     if isinstance(found, typer.Typer):
         parent.add_typer(found)
     else:
-        parent.command(name, short_help=summary)(found)
+        parent.command(name, cls=SectionedCommand, short_help=summary)(found)
     command = typer.main.get_command(parent)
+    if isinstance(command, SectionedCommand):
+        command.examples = getattr(found, "examples", ())
     if isinstance(command, TyperGroup):
         command = command.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)

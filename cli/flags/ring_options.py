@@ -58,9 +58,9 @@ class RingOptions:
         typer.Option(
             "--model",
             metavar="PATH|NAME",
-            help="Checkpoint folder, GGUF file, or a name that `shardnet models` lists, or a model "
-            "of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes that lack it fetch from one that has "
-            "it; the head downloads what nobody has. Default: the bundled model.",
+            help="Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, "
+            "or a model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from "
+            "one that has it, else from the Hub. Default: the bundled model.",
             envvar="SHARDNET_MODEL",
             show_default=False,
         ),
@@ -86,7 +86,7 @@ class RingOptions:
         typer.Option(
             "--layers",
             metavar="0-8,8-12",
-            help="Layer ranges of the stages, half-open, in ring order.",
+            help="Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
             envvar="SHARDNET_LAYERS",
             show_default=False,
         ),

@@ -25,6 +25,7 @@ ALLOWED = {
     "cli.main",
     "cli.flags",
     "cli.flags.config",
+    "cli.flags.help_sections",
     "cli.flags.lazy_group",
     "cli.flags.wrong_values",
     "cli.output",

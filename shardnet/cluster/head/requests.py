@@ -46,9 +46,7 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     elif not message.prompt:
         raise UsageError("the prompt is empty", remedy="give some text, or ids with --token-ids")
     else:
-        token_ids = lead.tokenizer.encode(
-            message.prompt, bos=message.bos, most_tokens=most_tokens
-        )
+        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos, most_tokens=most_tokens)
     if lead.tokenizer is not None:
         lead.tokenizer.ready()
     check_token_ids(token_ids, vocab_size, lead.tokenizer)

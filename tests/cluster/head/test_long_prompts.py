@@ -20,8 +20,6 @@ from shardnet.cluster.head.requests import too_long
     ],
 )
 def test_what_would_do_is_named(n_prompt: int, max_tokens: int, room: int, remedy: str) -> None:
-    error = too_long(
-        n_prompt, max_tokens, context=8192, most_positions=32768, room_positions=room
-    )
+    error = too_long(n_prompt, max_tokens, context=8192, most_positions=32768, room_positions=room)
     assert f"the prompt has {n_prompt} tokens and the context holds 8192" in str(error)
     assert remedy in str(error)
