@@ -41,7 +41,10 @@ FOLDERS = ("", "shardnet", "shardnet/model", "docs", "tests", "tests/support", "
 FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+(?:\.[\w-]+)*\.(?:py|md|c|h|svg|toml|sh|cfg)")
 ALL = ("plan", "generate", "chat", "bench")
 """What `all` in the flags' second column means."""
-OTHERS_FLAGS = {"--no-deps", "--force-reinstall", "--install", "--help", "--version"}
+OTHERS_FLAGS = {"--no-deps", "--force-reinstall", "--install", "--help", "--version"} | {
+    "--install-completion",
+    "--show-completion",
+}
 
 
 def ids(pages: Sequence[Path]) -> list[str]:
@@ -156,7 +159,7 @@ def parse(arguments: Sequence[str], *, is_whole: bool = True) -> None:
     command: Any = get_command(app)
     name, left = "shardnet", list(arguments)
     while isinstance(command, TyperGroup):
-        if left in ([], ["--help"], ["--version"]):
+        if left in ([], ["--help"], ["--version"]) or left[0].endswith("-completion"):
             return
         assert left[0] in command.commands, f"there is no command {left[0]!r} of {name}"
         name, command = left[0], command.commands[left.pop(0)]

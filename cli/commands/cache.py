@@ -15,6 +15,7 @@ from shardnet.errors import ShardnetError, UsageError
 from shardnet.stage.pack_cache import packed_models
 from shardnet.stage.pack_cache import remove as remove_packed
 
+from ..flags.completion import cached_ids
 from ..flags.options import Json
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
@@ -58,7 +59,11 @@ def list_models(as_json: Json = False) -> None:
 def remove(
     model_id: Annotated[
         str,
-        typer.Argument(metavar="MODEL_ID", help="The model's id, or its first digits."),
+        typer.Argument(
+            metavar="MODEL_ID",
+            help="The model's id, or its first digits.",
+            autocompletion=cached_ids,
+        ),
     ] = "",
     everything: Annotated[
         bool, typer.Option("--all", help="Delete all that no node uses.")

@@ -26,6 +26,7 @@ from shardnet.errors import ConfigurationError
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
+from ..flags.completion import one_of
 from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
@@ -110,6 +111,7 @@ def node(
         str,
         typer.Option(
             "--device",
+            autocompletion=one_of("auto", "cpu", "cuda"),
             metavar="auto|cpu|cuda",
             help="Compute device; auto takes a GPU where there is one.",
             envvar="SHARDNET_DEVICE",

@@ -11,6 +11,8 @@ from typing import Any, Final, TypeVar
 
 from typer.core import TyperCommand, TyperOption
 
+from .completion import with_words
+
 SECTIONS: Final = MappingProxyType(
     {
         "Which model, and how": (
@@ -83,6 +85,10 @@ class SectionedCommand(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete flags."""
+        return with_words(super().shell_complete(ctx, incomplete))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples, each on its own line."""

@@ -6,11 +6,13 @@ Knows how typer makes commands of functions. Must not know any command: subclass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .completion import with_words
 from .help_sections import SectionedCommand
 from .wrong_values import CommandGroup
 
@@ -29,6 +31,15 @@ class LazyGroup(CommandGroup):
     def load(self, name: str) -> Callable[..., None] | typer.Typer:
         """Import the command of a name: a function, or a typer.Typer of several."""
         raise NotImplementedError
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete flags, and commands without importing them."""
+        listed = copy(self)
+        listed.commands = {
+            name: TyperCommand(name, short_help=summary) for name, summary in self.summaries.items()
+        }
+        ctx.command = listed
+        return with_words(super(LazyGroup, listed).shell_complete(ctx, incomplete))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands without importing them."""

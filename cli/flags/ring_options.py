@@ -18,6 +18,7 @@ from shardnet.types import parse_layers
 from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
+from .completion import model_names, one_of
 from .options import (
     ModelFolder,
     Nodes,
@@ -57,6 +58,7 @@ class RingOptions:
         str,
         typer.Option(
             "--model",
+            autocompletion=model_names,
             metavar="PATH|NAME",
             help="Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, "
             "or a model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from "
@@ -106,6 +108,7 @@ class RingOptions:
         str,
         typer.Option(
             "--dtype",
+            autocompletion=one_of("auto", "bfloat16", "float16", "float32"),
             metavar="auto|bfloat16|float16|float32",
             help="Data type that the ring computes in.",
             envvar="SHARDNET_DTYPE",
@@ -115,6 +118,7 @@ class RingOptions:
         str,
         typer.Option(
             "--wire-dtype",
+            autocompletion=one_of("bfloat16", "float16", "int8"),
             metavar="bfloat16|float16|int8",
             help="Quantise activations for slow links; `plan` measures the error. Default: as "
             "computed.",
@@ -126,6 +130,7 @@ class RingOptions:
         str,
         typer.Option(
             "--quant",
+            autocompletion=one_of("none", "int8", "int4"),
             metavar="none|int8|int4",
             help="Quantise weights at load: about half or a quarter of the memory, and faster.",
             envvar="SHARDNET_QUANT",
@@ -135,6 +140,7 @@ class RingOptions:
         str,
         typer.Option(
             "--kv-dtype",
+            autocompletion=one_of("auto", "int8"),
             metavar="auto|int8",
             help="Quantise keys and values: about half the memory of a long context.",
             envvar="SHARDNET_KV_DTYPE",
@@ -144,6 +150,7 @@ class RingOptions:
         str,
         typer.Option(
             "--stream-layers",
+            autocompletion=one_of("auto"),
             metavar="auto|N",
             help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
             envvar="SHARDNET_STREAM_LAYERS",
@@ -165,6 +172,7 @@ class RingOptions:
         str,
         typer.Option(
             "--optimise",
+            autocompletion=one_of("latency", "throughput"),
             metavar="latency|throughput",
             help="Plan for the speed of one sequence (default), or of many at once.",
             envvar="SHARDNET_OPTIMISE",

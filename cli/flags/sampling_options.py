@@ -15,6 +15,7 @@ from shardnet.api.requests import GenerationOptions, name_model
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
 
+from .completion import one_of
 from .options import check_choice
 
 MaxTokens = Annotated[
@@ -129,6 +130,7 @@ class SamplingOptions:
         str,
         typer.Option(
             "--bos",
+            autocompletion=one_of("auto", "on", "off"),
             metavar="auto|on|off",
             help="Prepend the BOS token: as the tokenizer says, always, or never.",
         ),
@@ -140,6 +142,7 @@ class SamplingOptions:
         str,
         typer.Option(
             "--speculate",
+            autocompletion=one_of("off", "ngram"),
             metavar="off|ngram|PATH",
             help="Draft tokens and verify several at once: by look-up in the text, or by the "
             "small model at PATH on the head.",

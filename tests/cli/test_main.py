@@ -24,6 +24,7 @@ ALLOWED = {
     "cli",
     "cli.main",
     "cli.flags",
+    "cli.flags.completion",
     "cli.flags.config",
     "cli.flags.help_sections",
     "cli.flags.lazy_group",
