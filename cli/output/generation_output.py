@@ -38,7 +38,7 @@ class TextOrIds:
 
     def take(self, event: GenerationEvent) -> str:
         """Return what the event adds: text, or the ids of its tokens with spaces between."""
-        if self._is_ids is None and event.token_ids:
+        if self._is_ids is None and event.tokens:
             self._is_ids = not any(event.tokens)
         if not self._is_ids or not event.token_ids:
             return event.text
