@@ -121,7 +121,7 @@ def install(shell: str, home: Path) -> tuple[Path, Path | None]:
 def completes_here() -> None:
     """Have typer answer the scripts, if this call is one of theirs."""
     if ASKS_VARIABLE in os.environ:
-        from typer.completion import completion_init
+        from typer.completion import completion_init  # type: ignore[attr-defined]
 
         completion_init()
 

@@ -26,7 +26,12 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
 )
-from shardnet.cluster.head.requests import prompt_ids, reserved_bytes, text_stream
+from shardnet.cluster.head.requests import (
+    prompt_ids,
+    reserved_bytes,
+    sampling_params,
+    text_stream,
+)
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -189,7 +194,7 @@ class Clients:
         )
         request = GenerationRequest(
             prompt=tuple(prompt),
-            sampling=message.sampling.params(),
+            sampling=sampling_params(message, lead),
             max_tokens=message.max_tokens,
             stop_ids=frozenset(message.stop_token_ids)
             | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),

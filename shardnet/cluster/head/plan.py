@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
@@ -23,6 +24,7 @@ from shardnet.types import (
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
+from shardnet.wire.messages.sequences import RecommendedSampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Plan:
 
     def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
+        recommended: dict[str, Any] = dict(self.facts.recommended)
         return PlanReply(
             request=request,
             model=self.choice.model,
@@ -99,6 +102,7 @@ class Plan:
             wire=wire,
             quant=self.choice.quant,
             kv_dtype=self.choice.kv_dtype,
+            recommended=RecommendedSampling(**recommended) if recommended else None,
         )
 
 

@@ -5,6 +5,9 @@ Must not send anything, nor know links.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 
 from shardnet.cluster.head.head import Lead
@@ -16,7 +19,7 @@ from shardnet.runtime.engine.requests import (
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids
-from shardnet.types import BLOCK_POSITIONS, OutputKind
+from shardnet.types import BLOCK_POSITIONS, OutputKind, SamplingParams
 from shardnet.wire.messages.generation import (
     MAX_ROWS_BYTES,
     Generate,
@@ -88,6 +91,18 @@ def too_long(
     return CapacityError(
         f"the prompt has {n_prompt} tokens and the context holds {context}", remedy=remedy
     )
+
+
+def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
+    """Return the request's sampling, with what it leaves to the model's makers as they recommend.
+
+    Raises SamplingError for values outside their range.
+    """
+    made = lead.plan.facts.recommended
+    left: dict[str, Any] = {name: made[name] for name in message.recommended if name in made}
+    params = replace(message.sampling.params(), **left)
+    params.check()
+    return params
 
 
 def text_stream(message: Generate, lead: Lead) -> TextStream:

@@ -98,6 +98,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         packed=_packed(value["packed"]) if value["packed"] else None,
         form=value["form"],
         size_bytes=value["size_bytes"],
+        recommended=value["recommended"],
     )
 
 

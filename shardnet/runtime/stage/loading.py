@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.model_folders import find_in_lm_studio
 from shardnet.checkpoint.model_names import LM_STUDIO
 from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
+from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -97,7 +98,8 @@ class ModelFacts:
     replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
     other linear weights of layers in the files, None where they have to be converted;
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
-    `size_bytes` is the size of the tensor files.
+    `size_bytes` is the size of the tensor files. `recommended` is the sampling that its makers
+    recommend, by the names of SamplingParams.
     """
 
     model_id: str
@@ -111,6 +113,7 @@ class ModelFacts:
     packed: PackedSizes | None = None
     form: str = ""
     size_bytes: int = 0
+    recommended: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +167,7 @@ def identify(path: Path) -> ModelFacts:
         packed=packed_sizes(checkpoint),
         form=checkpoint.form,
         size_bytes=checkpoint.size_bytes,
+        recommended=read_recommended(path),
     )
 
 

@@ -38,6 +38,7 @@ from shardnet.wire.framing.schema import (
     Threads,
 )
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
+from shardnet.wire.messages.sequences import RecommendedSampling
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
@@ -128,7 +129,8 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
 class PlanReply(Tagged, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
-    `wire` is there in answer to a PlanRequest that asks for a wire dtype.
+    `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
+    model's makers recommend how to sample.
     """
 
     request: RequestId
@@ -151,6 +153,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     wire: NarrowWire | None = None
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    recommended: RecommendedSampling | None = None
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):
